@@ -1,0 +1,226 @@
+// The Python face of the data plane, offload._core. Addresses and streams are integers here; only engine.py makes them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "checksum.h"
+#include "driver.h"
+#include "error.h"
+#include "host_block.h"
+#include "host_driver.h"
+#include "swap_store.h"
+
+namespace py = pybind11;
+using namespace offload;
+
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+Schedule schedule_named(const std::string& name) {
+  if (name == "threads") return Schedule::threads;
+  if (name == "delays") return Schedule::delays;
+  if (name == "stepped") return Schedule::stepped;
+  throw std::invalid_argument("schedule must be \"threads\", \"delays\" or \"stepped\", not \"" + name + "\"");
+}
+
+Fault fault_named(const std::string& operation, const std::string& kind, uint64_t nth, int error_number,
+                  bool persistent) {
+  Fault fault;
+  fault.operation = operation == "allocate" ? FileOperation::allocate
+                    : operation == "write"  ? FileOperation::write
+                    : operation == "read"   ? FileOperation::read
+                                            : throw std::invalid_argument("operation: allocate, write or read");
+  fault.kind = kind == "error"            ? FaultKind::error
+               : kind == "short_transfer" ? FaultKind::short_transfer
+               : kind == "flipped_bit"    ? FaultKind::flipped_bit
+                                          : throw std::invalid_argument("kind: error, short_transfer or flipped_bit");
+  fault.nth = nth;
+  fault.error_number = error_number;
+  fault.persistent = persistent;
+  return fault;
+}
+
+py::dict to_dict(const StoreStats& stats) {
+  py::dict result;
+  result["out_bytes"] = stats.out_bytes;
+  result["in_bytes"] = stats.in_bytes;
+  result["out_copies"] = stats.out_copies;
+  result["in_copies"] = stats.in_copies;
+  result["out_seconds"] = stats.out_seconds;
+  result["in_seconds"] = stats.in_seconds;
+  result["stall_seconds"] = stats.stall_seconds;
+  result["spilled_bytes"] = stats.spilled_bytes;
+  result["cancelled"] = stats.cancelled;
+  result["failed"] = stats.failed;
+  result["live_tickets"] = stats.live_tickets;
+  result["pool_max_bytes"] = stats.pool.max_bytes;
+  result["pool_held_bytes"] = stats.pool.held_bytes;
+  result["pool_used_bytes"] = stats.pool.used_bytes;
+  result["pool_requested_bytes"] = stats.pool.requested_bytes;
+  result["pool_high_water_bytes"] = stats.pool.high_water_bytes;
+  result["pool_registration_seconds"] = stats.pool.registration_seconds;
+  result["spill_file_bytes"] = stats.spill.file_bytes;
+  result["spill_used_bytes"] = stats.spill.used_bytes;
+  result["spill_high_water_bytes"] = stats.spill.high_water_bytes;
+  result["spill_written_bytes"] = stats.spill.written_bytes;
+  result["spill_read_bytes"] = stats.spill.read_bytes;
+  return result;
+}
+
+// Instances carry their numbers: PoolExhausted .asked_bytes .free_bytes .max_bytes; DriverError .call .code;
+// SpillError the OSError fields and .offset.
+void register_errors(py::module_& module) {
+  static PyObject* pool_exhausted = py::exception<PoolExhausted>(module, "PoolExhausted", PyExc_MemoryError).release().ptr();
+  static PyObject* driver_error = py::exception<DriverError>(module, "DriverError", PyExc_RuntimeError).release().ptr();
+  static PyObject* spill_error = py::exception<SpillError>(module, "SpillError", PyExc_OSError).release().ptr();
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const PoolExhausted& error) {
+      py::object instance = py::reinterpret_borrow<py::object>(pool_exhausted)(error.what());
+      instance.attr("asked_bytes") = error.asked_bytes;
+      instance.attr("free_bytes") = error.free_bytes;
+      instance.attr("max_bytes") = error.max_bytes;
+      PyErr_SetObject(pool_exhausted, instance.ptr());
+    } catch (const DriverError& error) {
+      py::object instance = py::reinterpret_borrow<py::object>(driver_error)(error.what());
+      instance.attr("call") = error.call;
+      instance.attr("code") = error.code;
+      PyErr_SetObject(driver_error, instance.ptr());
+    } catch (const SpillError& error) {
+      const std::string text = std::string(error.what()) + ": " + std::strerror(error.error_number);
+      py::object instance = py::reinterpret_borrow<py::object>(spill_error)(error.error_number, text, error.path);
+      instance.attr("offset") = error.offset;
+      PyErr_SetObject(spill_error, instance.ptr());
+    }
+  });
+}
+
+void register_store(py::module_& module) {
+  py::class_<Ticket>(module, "Ticket")
+      .def_property_readonly("bytes", &Ticket::bytes)
+      .def_property_readonly("state", [](const Ticket& ticket) { return state_name(ticket.state()); })
+      .def("out_done", &Ticket::out_done)
+      .def("wait_out", [](Ticket& ticket, uintptr_t compute) { ticket.wait_out(pointer(compute)); }, py::arg("compute"),
+           ReleaseGil())
+      .def("cancel", &Ticket::cancel)
+      .def(
+          "prefetch",
+          [](Ticket& ticket, uintptr_t target, uintptr_t compute, std::shared_ptr<HostBlock> owner) {
+            ticket.prefetch(pointer(target), pointer(compute), std::move(owner));
+          },
+          py::arg("target"), py::arg("compute"), py::arg("owner") = nullptr, ReleaseGil())
+      .def("in_done", &Ticket::in_done)
+      .def("swap_in", [](Ticket& ticket, uintptr_t compute) { ticket.swap_in(pointer(compute)); }, py::arg("compute"),
+           ReleaseGil())
+      .def("release", &Ticket::release);
+
+  py::class_<SwapStore, std::shared_ptr<SwapStore>>(module, "SwapStore")
+      .def_static(
+          "direct",
+          [](std::shared_ptr<HostDriver> lanes, std::string spill_directory, size_t slice_bytes) {
+            StoreOptions options;
+            options.spill_directory = std::move(spill_directory);
+            options.slice_bytes = slice_bytes;
+            return SwapStore::create_direct(std::move(lanes), options);
+          },
+          py::arg("lanes"), py::arg("spill_directory"), py::arg("slice_bytes") = StoreOptions{}.slice_bytes)
+      .def_static(
+          "slab",
+          [](std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes, size_t host_bytes_max,
+             std::string spill_directory, size_t slab_bytes, size_t slice_bytes) {
+            return SwapStore::create_slab(std::move(device), std::move(lanes),
+                                          {host_bytes_max, slab_bytes, slice_bytes, std::move(spill_directory)});
+          },
+          py::arg("device"), py::arg("lanes"), py::arg("host_bytes_max"), py::arg("spill_directory") = "",
+          py::arg("slab_bytes") = StoreOptions{}.slab_bytes, py::arg("slice_bytes") = StoreOptions{}.slice_bytes,
+          ReleaseGil())
+      .def(
+          "swap_out",
+          [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need) {
+            return store.swap_out(pointer(source), bytes, pointer(compute), need);
+          },
+          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0, ReleaseGil())
+      .def("quiesce", &SwapStore::quiesce, ReleaseGil())
+      .def("trim", &SwapStore::trim, ReleaseGil())
+      .def("stats", [](SwapStore& store) { return to_dict(store.stats()); })
+      .def_property_readonly("alignment_bytes", &SwapStore::alignment_bytes)
+      .def(
+          "inject_fault",
+          [](SwapStore& store, const std::string& operation, const std::string& kind, uint64_t nth, int error_number,
+             bool persistent) {
+            if (store.spill_file() == nullptr) throw std::invalid_argument("this store has no spill file");
+            store.spill_file()->inject(fault_named(operation, kind, nth, error_number, persistent));
+          },
+          py::arg("operation"), py::arg("kind"), py::arg("nth") = 1, py::arg("error_number") = 0,
+          py::arg("persistent") = false)
+      .def("truncate_for_test", [](SwapStore& store, uint64_t bytes) { store.spill_file()->truncate_for_test(bytes); });
+}
+
+void register_parts(py::module_& module) {
+  py::class_<Extent>(module, "Extent").def_readonly("offset", &Extent::offset).def_readonly("bytes", &Extent::bytes);
+  py::class_<SpillFile, std::shared_ptr<SpillFile>>(module, "SpillFile")
+      .def(py::init<const std::string&>(), py::arg("directory"))
+      .def_property_readonly("alignment_bytes", &SpillFile::alignment_bytes)
+      .def("allocate", &SpillFile::allocate)
+      .def("release", &SpillFile::release)
+      .def("write",
+           [](SpillFile& file, const Extent& extent, const py::buffer& data) {
+             const py::buffer_info view = data.request();
+             py::gil_scoped_release release;
+             return file.write(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
+           })
+      .def("read",
+           [](SpillFile& file, const Extent& extent, const py::buffer& data) {
+             const py::buffer_info view = data.request(true);
+             py::gil_scoped_release release;
+             return file.read(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
+           });
+
+  py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
+      .def(py::init<size_t, size_t, size_t>(), py::arg("bytes"), py::arg("alignment_bytes") = kPageBytes,
+           py::arg("residue") = 0)
+      .def_property_readonly("address", [](const HostBlock& block) { return reinterpret_cast<uintptr_t>(block.data()); })
+      .def_buffer([](HostBlock& block) {
+        return py::buffer_info(block.data(), 1, py::format_descriptor<uint8_t>::format(),
+                               static_cast<py::ssize_t>(block.bytes()));
+      });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The data plane of offload: drivers, slab pool, spill file, swap store. Private; see _core.pyi.";
+  register_errors(module);
+
+  py::class_<Driver, std::shared_ptr<Driver>>(module, "Driver")
+      .def_property_readonly("name", &Driver::name)
+      .def("device_memory", [](Driver& driver) {
+        const DeviceMemory memory = driver.device_memory();
+        return py::make_tuple(memory.free_bytes, memory.total_bytes);
+      });
+  py::class_<HostDriver, Driver, std::shared_ptr<HostDriver>>(module, "HostDriver")
+      .def(py::init([](const std::string& schedule, uint64_t seed, int niceness) {
+             return HostDriver::create(schedule_named(schedule), seed, niceness);
+           }),
+           py::arg("schedule") = "threads", py::arg("seed") = 0, py::arg("niceness") = 0);
+  module.def("cuda_driver", [](int device, const std::string& library) { return make_cuda_driver(device, library.c_str()); },
+             py::arg("device"), py::arg("library") = "libcuda.so.1", ReleaseGil());
+  module.def("cuda_device_count", [](const std::string& library) { return cuda_device_count(library.c_str()); },
+             py::arg("library") = "libcuda.so.1");
+
+  register_parts(module);
+  register_store(module);
+  module.def("crc32c", [](const py::bytes& data, uint32_t crc) {
+    const std::string_view view = data;
+    return crc32c(crc, view.data(), view.size());
+  }, py::arg("data"), py::arg("crc") = 0);
+  module.def("crc32c_portable", [](const py::bytes& data, uint32_t crc) {
+    const std::string_view view = data;
+    return crc32c_portable(crc, view.data(), view.size());
+  }, py::arg("data"), py::arg("crc") = 0);
+}

@@ -1,0 +1,346 @@
+// The GPU's provider of the driver table, and the only file that calls CUDA: libcuda is opened at run time, so the same
+// build serves machines with and without a GPU.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "cuda_api.h"
+#include "driver.h"
+#include "error.h"
+
+namespace offload {
+namespace {
+
+using cuda::Api;
+using cuda::Entry;
+using cuda::Result;
+
+// One registration call on a very large range can fail where several smaller ones succeed.
+constexpr size_t kRegisterChunkBytes = size_t{1} << 30;
+
+constexpr const char* kForkRemedy =
+    "CUDA does not survive a fork; start worker processes with the spawn start method "
+    "(multiprocessing.set_start_method(\"spawn\"))";
+
+std::string result_text(const Api& api, Result result) {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (api.cuGetErrorName.function != nullptr) api.cuGetErrorName.function(result, &name);
+  if (api.cuGetErrorString.function != nullptr) api.cuGetErrorString.function(result, &text);
+  if (name == nullptr) return "error without a name";
+  return text == nullptr ? std::string(name) : std::string(name) + " (" + text + ")";
+}
+
+template <typename Signature>
+void check(const Api& api, const Entry<Signature>& entry, Result result) {
+  if (result != cuda::kSuccess) throw DriverError(entry.name, result, result_text(api, result));
+}
+
+template <typename Signature>
+bool resolve(void* library, Entry<Signature>& entry) {
+  entry.function = reinterpret_cast<Signature*>(dlsym(library, entry.name));
+  return entry.function != nullptr;
+}
+
+Api load_api(const char* library_name) {
+  // Never closed: libcuda does not support being unloaded.
+  void* const library = dlopen(library_name, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* reason = dlerror();
+    throw DriverError(std::string("dlopen(") + library_name + ")", cuda::kFileNotFound,
+                      std::string(reason == nullptr ? "no reason given" : reason) +
+                          "; install the NVIDIA driver, or keep the model on the CPU");
+  }
+  Api api;
+  const auto require = [&](auto& entry) {
+    if (resolve(library, entry)) return;
+    throw DriverError(entry.name, cuda::kSymbolNotFound,
+                      std::string("missing in ") + library_name + "; install a driver for CUDA 12 or newer");
+  };
+#define OFFLOAD_CUDA_REQUIRE(symbol, parameters) require(api.symbol);
+  OFFLOAD_CUDA_REQUIRED(OFFLOAD_CUDA_REQUIRE)
+#undef OFFLOAD_CUDA_REQUIRE
+#define OFFLOAD_CUDA_RESOLVE(symbol, parameters) resolve(library, api.symbol);
+  OFFLOAD_CUDA_OPTIONAL(OFFLOAD_CUDA_RESOLVE)
+#undef OFFLOAD_CUDA_RESOLVE
+  return api;
+}
+
+int initialized_device_count(const Api& api) {
+  const Result result = api.cuInit.function(0);
+  if (result == cuda::kNotInitialized) {
+    // What libcuda answers in the child of a process that had initialized it.
+    throw DriverError(api.cuInit.name, result, result_text(api, result) + "; " + kForkRemedy);
+  }
+  check(api, api.cuInit, result);
+  int count = 0;
+  check(api, api.cuDeviceGetCount, api.cuDeviceGetCount.function(&count));
+  return count;
+}
+
+// The context is current while this lives, and the caller's own is current again afterwards, on error paths as well.
+class ContextScope {
+ public:
+  ContextScope(const Api& api, cuda::ContextHandle context) : api_(api) {
+    check(api, api.cuCtxPushCurrent_v2, api.cuCtxPushCurrent_v2.function(context));
+  }
+  ~ContextScope() {
+    cuda::ContextHandle popped = nullptr;
+    api_.cuCtxPopCurrent_v2.function(&popped);
+  }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  const Api& api_;
+};
+
+cuda::StreamHandle stream_handle(Stream stream) {
+  // The framework's default stream is handle 0, which a build with per-thread default streams would read differently.
+  if (stream == nullptr) return reinterpret_cast<cuda::StreamHandle>(uintptr_t{cuda::kStreamLegacy});
+  return static_cast<cuda::StreamHandle>(stream);
+}
+
+cuda::EventHandle event_handle(Event event) { return static_cast<cuda::EventHandle>(event); }
+
+cuda::DeviceAddress device_address(const void* device) { return reinterpret_cast<uintptr_t>(device); }
+
+// The destructor gives nothing back, on purpose: the last owner may go while the process exits, when libcuda has shut
+// down already or other threads are still inside it. The system reclaims contexts, streams and pinned pages anyway.
+class CudaDriver final : public Driver {
+ public:
+  CudaDriver(const Api& api, cuda::Device device) : api_(api), device_(device), pid_(getpid()) {}
+
+  const char* name() const noexcept override { return "cuda"; }
+  bool compute_is_host() const noexcept override { return false; }
+  void require_same_process() const override { require_same_process("CUDA"); }
+  bool in_forked_child() const noexcept override { return getpid() != pid_; }
+
+  Stream stream_create() override {
+    cuda::StreamHandle stream = nullptr;
+    call(api_.cuStreamCreate, &stream, unsigned{cuda::kStreamNonBlocking});
+    return stream;
+  }
+
+  void stream_destroy(Stream stream) noexcept override {
+    if (stream != nullptr) call_noexcept(api_.cuStreamDestroy_v2, stream_handle(stream));
+  }
+
+  void stream_wait(Stream stream, Event event) override {
+    call(api_.cuStreamWaitEvent, stream_handle(stream), event_handle(event), 0U);
+  }
+
+  void stream_synchronize(Stream stream) override { call(api_.cuStreamSynchronize, stream_handle(stream)); }
+
+  void require_not_capturing(Stream stream) override {
+    require_same_process("cuStreamIsCapturing");
+    if (api_.cuStreamIsCapturing.function == nullptr) return;
+    cuda::CaptureState state = cuda::kCaptureNone;
+    call(api_.cuStreamIsCapturing, stream_handle(stream), &state);
+    if (state == cuda::kCaptureNone) return;
+    throw DriverError(api_.cuStreamIsCapturing.name, cuda::kCaptureUnsupported,
+                      "the stream is being captured into a CUDA graph, which would replay stale addresses; "
+                      "capture without offload, or train without graphs");
+  }
+
+  Event event_create() override {
+    cuda::EventHandle event = nullptr;
+    // Blocking, because worker threads wait on events and must not spin on the training's cores.
+    call(api_.cuEventCreate, &event, unsigned{cuda::kEventBlockingSync});
+    return event;
+  }
+
+  void event_destroy(Event event) noexcept override {
+    if (event != nullptr) call_noexcept(api_.cuEventDestroy_v2, event_handle(event));
+  }
+
+  void event_record(Event event, Stream stream) override {
+    call(api_.cuEventRecord, event_handle(event), stream_handle(stream));
+  }
+
+  bool event_done(Event event) override {
+    const Result result = attempt(api_.cuEventQuery, event_handle(event));
+    if (result == cuda::kNotReady) return false;
+    check(api_, api_.cuEventQuery, result);
+    return true;
+  }
+
+  void event_synchronize(Event event) override { call(api_.cuEventSynchronize, event_handle(event)); }
+
+  double event_elapsed_ms(Event from, Event to) override {
+    require_same_process(api_.cuEventElapsedTime.name);
+    if (api_.cuEventElapsedTime.function == nullptr) {
+      throw DriverError(api_.cuEventElapsedTime.name, cuda::kSymbolNotFound, "this driver cannot time events");
+    }
+    float milliseconds = 0;
+    call(api_.cuEventElapsedTime, &milliseconds, event_handle(from), event_handle(to));
+    return static_cast<double>(milliseconds);
+  }
+
+  void copy_out(void* host, const void* device, size_t bytes, Stream stream) override {
+    require_same_process(api_.cuMemcpyDtoHAsync_v2.name);
+    for (size_t done = 0, step = 0; done < bytes; done += step) {
+      std::byte* const target = static_cast<std::byte*>(host) + done;
+      step = std::min(bytes - done, bytes_to_chunk_end(target));
+      call(api_.cuMemcpyDtoHAsync_v2, target, device_address(device) + done, step, stream_handle(stream));
+    }
+  }
+
+  void copy_in(void* device, const void* host, size_t bytes, Stream stream) override {
+    require_same_process(api_.cuMemcpyHtoDAsync_v2.name);
+    for (size_t done = 0, step = 0; done < bytes; done += step) {
+      const std::byte* const source = static_cast<const std::byte*>(host) + done;
+      step = std::min(bytes - done, bytes_to_chunk_end(source));
+      call(api_.cuMemcpyHtoDAsync_v2, device_address(device) + done, source, step, stream_handle(stream));
+    }
+  }
+
+  void host_register(void* address, size_t bytes) override {
+    require_same_process(api_.cuMemHostRegister_v2.name);
+    std::byte* const base = static_cast<std::byte*>(address);
+    {
+      const std::lock_guard lock(mutex_);
+      if (!registered_bytes_.emplace(base, bytes).second) {
+        throw DriverError(api_.cuMemHostRegister_v2.name, cuda::kAlreadyRegistered,
+                          "this address is registered already; host_unregister it first");
+      }
+    }
+    size_t done = 0;
+    try {
+      for (; done < bytes; done += std::min(bytes - done, kRegisterChunkBytes)) {
+        register_chunk(base + done, std::min(bytes - done, kRegisterChunkBytes), done, bytes);
+      }
+    } catch (...) {
+      unregister_chunks(base, done);
+      const std::lock_guard lock(mutex_);
+      registered_bytes_.erase(base);
+      throw;
+    }
+  }
+
+  void host_unregister(void* address) noexcept override {
+    if (in_forked_child()) return;
+    std::byte* const base = static_cast<std::byte*>(address);
+    size_t bytes = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = registered_bytes_.find(base);
+      if (found == registered_bytes_.end()) return;
+      bytes = found->second;
+      registered_bytes_.erase(found);
+    }
+    unregister_chunks(base, bytes);
+  }
+
+  DeviceMemory device_memory() override {
+    DeviceMemory memory;
+    call(api_.cuMemGetInfo_v2, &memory.free_bytes, &memory.total_bytes);
+    return memory;
+  }
+
+ private:
+  void require_same_process(const char* call_name) const {
+    if (in_forked_child()) throw DriverError(call_name, cuda::kNotInitialized, kForkRemedy);
+  }
+
+  // Retained at the first call that needs it: a driver that is only asked for its name costs no device memory.
+  cuda::ContextHandle context() {
+    cuda::ContextHandle context = context_.load(std::memory_order_acquire);
+    if (context != nullptr) return context;
+    const std::lock_guard lock(mutex_);
+    context = context_.load(std::memory_order_relaxed);
+    if (context == nullptr) {
+      check(api_, api_.cuDevicePrimaryCtxRetain, api_.cuDevicePrimaryCtxRetain.function(&context, device_));
+      context_.store(context, std::memory_order_release);
+    }
+    return context;
+  }
+
+  template <typename Signature, typename... Arguments>
+  Result attempt(const Entry<Signature>& entry, Arguments... arguments) {
+    require_same_process(entry.name);
+    const ContextScope scope(api_, context());
+    return entry.function(arguments...);
+  }
+
+  template <typename Signature, typename... Arguments>
+  void call(const Entry<Signature>& entry, Arguments... arguments) {
+    check(api_, entry, attempt(entry, arguments...));
+  }
+
+  // For destroying things: what cannot be given back any more (a dead context, a forked child) is leaked.
+  template <typename Signature, typename... Arguments>
+  void call_noexcept(const Entry<Signature>& entry, Arguments... arguments) noexcept {
+    if (in_forked_child()) return;
+    try {
+      attempt(entry, arguments...);
+    } catch (...) {
+    }
+  }
+
+  void register_chunk(std::byte* chunk, size_t chunk_bytes, size_t done_bytes, size_t total_bytes) {
+    const Result result = attempt(api_.cuMemHostRegister_v2, chunk, chunk_bytes, unsigned{cuda::kRegisterPortable});
+    if (result == cuda::kSuccess) return;
+    throw DriverError(api_.cuMemHostRegister_v2.name, result,
+                      result_text(api_, result) + ": asked to pin " + std::to_string(total_bytes) +
+                          " bytes, failed after " + std::to_string(done_bytes) + "; lower host_limit");
+  }
+
+  void unregister_chunks(std::byte* base, size_t bytes) noexcept {
+    for (size_t offset = 0; offset < bytes; offset += kRegisterChunkBytes) {
+      call_noexcept(api_.cuMemHostUnregister, base + offset);
+    }
+  }
+
+  // CUDA refuses a copy whose host range spans two registrations, so copies are cut where host_register cut.
+  size_t bytes_to_chunk_end(const void* host) const {
+    const auto* const address = static_cast<const std::byte*>(host);
+    const std::lock_guard lock(mutex_);
+    const auto next = registered_bytes_.upper_bound(address);
+    if (next == registered_bytes_.begin()) return std::numeric_limits<size_t>::max();
+    const size_t offset = static_cast<size_t>(address - std::prev(next)->first);
+    return kRegisterChunkBytes - offset % kRegisterChunkBytes;
+  }
+
+  const Api api_;
+  const cuda::Device device_;
+  const pid_t pid_;
+  std::atomic<cuda::ContextHandle> context_{nullptr};
+  mutable std::mutex mutex_;                             // the retain, and the map below
+  std::map<const std::byte*, size_t> registered_bytes_;  // by base address
+};
+
+}  // namespace
+
+std::shared_ptr<Driver> make_cuda_driver(int device, const char* library) {
+  const Api api = load_api(library);
+  const int count = initialized_device_count(api);
+  if (device < 0 || device >= count) {
+    throw DriverError(api.cuDeviceGet.name, cuda::kInvalidDevice,
+                      "asked for device " + std::to_string(device) + ", " + std::to_string(count) +
+                          " present; check the model's device and CUDA_VISIBLE_DEVICES");
+  }
+  cuda::Device handle = 0;
+  check(api, api.cuDeviceGet, api.cuDeviceGet.function(&handle, device));
+  return std::make_shared<CudaDriver>(api, handle);
+}
+
+int cuda_device_count(const char* library) noexcept {
+  try {
+    return initialized_device_count(load_api(library));
+  } catch (...) {
+    return 0;
+  }
+}
+
+}  // namespace offload

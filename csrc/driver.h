@@ -1,0 +1,75 @@
+// The table of primitives that the data plane is written against.
+//
+// Two providers: cuda_driver.cpp (the GPU, through libcuda) and host_driver.{h,cpp} (worker threads; the "device" is
+// RAM). Everything above this line of the data path (pool, store) is the same code on both.
+//
+// Streams run their operations in order; different streams are ordered by events alone. A *compute* stream belongs to
+// the framework: its handle is passed in, never created or destroyed here. On the host driver the compute stream is
+// the calling thread itself (handle nullptr): recording there completes at once and waiting there blocks the caller.
+//
+// Thread safety: every method may be called from any thread. Errors: DriverError, never a bare code. Handles are
+// opaque; destroying one that still has work queued is allowed and takes effect when that work has ended.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace offload {
+
+using Stream = void*;
+using Event = void*;
+
+struct DeviceMemory {
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+};
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+
+  virtual const char* name() const noexcept = 0;
+  // True where the compute stream is the calling thread and device memory is plain RAM.
+  virtual bool compute_is_host() const noexcept = 0;
+  // Throws DriverError in a forked child: threads, contexts and registrations did not survive the fork.
+  virtual void require_same_process() const = 0;
+  virtual bool in_forked_child() const noexcept = 0;
+
+  // A stream of our own, non-blocking with respect to the framework's default stream.
+  virtual Stream stream_create() = 0;
+  virtual void stream_destroy(Stream stream) noexcept = 0;
+  // All work queued on `stream` after this call starts after `event`'s most recent record has completed.
+  virtual void stream_wait(Stream stream, Event event) = 0;
+  virtual void stream_synchronize(Stream stream) = 0;
+  // Throws DriverError when `stream` is being captured into a graph: a capture would replay stale addresses.
+  virtual void require_not_capturing(Stream stream) = 0;
+
+  virtual Event event_create() = 0;
+  virtual void event_destroy(Event event) noexcept = 0;
+  virtual void event_record(Event event, Stream stream) = 0;
+  // An event never recorded counts as done.
+  virtual bool event_done(Event event) = 0;
+  virtual void event_synchronize(Event event) = 0;
+  // Milliseconds between two completed records.
+  virtual double event_elapsed_ms(Event from, Event to) = 0;
+
+  // Asynchronous copies, ordered by `stream`. `host` lies in memory given to host_register.
+  virtual void copy_out(void* host, const void* device, size_t bytes, Stream stream) = 0;
+  virtual void copy_in(void* device, const void* host, size_t bytes, Stream stream) = 0;
+
+  // Pins a page-aligned range for DMA (on the host driver: nothing to do).
+  virtual void host_register(void* address, size_t bytes) = 0;
+  virtual void host_unregister(void* address) noexcept = 0;
+
+  virtual DeviceMemory device_memory() = 0;
+};
+
+// The GPU's provider. Opens libcuda.so.1 (or `library`, for tests) at the first call; retains `device`'s primary
+// context and pushes and pops it around every call. Throws DriverError where there is no driver, no such device, or a
+// required symbol is missing.
+std::shared_ptr<Driver> make_cuda_driver(int device, const char* library = "libcuda.so.1");
+
+// Number of CUDA devices, without creating a context; 0 where there is no driver.
+int cuda_device_count(const char* library = "libcuda.so.1") noexcept;
+
+}  // namespace offload

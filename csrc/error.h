@@ -1,0 +1,55 @@
+// Typed errors of the data plane. bindings.cpp alone maps them to Python:
+//   PoolExhausted → offload.PoolExhausted (a MemoryError)   DriverError → RuntimeError
+//   SpillError    → OSError(errno, text, path)              std::invalid_argument → ValueError
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace offload {
+
+// The slab pool cannot serve a request within its cap. Carries the numbers so that callers can fall back.
+class PoolExhausted : public std::runtime_error {
+ public:
+  PoolExhausted(size_t asked, size_t free, size_t max)
+      : std::runtime_error("pinned pool exhausted: asked " + std::to_string(asked) + " bytes, " +
+                           std::to_string(free) + " free of " + std::to_string(max) + "; raise host_limit"),
+        asked_bytes(asked),
+        free_bytes(free),
+        max_bytes(max) {}
+
+  const size_t asked_bytes;
+  const size_t free_bytes;
+  const size_t max_bytes;
+};
+
+// A driver entry point failed, is missing, or was called from the wrong process.
+class DriverError : public std::runtime_error {
+ public:
+  DriverError(const std::string& entry_point, int result, const std::string& detail)
+      : std::runtime_error(entry_point + " failed with code " + std::to_string(result) + ": " + detail),
+        call(entry_point),
+        code(result) {}
+
+  const std::string call;
+  const int code;
+};
+
+// File I/O failed: errno, path, and the offset in the file at which it did (-1: not tied to an offset).
+class SpillError : public std::runtime_error {
+ public:
+  SpillError(int number, std::string file, int64_t at, const std::string& detail)
+      : std::runtime_error(detail + " at offset " + std::to_string(at) + " of " + file),
+        error_number(number),
+        path(std::move(file)),
+        offset(at) {}
+
+  const int error_number;
+  const std::string path;
+  const int64_t offset;
+};
+
+}  // namespace offload

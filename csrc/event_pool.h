@@ -1,0 +1,55 @@
+// Recycles a driver's events: creating one is a driver call, and a step needs several per swapped tensor.
+//
+// An EventRef is shared by whoever must wait for the same point; the last holder gives the event back. Thread safe.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "driver.h"
+
+namespace offload {
+
+using EventRef = std::shared_ptr<void>;  // .get() is the driver's Event
+
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  explicit EventPool(std::shared_ptr<Driver> driver) : driver_(std::move(driver)) {}
+  ~EventPool() {
+    for (Event event : idle_) driver_->event_destroy(event);
+  }
+
+  EventRef take() {
+    Event event = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (!idle_.empty()) {
+        event = idle_.back();
+        idle_.pop_back();
+      }
+    }
+    if (event == nullptr) event = driver_->event_create();
+    return {event, [pool = shared_from_this()](Event used) { pool->give_back(used); }};
+  }
+
+  // An event that completes when the work now queued on `stream` has ended.
+  EventRef record(Stream stream) {
+    EventRef event = take();
+    driver_->event_record(event.get(), stream);
+    return event;
+  }
+
+ private:
+  void give_back(Event event) {
+    std::lock_guard lock(mutex_);
+    idle_.push_back(event);
+  }
+
+  const std::shared_ptr<Driver> driver_;
+  std::mutex mutex_;
+  std::vector<Event> idle_;
+};
+
+}  // namespace offload

@@ -1,0 +1,42 @@
+// Which ranges of one linear space (a slab's bytes, a file's bytes) are free. Best fit with coalescing neighbours.
+//
+// Pure bookkeeping: touches no memory. Not thread safe; its owner locks. All offsets and lengths are multiples of the
+// granule given at construction; requests are rounded up to it, never to a power of two.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+namespace offload {
+
+class ExtentMap {
+ public:
+  explicit ExtentMap(uint64_t granule_bytes) : granule_(granule_bytes) {}
+
+  uint64_t round_up(uint64_t bytes) const { return (bytes + granule_ - 1) / granule_ * granule_; }
+
+  // Adds [offset, offset + bytes) as free space.
+  void grow(uint64_t offset, uint64_t bytes);
+  // The smallest free range that fits `bytes` rounded up; nullopt where none does. Returns its offset.
+  std::optional<uint64_t> allocate(uint64_t bytes);
+  // Gives back what allocate returned; `bytes` is the same request.
+  void release(uint64_t offset, uint64_t bytes);
+
+  uint64_t free_bytes() const { return free_bytes_; }
+  uint64_t largest_free_bytes() const { return by_length_.empty() ? 0 : by_length_.rbegin()->first; }
+
+ private:
+  void insert(uint64_t offset, uint64_t bytes);
+  void erase(std::map<uint64_t, uint64_t>::iterator range);
+
+  uint64_t granule_;
+  uint64_t free_bytes_ = 0;
+  std::map<uint64_t, uint64_t> by_offset_;
+  std::set<std::pair<uint64_t, uint64_t>> by_length_;
+};
+
+}  // namespace offload

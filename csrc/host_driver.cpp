@@ -1,0 +1,251 @@
+#include "host_driver.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/sysinfo.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "error.h"
+
+namespace offload {
+namespace {
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Python delivers signals to its main thread; ours must never be picked for them.
+void become_lane(int niceness) {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  pthread_setname_np(pthread_self(), "offload-lane");
+  if (niceness > 0) {
+    const auto thread_id = static_cast<id_t>(syscall(SYS_gettid));
+    setpriority(PRIO_PROCESS, thread_id, getpriority(PRIO_PROCESS, thread_id) + niceness);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<HostDriver> HostDriver::create(Schedule schedule, uint64_t seed, int niceness) {
+  return std::shared_ptr<HostDriver>(new HostDriver(schedule, seed, niceness));
+}
+
+HostDriver::HostDriver(Schedule schedule, uint64_t seed, int niceness)
+    : schedule_(schedule), niceness_(niceness), owner_pid_(getpid()), random_(seed) {}
+
+void HostDriver::require_same_process() const {
+  if (in_forked_child())
+    throw DriverError("offload", 0, "the engine's threads did not survive fork(); use the \"spawn\" start method");
+}
+
+bool HostDriver::in_forked_child() const noexcept { return getpid() != owner_pid_; }
+
+Stream HostDriver::stream_create() {
+  require_same_process();
+  auto stream = std::make_shared<HostStream>();
+  {
+    std::lock_guard lock(mutex_);
+    streams_.push_back(stream);
+  }
+  // Detached: a worker owns its driver and its stream and leaves when the stream is closed and drained, so that no
+  // destructor ever has to join, whichever thread it runs on.
+  if (schedule_ != Schedule::stepped) std::thread(worker, shared_from_this(), stream).detach();
+  return stream.get();
+}
+
+void HostDriver::stream_destroy(Stream stream) noexcept {
+  if (in_forked_child()) return;
+  std::lock_guard lock(mutex_);
+  auto* host_stream = static_cast<HostStream*>(stream);
+  host_stream->closing = true;
+  if (host_stream->queue.empty() && !host_stream->running)
+    streams_.erase(std::remove_if(streams_.begin(), streams_.end(),
+                                  [&](const StreamRef& each) { return each.get() == host_stream; }),
+                   streams_.end());
+  host_stream->wake.notify_one();
+}
+
+bool HostDriver::runnable(const HostStream& stream) {
+  if (stream.running || stream.queue.empty()) return false;
+  const Operation& head = stream.queue.front();
+  return !head.wait_for || head.wait_for->done >= head.wait_generation;
+}
+
+void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream) {
+  Operation head = std::move(stream.queue.front());
+  stream.queue.pop_front();
+  if (head.work) {
+    stream.running = true;
+    const unsigned sleep_us = delay_us();
+    lock.unlock();
+    if (sleep_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(sleep_us));
+    head.work();
+    head.work = nullptr;  // what it captured may call back into this driver on destruction
+    lock.lock();
+    stream.running = false;
+  }
+  changed_.notify_all();
+}
+
+void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream) {
+  become_lane(driver->niceness_);
+  std::unique_lock lock(driver->mutex_);
+  for (;;) {
+    stream->wake.wait(lock, [&] { return runnable(*stream) || (stream->closing && stream->queue.empty()); });
+    if (stream->queue.empty()) break;
+    driver->run_head(lock, *stream);
+  }
+  auto& streams = driver->streams_;
+  streams.erase(std::remove(streams.begin(), streams.end(), stream), streams.end());
+}
+
+unsigned HostDriver::delay_us() {
+  if (schedule_ != Schedule::delays) return 0;
+  const uint64_t draw = random_();
+  if (draw % 4 != 0) return 0;
+  return static_cast<unsigned>((draw >> 8) % ((draw >> 4) % 8 == 0 ? 3000 : 200));
+}
+
+bool HostDriver::step(std::unique_lock<std::mutex>& lock) {
+  std::vector<StreamRef> ready;
+  for (const StreamRef& stream : streams_)
+    if (runnable(*stream)) ready.push_back(stream);
+  if (ready.empty()) return false;
+  run_head(lock, *ready[random_() % ready.size()]);
+  return true;
+}
+
+void HostDriver::breathe() {
+  if (schedule_ != Schedule::stepped) return;
+  std::unique_lock lock(mutex_);
+  for (uint64_t left = random_() % 4; left > 0 && step(lock); --left) {
+  }
+}
+
+template <typename Predicate>
+void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) {
+  if (schedule_ != Schedule::stepped) {
+    changed_.wait(lock, done);
+    return;
+  }
+  while (!done()) {
+    if (step(lock)) continue;
+    const bool others = std::any_of(streams_.begin(), streams_.end(), [](const StreamRef& s) { return s->running; });
+    if (!others) throw DriverError("host stream", 0, "deadlock: nothing can run and the awaited event is not done");
+    changed_.wait_for(lock, std::chrono::milliseconds(10));
+  }
+}
+
+void HostDriver::enqueue(Stream stream, Operation operation) {
+  require_same_process();
+  std::lock_guard lock(mutex_);
+  auto* host_stream = static_cast<HostStream*>(stream);
+  host_stream->queue.push_back(std::move(operation));
+  host_stream->wake.notify_one();
+}
+
+void HostDriver::call(Stream lane, std::function<void()> work) { enqueue(lane, {nullptr, 0, std::move(work)}); }
+
+void HostDriver::stream_wait(Stream stream, Event event) {
+  if (stream == nullptr) {
+    event_synchronize(event);
+    return;
+  }
+  const EventRef& target = *static_cast<EventRef*>(event);
+  uint64_t generation;
+  {
+    std::lock_guard lock(mutex_);
+    generation = target->recorded;
+  }
+  enqueue(stream, {target, generation, nullptr});
+}
+
+void HostDriver::stream_synchronize(Stream stream) {
+  if (stream == nullptr) return;
+  require_same_process();
+  std::unique_lock lock(mutex_);
+  auto* host_stream = static_cast<HostStream*>(stream);
+  wait_until(lock, [&] { return host_stream->queue.empty() && !host_stream->running; });
+}
+
+Event HostDriver::event_create() { return new EventRef(std::make_shared<HostEvent>()); }
+
+void HostDriver::event_destroy(Event event) noexcept { delete static_cast<EventRef*>(event); }
+
+void HostDriver::complete(const EventRef& event, uint64_t generation) {
+  std::lock_guard lock(mutex_);
+  event->done = std::max(event->done, generation);
+  event->done_seconds = now_seconds();
+  for (const StreamRef& stream : streams_)
+    if (!stream->queue.empty() && stream->queue.front().wait_for == event) stream->wake.notify_one();
+  changed_.notify_all();
+}
+
+void HostDriver::event_arm(Event event) {
+  std::lock_guard lock(mutex_);
+  ++(*static_cast<EventRef*>(event))->recorded;
+}
+
+void HostDriver::event_fire(Event event) {
+  const EventRef& target = *static_cast<EventRef*>(event);
+  complete(target, target->recorded);
+}
+
+void HostDriver::event_record(Event event, Stream stream) {
+  const EventRef target = *static_cast<EventRef*>(event);
+  uint64_t generation;
+  {
+    std::lock_guard lock(mutex_);
+    generation = ++target->recorded;
+  }
+  if (stream == nullptr) {
+    complete(target, generation);
+  } else {
+    enqueue(stream, {nullptr, 0, [this, target, generation] { complete(target, generation); }});
+  }
+}
+
+bool HostDriver::event_done(Event event) {
+  std::lock_guard lock(mutex_);
+  const EventRef& target = *static_cast<EventRef*>(event);
+  return target->done >= target->recorded;
+}
+
+void HostDriver::event_synchronize(Event event) {
+  require_same_process();
+  std::unique_lock lock(mutex_);
+  const EventRef target = *static_cast<EventRef*>(event);
+  const uint64_t generation = target->recorded;
+  wait_until(lock, [&] { return target->done >= generation; });
+}
+
+double HostDriver::event_elapsed_ms(Event from, Event to) {
+  std::lock_guard lock(mutex_);
+  return 1e3 * ((*static_cast<EventRef*>(to))->done_seconds - (*static_cast<EventRef*>(from))->done_seconds);
+}
+
+void HostDriver::copy_out(void* host, const void* device, size_t bytes, Stream stream) {
+  call(stream, [=] { std::memcpy(host, device, bytes); });
+}
+
+void HostDriver::copy_in(void* device, const void* host, size_t bytes, Stream stream) {
+  call(stream, [=] { std::memcpy(device, host, bytes); });
+}
+
+DeviceMemory HostDriver::device_memory() {
+  struct sysinfo info {};
+  sysinfo(&info);
+  return {info.freeram * info.mem_unit, info.totalram * info.mem_unit};
+}
+
+}  // namespace offload

@@ -1,0 +1,153 @@
+#include "slab_pool.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <thread>
+
+#include "error.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace offload {
+namespace {
+
+void populate(char* data, size_t bytes) {
+  if (madvise(data, bytes, MADV_POPULATE_WRITE) == 0) return;
+  for (size_t at = 0; at < bytes; at += kPageBytes) static_cast<volatile char*>(data)[at] = 0;  // Linux before 5.14
+}
+
+}  // namespace
+
+char* map_pages(size_t bytes) {
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) throw std::bad_alloc();
+  char* data = static_cast<char*>(address);
+  const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 4);
+  const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
+  std::vector<std::thread> threads;
+  for (size_t at = part_bytes; at < bytes; at += part_bytes)
+    threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
+  populate(data, std::min(part_bytes, bytes));
+  for (std::thread& thread : threads) thread.join();
+  return data;
+}
+
+void unmap_pages(char* data, size_t bytes) noexcept { munmap(data, bytes); }
+
+SlabPool::SlabPool(std::shared_ptr<Driver> driver, size_t max_bytes, size_t slab_bytes)
+    : driver_(std::move(driver)), max_bytes_(max_bytes / kPageBytes * kPageBytes), slab_bytes_(slab_bytes) {
+  stats_.max_bytes = max_bytes_;
+}
+
+SlabPool::~SlabPool() {
+  for (const Fenced& entry : fenced_) {
+    if (driver_->in_forked_child()) break;
+    driver_->event_synchronize(entry.fence.get());
+  }
+  for (const Slab& slab : slabs_) {
+    if (slab.data == nullptr) continue;
+    driver_->host_unregister(slab.data);
+    unmap_pages(slab.data, slab.bytes);
+  }
+}
+
+std::optional<Block> SlabPool::try_allocate(size_t bytes) {
+  sweep();
+  std::optional<Block> block = take(bytes);
+  if (!block && grow(bytes)) block = take(bytes);
+  return block;
+}
+
+std::optional<Block> SlabPool::take(size_t bytes) {
+  Slab* best = nullptr;
+  for (Slab& slab : slabs_) {
+    const uint64_t largest = slab.free.largest_free_bytes();
+    if (largest < slab.free.round_up(std::max<size_t>(bytes, 1))) continue;
+    if (best == nullptr || slab.free.free_bytes() < best->free.free_bytes()) best = &slab;
+  }
+  if (best == nullptr) return std::nullopt;
+  const auto offset = best->free.allocate(bytes);
+  stats_.used_bytes += best->free.round_up(std::max<size_t>(bytes, 1));
+  stats_.requested_bytes += bytes;
+  stats_.high_water_bytes = std::max(stats_.high_water_bytes, stats_.used_bytes);
+  return Block{best->data + *offset, bytes, static_cast<size_t>(best - slabs_.data())};
+}
+
+bool SlabPool::grow(size_t bytes) {
+  const size_t wanted = (std::max<size_t>(bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes;
+  const size_t room = max_bytes_ - stats_.held_bytes;
+  if (wanted > room) {
+    trim();
+    if (wanted > max_bytes_ - stats_.held_bytes) return false;
+  }
+  const size_t slab_bytes = std::max(wanted, std::min(slab_bytes_, max_bytes_ - stats_.held_bytes));
+  const auto begin = std::chrono::steady_clock::now();
+  char* data = map_pages(slab_bytes);
+  try {
+    driver_->host_register(data, slab_bytes);
+  } catch (...) {
+    unmap_pages(data, slab_bytes);
+    throw;
+  }
+  stats_.registration_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  stats_.held_bytes += slab_bytes;
+  auto slot = std::find_if(slabs_.begin(), slabs_.end(), [](const Slab& slab) { return slab.data == nullptr; });
+  if (slot == slabs_.end()) slot = slabs_.emplace(slabs_.end());
+  slot->data = data;
+  slot->bytes = slab_bytes;
+  slot->free.grow(0, slab_bytes);
+  return true;
+}
+
+void SlabPool::release(const Block& block, EventRef fence) {
+  if (fence != nullptr && !driver_->event_done(fence.get())) {
+    fenced_.push_back({block, std::move(fence)});
+  } else {
+    give_back(block);
+  }
+}
+
+void SlabPool::give_back(const Block& block) {
+  Slab& slab = slabs_[block.slab];
+  slab.free.release(static_cast<uint64_t>(block.data - slab.data), block.bytes);
+  stats_.used_bytes -= slab.free.round_up(std::max<size_t>(block.bytes, 1));
+  stats_.requested_bytes -= block.bytes;
+}
+
+void SlabPool::sweep() {
+  auto still_pending = std::stable_partition(fenced_.begin(), fenced_.end(), [&](const Fenced& entry) {
+    return driver_->event_done(entry.fence.get());
+  });
+  for (auto entry = fenced_.begin(); entry != still_pending; ++entry) give_back(entry->block);
+  fenced_.erase(fenced_.begin(), still_pending);
+}
+
+EventRef SlabPool::oldest_fence() const { return fenced_.empty() ? nullptr : fenced_.front().fence; }
+
+size_t SlabPool::trim() {
+  sweep();
+  size_t given_back = 0;
+  for (Slab& slab : slabs_) {
+    if (slab.data == nullptr || slab.free.free_bytes() < slab.bytes) continue;
+    driver_->host_unregister(slab.data);
+    unmap_pages(slab.data, slab.bytes);
+    given_back += slab.bytes;
+    slab = Slab{};
+  }
+  stats_.held_bytes -= given_back;
+  return given_back;
+}
+
+size_t SlabPool::free_bytes() const { return max_bytes_ - stats_.used_bytes; }
+
+PoolStats SlabPool::stats() {
+  sweep();
+  return stats_;
+}
+
+}  // namespace offload

@@ -1,0 +1,89 @@
+// Pinned host memory: large slabs registered with the driver, cut into exact-size blocks.
+//
+// A block is rounded up to 4 KiB only, so one buffer serves DMA and direct I/O. Best fit with coalescing neighbours.
+// Reuse is fenced: a block released with an event is not handed out before that event is done, whoever dropped it.
+// The pool never holds more than `max_bytes`. Not thread safe: the swap store calls it under its lock. Blocks and
+// slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "event_pool.h"
+#include "extent_map.h"
+
+namespace offload {
+
+constexpr size_t kPageBytes = 4096;
+
+struct Block {
+  char* data = nullptr;
+  size_t bytes = 0;  // as requested
+  size_t slab = 0;   // index of its slab
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+struct PoolStats {
+  size_t max_bytes = 0;
+  size_t held_bytes = 0;         // slabs, pinned
+  size_t used_bytes = 0;         // blocks handed out or still fenced, rounded
+  size_t requested_bytes = 0;    // the same blocks as asked for
+  size_t high_water_bytes = 0;   // most of used_bytes so far
+  double registration_seconds = 0;
+};
+
+class SlabPool {
+ public:
+  SlabPool(std::shared_ptr<Driver> driver, size_t max_bytes, size_t slab_bytes = size_t{256} << 20);
+  ~SlabPool();
+  SlabPool(const SlabPool&) = delete;
+  SlabPool& operator=(const SlabPool&) = delete;
+
+  // nullopt where no free range fits and the cap leaves no room for a slab that would. Throws DriverError when
+  // pinning fails; nothing is held then that was not held before.
+  std::optional<Block> try_allocate(size_t bytes);
+  // `fence`: the last event after which nobody touches the block; null when nobody does any more.
+  void release(const Block& block, EventRef fence);
+  // The fence that has waited longest, for a caller that wants to wait for a block; null where none is pending.
+  EventRef oldest_fence() const;
+  // Gives every slab without blocks back to the system. Returns the bytes given back.
+  size_t trim();
+
+  size_t free_bytes() const;  // what could still be handed out in all, fragmentation aside
+  size_t max_bytes() const { return max_bytes_; }
+  PoolStats stats();
+
+ private:
+  struct Slab {
+    char* data = nullptr;  // null once trimmed
+    size_t bytes = 0;
+    ExtentMap free{kPageBytes};
+  };
+  struct Fenced {
+    Block block;
+    EventRef fence;
+  };
+
+  void sweep();
+  bool grow(size_t bytes);
+  std::optional<Block> take(size_t bytes);
+  void give_back(const Block& block);
+
+  const std::shared_ptr<Driver> driver_;
+  const size_t max_bytes_;
+  const size_t slab_bytes_;
+  std::vector<Slab> slabs_;
+  std::deque<Fenced> fenced_;
+  PoolStats stats_;
+};
+
+// `bytes` of zeroed pages, touched by several threads so that registering them does not have to.
+char* map_pages(size_t bytes);
+void unmap_pages(char* data, size_t bytes) noexcept;
+
+}  // namespace offload

@@ -1,0 +1,279 @@
+#include "spill_file.h"
+
+#include <fcntl.h>
+#include <linux/aio_abi.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "checksum.h"
+#include "error.h"
+
+namespace offload {
+namespace {
+
+constexpr size_t kPieceBytes = size_t{4} << 20;
+constexpr size_t kPiecesInFlight = 4;
+constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
+constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfers shorter than a sector
+
+}  // namespace
+
+// One kernel AIO context, used by one transfer at a time. A context that the kernel refuses leaves valid() false.
+class SpillFile::Queue {
+ public:
+  Queue() {
+    if (syscall(SYS_io_setup, kPiecesInFlight, &context_) != 0) context_ = 0;
+  }
+  ~Queue() {
+    if (context_ != 0) syscall(SYS_io_destroy, context_);
+  }
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  bool valid() const { return context_ != 0; }
+
+  bool submit(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
+    iocb& block = blocks_[slot];
+    std::memset(&block, 0, sizeof block);
+    block.aio_data = slot;
+    block.aio_lio_opcode = writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
+    block.aio_fildes = static_cast<uint32_t>(descriptor);
+    block.aio_buf = reinterpret_cast<uint64_t>(data);
+    block.aio_nbytes = bytes;
+    block.aio_offset = static_cast<int64_t>(offset);
+    iocb* list[] = {&block};
+    done_[slot] = false;
+    if (syscall(SYS_io_submit, context_, 1L, list) != 1) return false;
+    ++in_flight_;
+    return true;
+  }
+
+  int64_t wait(size_t slot) {
+    while (!done_[slot]) reap();
+    return results_[slot];
+  }
+
+  // Whatever happens, nobody may touch the caller's memory after a transfer has returned.
+  void drain() {
+    while (in_flight_ > 0) reap();
+  }
+
+ private:
+  void reap() {
+    io_event event;
+    if (syscall(SYS_io_getevents, context_, 1L, 1L, &event, nullptr) != 1) return;
+    results_[event.data] = event.res;
+    done_[event.data] = true;
+    --in_flight_;
+  }
+
+  aio_context_t context_ = 0;
+  size_t in_flight_ = 0;
+  std::array<iocb, kPiecesInFlight> blocks_{};
+  std::array<int64_t, kPiecesInFlight> results_{};
+  std::array<bool, kPiecesInFlight> done_{};
+};
+
+SpillFile::SpillFile(const std::string& directory) : path_(directory) {
+  open_in(directory);
+  probe_alignment();
+}
+
+SpillFile::~SpillFile() { close(descriptor_); }
+
+void SpillFile::fail(int error_number, uint64_t offset, const char* what) const {
+  throw SpillError(error_number, path_, static_cast<int64_t>(offset), what);
+}
+
+void SpillFile::open_in(const std::string& directory) {
+  const int base = O_RDWR | O_CLOEXEC;
+  for (const int direct : {O_DIRECT, 0}) {
+    descriptor_ = open(directory.c_str(), base | O_TMPFILE | O_EXCL | direct, 0600);
+    direct_ = direct != 0;
+    if (descriptor_ >= 0) return;
+    if (errno == ENOENT || errno == EACCES || errno == ENOSPC || errno == EROFS || errno == ENOTDIR)
+      fail(errno, 0, "cannot create the spill file");
+  }
+  std::string folder = directory + "/offload-XXXXXX";  // file systems without O_TMPFILE
+  if (mkdtemp(folder.data()) == nullptr) fail(errno, 0, "cannot create a private folder for the spill file");
+  const std::string file = folder + "/spill";
+  int error_number = 0;
+  for (const int direct : {O_DIRECT, 0}) {
+    descriptor_ = open(file.c_str(), base | O_CREAT | O_EXCL | O_NOFOLLOW | direct, 0600);
+    direct_ = direct != 0;
+    error_number = errno;
+    unlink(file.c_str());
+    if (descriptor_ >= 0) break;
+  }
+  rmdir(folder.c_str());
+  if (descriptor_ < 0) fail(error_number, 0, "cannot create the spill file");
+}
+
+void SpillFile::probe_alignment() {
+  if (!direct_) return;
+  alignment_bytes_ = kExtentBytes;
+#ifdef STATX_DIOALIGN
+  struct statx about {};
+  if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
+  if (about.stx_dio_mem_align == 0) {  // opened with O_DIRECT, but the file system would not honour it
+    fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
+    direct_ = false;
+    alignment_bytes_ = 1;
+    return;
+  }
+  alignment_bytes_ = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
+#endif
+}
+
+void SpillFile::grow(uint64_t bytes) {
+  const uint64_t wanted = free_.round_up(bytes);
+  for (const uint64_t growth : {std::max(wanted, kGrowthBytes), wanted}) {
+    int error_number = EINTR;
+    for (int attempt = 0; error_number == EINTR && attempt < kAttemptsMax; ++attempt) {
+      error_number = posix_fallocate(descriptor_, static_cast<off_t>(stats_.file_bytes), static_cast<off_t>(growth));
+      if (error_number == EINVAL || error_number == EOPNOTSUPP)  // no such call there: holes are all one can have
+        error_number = ftruncate(descriptor_, static_cast<off_t>(stats_.file_bytes + growth)) == 0 ? 0 : errno;
+      error_number = static_cast<int>(-tamper(FileOperation::allocate, nullptr, -error_number));
+    }
+    if (error_number == 0) {
+      free_.grow(stats_.file_bytes, growth);
+      stats_.file_bytes += growth;
+      return;
+    }
+    if (growth == wanted) fail(error_number, stats_.file_bytes, "cannot allocate space for the spill file");
+  }
+}
+
+Extent SpillFile::allocate(uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  auto offset = free_.allocate(bytes);
+  if (!offset) {
+    grow(bytes);
+    offset = free_.allocate(bytes);
+  }
+  stats_.used_bytes += free_.round_up(bytes);
+  stats_.high_water_bytes = std::max(stats_.high_water_bytes, stats_.used_bytes);
+  return {*offset, bytes};
+}
+
+void SpillFile::release(const Extent& extent) {
+  if (!extent) return;
+  std::lock_guard lock(mutex_);
+  free_.release(extent.offset, extent.bytes);
+  stats_.used_bytes -= free_.round_up(extent.bytes);
+}
+
+uint32_t SpillFile::write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc) {
+  auto* source = static_cast<char*>(const_cast<void*>(data));  // written from, never to
+  const uint32_t sum = transfer(FileOperation::write, extent.offset + at, source, bytes, crc);
+  std::lock_guard lock(mutex_);
+  stats_.written_bytes += bytes;
+  return sum;
+}
+
+uint32_t SpillFile::read(const Extent& extent, uint64_t at, void* data, size_t bytes, uint32_t crc) {
+  const uint32_t sum = transfer(FileOperation::read, extent.offset + at, static_cast<char*>(data), bytes, crc);
+  std::lock_guard lock(mutex_);
+  stats_.read_bytes += bytes;
+  return sum;
+}
+
+uint32_t SpillFile::transfer(FileOperation operation, uint64_t offset, char* data, size_t bytes, uint32_t crc) {
+  const bool writing = operation == FileOperation::write;
+  const size_t pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
+  const auto piece_bytes = [&](size_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
+  // A context per lane thread: setting one up costs a system call, and lanes live as long as the store.
+  thread_local Queue queue;
+  struct Drain {
+    Queue& queue;
+    ~Drain() { queue.drain(); }
+  } const drain{queue};
+  const bool asynchronous = direct_ && queue.valid();
+  std::array<bool, kPiecesInFlight> submitted{};
+  const auto submit = [&](size_t piece) {
+    const size_t at = piece * kPieceBytes;
+    submitted[piece % kPiecesInFlight] = asynchronous && queue.submit(piece % kPiecesInFlight, descriptor_, writing,
+                                                                      data + at, piece_bytes(piece), offset + at);
+  };
+  for (size_t piece = 0; piece < std::min(pieces, kPiecesInFlight); ++piece) submit(piece);
+  for (size_t piece = 0; piece < pieces; ++piece) {
+    const size_t slot = piece % kPiecesInFlight;
+    char* const piece_data = data + piece * kPieceBytes;
+    if (writing) crc = crc32c(crc, piece_data, piece_bytes(piece));
+    const int64_t result = submitted[slot] ? queue.wait(slot) : 0;
+    finish_piece(operation, offset + piece * kPieceBytes, piece_data, piece_bytes(piece), result);
+    if (piece + kPiecesInFlight < pieces) submit(piece + kPiecesInFlight);
+    if (!writing) crc = crc32c(crc, piece_data, piece_bytes(piece));
+  }
+  return crc;
+}
+
+// Completes a piece of which `result` bytes are done, or that failed with -errno.
+void SpillFile::finish_piece(FileOperation operation, uint64_t offset, char* data, size_t bytes, int64_t result) {
+  const bool writing = operation == FileOperation::write;
+  bool attempted = result != 0;
+  size_t done = 0;
+  for (int attempt = 0; attempt < kAttemptsMax; ++attempt) {
+    if (attempted) result = tamper(operation, data + done, result);
+    if (result < 0 && result != -EINTR && result != -EAGAIN)
+      fail(static_cast<int>(-result), offset + done, writing ? "spill write failed" : "spill read failed");
+    if (attempted && result == 0)
+      fail(EIO, offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
+    if (result > 0 && done + static_cast<size_t>(result) >= bytes) return;
+    if (result >= static_cast<int64_t>(alignment_bytes_)) {
+      attempt = 0;
+      done += static_cast<size_t>(result) / alignment_bytes_ * alignment_bytes_;  // it may have stopped within a sector
+    }
+    const ssize_t moved = writing ? pwrite(descriptor_, data + done, bytes - done, static_cast<off_t>(offset + done))
+                                  : pread(descriptor_, data + done, bytes - done, static_cast<off_t>(offset + done));
+    result = moved < 0 ? -errno : moved;
+    attempted = true;
+  }
+  fail(EIO, offset + done, writing ? "spill write makes no progress" : "spill read makes no progress");
+}
+
+void SpillFile::verify(const Extent& extent, uint32_t expected, uint32_t found) const {
+  if (expected != found) fail(EIO, extent.offset, "spilled bytes came back changed (checksum differs)");
+}
+
+SpillStats SpillFile::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void SpillFile::inject(const Fault& fault) {
+  std::lock_guard lock(mutex_);
+  fault_ = fault;
+  fault_armed_ = fault.nth > 0;
+}
+
+// Applies the injected fault to a completion. `result`: bytes moved, or -errno.
+int64_t SpillFile::tamper(FileOperation operation, char* data, int64_t result) {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (operation != FileOperation::allocate) lock.lock();  // allocate holds it
+  if (!fault_armed_ || fault_.operation != operation) return result;
+  if (fault_.nth > 1) {
+    --fault_.nth;
+    return result;
+  }
+  if (!fault_.persistent) fault_armed_ = false;
+  if (fault_.kind == FaultKind::error) return -fault_.error_number;
+  if (result <= 0) return result;
+  if (fault_.kind == FaultKind::short_transfer) return result / 2;
+  if (operation == FileOperation::read) data[static_cast<size_t>(result) / 2] ^= 1;
+  return result;
+}
+
+void SpillFile::truncate_for_test(uint64_t bytes) {
+  if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) fail(errno, bytes, "cannot truncate");
+}
+
+}  // namespace offload

@@ -1,0 +1,101 @@
+// The disk tier: one private file of extents, written and read with direct I/O where the file system allows it.
+//
+// The file is unlinked from birth (O_TMPFILE, or created in a 0700 directory and removed at once), mode 0600: a killed
+// process leaves nothing behind. Space is allocated before it is written, so that a full disk shows early; freed
+// extents are reused, so that the file does not grow from step to step. Every completion is checked: short transfers
+// and EINTR are continued, anything else is a SpillError with errno, path and offset.
+//
+// Reads and writes are cut into pieces with a bounded number in flight (Linux AIO; plain pread/pwrite where the kernel
+// refuses it), and the CRC32C of one piece is computed while the next ones are on their way.
+//
+// Thread safe. read() and write() block their caller; they are called on lanes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "extent_map.h"
+
+namespace offload {
+
+struct Extent {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+
+  explicit operator bool() const { return bytes > 0; }
+};
+
+enum class FileOperation { allocate, write, read };
+enum class FaultKind { error, short_transfer, flipped_bit };
+
+// What tests inject: the `nth` operation of its kind from now (1 = the next) misbehaves; a persistent fault stays.
+struct Fault {
+  FileOperation operation = FileOperation::write;
+  FaultKind kind = FaultKind::error;
+  uint64_t nth = 1;
+  int error_number = 0;
+  bool persistent = false;
+};
+
+struct SpillStats {
+  uint64_t file_bytes = 0;  // allocated on disk
+  uint64_t used_bytes = 0;  // in extents
+  uint64_t high_water_bytes = 0;
+  uint64_t written_bytes = 0;
+  uint64_t read_bytes = 0;
+};
+
+class SpillFile {
+ public:
+  // Throws SpillError where `directory` cannot hold a file.
+  explicit SpillFile(const std::string& directory);
+  ~SpillFile();
+  SpillFile(const SpillFile&) = delete;
+  SpillFile& operator=(const SpillFile&) = delete;
+
+  // Memory, length and file offset of a transfer must be multiples of this; 1 where I/O is buffered.
+  size_t alignment_bytes() const { return alignment_bytes_; }
+  const std::string& path() const { return path_; }
+
+  Extent allocate(uint64_t bytes);
+  void release(const Extent& extent);
+
+  // Transfers `bytes` bytes at `at` within `extent`. Returns `crc` continued over them.
+  uint32_t write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc);
+  uint32_t read(const Extent& extent, uint64_t at, void* data, size_t bytes, uint32_t crc);
+  // Throws SpillError (EIO) where what came back is not what was written.
+  void verify(const Extent& extent, uint32_t expected, uint32_t found) const;
+
+  SpillStats stats() const;
+  void inject(const Fault& fault);
+  // Shortens the file behind the engine's back; tests only.
+  void truncate_for_test(uint64_t bytes);
+
+ private:
+  class Queue;
+
+  void open_in(const std::string& directory);
+  void probe_alignment();
+  void grow(uint64_t bytes);
+  uint32_t transfer(FileOperation operation, uint64_t offset, char* data, size_t bytes, uint32_t crc);
+  void finish_piece(FileOperation operation, uint64_t offset, char* data, size_t bytes, int64_t result);
+  int64_t tamper(FileOperation operation, char* data, int64_t result);
+  [[noreturn]] void fail(int error_number, uint64_t offset, const char* what) const;
+
+  std::string path_;
+  int descriptor_ = -1;
+  bool direct_ = false;
+  size_t alignment_bytes_ = 1;
+  mutable std::mutex mutex_;
+  ExtentMap free_{kExtentBytes};
+  SpillStats stats_;
+  Fault fault_;
+  bool fault_armed_ = false;
+
+  static constexpr uint64_t kExtentBytes = 4096;
+};
+
+}  // namespace offload

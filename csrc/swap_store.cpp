@@ -1,0 +1,145 @@
+#include "swap_store.h"
+
+#include <chrono>
+#include <stdexcept>
+
+#include "error.h"
+
+namespace offload {
+namespace {
+
+constexpr uint16_t bit(State state) { return static_cast<uint16_t>(1U << static_cast<unsigned>(state)); }
+
+uint16_t successors(State state) {
+  switch (state) {
+    case State::queued:
+      return bit(State::copying_out) | bit(State::out) | bit(State::cancelled);
+    case State::copying_out:
+      return bit(State::out) | bit(State::on_disk) | bit(State::copying_in) | bit(State::failed);
+    case State::out:
+      return bit(State::spilling) | bit(State::copying_in);
+    case State::spilling:
+      return bit(State::on_disk) | bit(State::out) | bit(State::copying_in);
+    case State::on_disk:
+      return bit(State::filling) | bit(State::copying_in);
+    case State::filling:
+      return bit(State::copying_in) | bit(State::ready) | bit(State::on_disk);
+    case State::copying_in:
+      return bit(State::ready) | bit(State::on_disk) | bit(State::out);
+    case State::ready:  // a retained graph brings the same bytes back again
+      return bit(State::copying_in) | bit(State::filling) | bit(State::spilling);
+    case State::cancelled:
+    case State::failed:
+      return 0;
+  }
+  return 0;
+}
+
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+const char* state_name(State state) {
+  static constexpr const char* kNames[] = {"queued",  "copying_out", "out",   "spilling",  "on_disk",
+                                           "filling", "copying_in",  "ready", "cancelled", "failed"};
+  return kNames[static_cast<size_t>(state)];
+}
+
+void SwapStore::advance(Slot& slot, State to) {
+  const State from = slot.state.load();
+  if (!(successors(from) & bit(to)))
+    throw std::logic_error(std::string("a ticket cannot go from ") + state_name(from) + " to " + state_name(to));
+  slot.state.store(to);
+}
+
+void SwapStore::require_brought_back(const Slot& slot) {
+  if (slot.failure != nullptr) std::rethrow_exception(slot.failure);
+  if (slot.state != State::ready)
+    throw std::logic_error(std::string("swap_in before prefetch: the ticket is ") + state_name(slot.state));
+}
+
+Ticket SwapStore::swap_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
+  lanes_->require_same_process();
+  lanes_->breathe();
+  return {shared_from_this(), begin_out(source, bytes, compute, need)};
+}
+
+void SwapStore::add_stall(double seconds) {
+  std::lock_guard lock(mutex_);
+  stats_.stall_seconds += seconds;
+}
+
+bool Ticket::out_done() {
+  switch (state()) {
+    case State::queued:
+    case State::copying_out:
+      store_->lanes_->require_same_process();
+      store_->lanes_->breathe();
+      return store_->out_done(*slot_);
+    default:
+      return true;
+  }
+}
+
+void Ticket::wait_out(Stream compute) {
+  if (out_done()) return;
+  const Stopwatch watch;
+  store_->device_->stream_wait(compute, slot_->out_event.get());
+  store_->add_stall(watch.seconds());
+}
+
+bool Ticket::cancel() {
+  if (store_->lanes_->in_forked_child()) return false;
+  return store_->cancel(*slot_);
+}
+
+void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner) {
+  store_->lanes_->require_same_process();
+  store_->lanes_->breathe();
+  {
+    std::lock_guard lock(store_->mutex_);
+    const State now = state();
+    if (now == State::cancelled || now == State::failed)
+      throw std::logic_error(std::string("nothing was swapped out: the ticket is ") + state_name(now));
+    if (now == State::filling || now == State::copying_in)
+      throw std::logic_error("a copy-in of this ticket is under way");
+    slot_->target = target;
+    slot_->target_owner = std::move(owner);
+    slot_->failure = nullptr;
+  }
+  store_->begin_in(slot_, compute);
+}
+
+bool Ticket::in_done() {
+  if (store_->lanes_->in_forked_child()) return true;
+  store_->lanes_->breathe();
+  std::lock_guard lock(store_->mutex_);
+  return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
+}
+
+void Ticket::swap_in(Stream compute) {
+  store_->lanes_->require_same_process();
+  const Stopwatch watch;
+  store_->finish_in(slot_, compute);
+  store_->add_stall(watch.seconds());
+}
+
+void Ticket::release() noexcept {
+  if (slot_ == nullptr) return;
+  // A forked child owns none of the engine's threads and maybe a locked mutex: it leaks.
+  if (store_->lanes_->in_forked_child()) {
+    static_cast<void>(new SlotRef(slot_));
+    static_cast<void>(new std::shared_ptr<SwapStore>(store_));
+  } else {
+    store_->release(slot_);
+  }
+  slot_ = nullptr;
+}
+
+}  // namespace offload

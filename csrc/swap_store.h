@@ -1,0 +1,172 @@
+// The store of swapped blocks: bytes leave device memory by swap_out, which answers with a Ticket, and come back by it.
+//
+// One state machine per ticket owns every ordering edge:
+//
+//   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → ready → slot free
+//
+//   · a copy-out starts after the compute stream has produced the bytes;
+//   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
+//   · a copy-in starts after its copy-out (and spill), and after the compute stream's present point at prefetch, so
+//     that it never overwrites memory that stream was still using;
+//   · swap_in orders the compute stream after the copy-in;
+//   · (slab tier) ready means issued: who waits for in_event, as swap_in makes the compute stream do, finds the bytes;
+//   · a slot is reused only after the last copy that touches it has ended.
+//
+// Two tiers implement it. *slab* (slab_tier.cpp): device → pinned slab → disk. *direct* (direct_tier.cpp, host driver
+// only): the aligned middle of a block goes straight between its own memory and the file, the ragged ends stay in RAM.
+//
+// Thread safety: everything, from any thread. A Ticket may be dropped at any time and in any state; that waits for
+// nothing. Nothing here throws but where stated; after a failed copy-out the source is still whole, and after a failed
+// copy-in the ticket is as it was before prefetch.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "driver.h"
+#include "event_pool.h"
+#include "host_driver.h"
+#include "slab_pool.h"
+#include "spill_file.h"
+
+namespace offload {
+
+enum class State : uint8_t {
+  queued,
+  copying_out,
+  out,
+  spilling,
+  on_disk,
+  filling,
+  copying_in,
+  ready,
+  cancelled,  // never copied: the source is the only copy
+  failed      // the copy-out failed: the source is the only copy
+};
+
+const char* state_name(State state);
+
+struct StoreOptions {
+  size_t host_bytes_max = 0;                    // cap of the slab tier's pinned memory
+  size_t slab_bytes = size_t{256} << 20;        // how much is pinned at a time
+  size_t slice_bytes = size_t{32} << 20;        // an urgent copy-in waits for at most the slices in flight
+  std::string spill_directory;                  // empty: no disk tier
+};
+
+struct StoreStats {
+  uint64_t out_bytes = 0, in_bytes = 0;
+  uint64_t out_copies = 0, in_copies = 0;
+  double out_seconds = 0, in_seconds = 0;  // during which a copy in that direction was under way
+  double stall_seconds = 0;                // during which a caller waited in wait_out or swap_in
+  uint64_t spilled_bytes = 0;              // written to disk
+  uint64_t cancelled = 0, failed = 0;
+  uint64_t live_tickets = 0;               // slots not free yet
+  PoolStats pool;
+  SpillStats spill;
+};
+
+// One swapped block. Tiers derive from it what they need.
+struct Slot {
+  virtual ~Slot() = default;
+  size_t bytes = 0;
+  uint64_t need = 0;  // larger: needed later
+  std::atomic<State> state{State::queued};
+  bool released = false;
+  EventRef out_event;  // completes when the source is no longer read
+  EventRef in_event;   // completes when the target is whole
+  std::exception_ptr failure;
+  const void* source = nullptr;
+  void* target = nullptr;
+  std::shared_ptr<void> target_owner;
+};
+using SlotRef = std::shared_ptr<Slot>;
+
+class SwapStore;
+
+// Handle of one swapped block. Movable, not copyable.
+class Ticket {
+ public:
+  Ticket(std::shared_ptr<SwapStore> store, SlotRef slot) : store_(std::move(store)), slot_(std::move(slot)) {}
+  Ticket(Ticket&&) = default;
+  Ticket& operator=(Ticket&&) = delete;
+  ~Ticket() { release(); }
+
+  size_t bytes() const { return slot_->bytes; }
+  State state() const { return slot_->state.load(); }
+  // Whether the source is no longer read. After a failure too: then state() is failed.
+  bool out_done();
+  // Orders `compute` after the copy-out. On the host driver that blocks.
+  void wait_out(Stream compute);
+  // Takes a copy-out back that has not begun. False where it has.
+  bool cancel();
+  // Begins to bring the bytes back into `target` (`bytes` large; in the direct tier with the source's residue modulo
+  // the file's alignment). `owner` is held until the copy has ended. Throws std::logic_error where a copy-in is already
+  // under way or there is nothing to bring back.
+  void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
+  bool in_done();
+  // Orders `compute` after the copy-in, letting it overtake queued ones. Throws what the copy-in met (SpillError); the
+  // ticket can then be prefetched again. Throws std::logic_error where nothing was prefetched.
+  void swap_in(Stream compute);
+  void release() noexcept;
+
+ private:
+  std::shared_ptr<SwapStore> store_;
+  SlotRef slot_;
+};
+
+class SwapStore : public std::enable_shared_from_this<SwapStore> {
+ public:
+  // `device`: provider of the device's streams. `lanes`: host streams for file I/O (the same object where the device
+  // is the host). Throws SpillError, DriverError, std::invalid_argument.
+  static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
+  static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
+                                                const StoreOptions& options);
+  virtual ~SwapStore() = default;
+
+  // Begins to copy `bytes` bytes at `source` out, after what `compute` has queued. `need`: larger means needed later.
+  // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, SpillError, DriverError: then
+  // nothing was begun.
+  Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
+  // Cancels what has not begun and waits for what has; afterwards no copy touches anybody's memory.
+  virtual void quiesce() = 0;
+  virtual size_t trim() { return 0; }
+  virtual StoreStats stats() = 0;
+  // Residue alignment that targets must share with their source; 1: any.
+  virtual size_t alignment_bytes() const = 0;
+  virtual SpillFile* spill_file() = 0;
+  void require_same_process() const { lanes_->require_same_process(); }
+
+ protected:
+  friend class Ticket;
+  SwapStore(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes)
+      : device_(std::move(device)),
+        lanes_(std::move(lanes)),
+        events_(std::make_shared<EventPool>(device_)),
+        lane_events_(lanes_ == device_ ? events_ : std::make_shared<EventPool>(lanes_)) {}
+
+  virtual SlotRef begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) = 0;
+  virtual bool out_done(Slot& slot) = 0;
+  virtual bool cancel(Slot& slot) = 0;
+  virtual void begin_in(const SlotRef& slot, Stream compute) = 0;
+  virtual void finish_in(const SlotRef& slot, Stream compute) = 0;
+  virtual void release(const SlotRef& slot) = 0;
+  void add_stall(double seconds);
+  // Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds mutex_.
+  static void advance(Slot& slot, State to);
+  // What finish_in owes its caller once the copy-in has been issued or has failed. Caller holds mutex_.
+  static void require_brought_back(const Slot& slot);
+
+  const std::shared_ptr<Driver> device_;
+  const std::shared_ptr<HostDriver> lanes_;
+  const std::shared_ptr<EventPool> events_;
+  const std::shared_ptr<EventPool> lane_events_;
+  std::mutex mutex_;  // guards every slot and the statistics
+  StoreStats stats_;
+};
+
+}  // namespace offload

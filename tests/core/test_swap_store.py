@@ -1,0 +1,268 @@
+"""The swap store against a plain dictionary of bytes, on both tiers and under every schedule."""
+
+import errno
+import random
+
+import numpy as np
+import pytest
+
+from offload import _core
+
+TIERS = ["direct", "slab", "slab+disk"]
+SCHEDULES = ["threads", "delays", "stepped"]
+POISON = 0xDB
+
+
+def make_store(tier, directory, schedule="threads", seed=0, **options):
+    lanes = _core.HostDriver(schedule=schedule, seed=seed)
+    options.setdefault("slice_bytes", 64 << 10)
+    if tier == "direct":
+        return _core.SwapStore.direct(lanes, str(directory), slice_bytes=options["slice_bytes"])
+    options.setdefault("host_bytes_max", 1 << 20)
+    options.setdefault("slab_bytes", 256 << 10)
+    spill_directory = str(directory) if tier == "slab+disk" else ""
+    return _core.SwapStore.slab(lanes, lanes, spill_directory=spill_directory, **options)
+
+
+class Source:
+    """Some bytes in "device" memory, overwritten with poison once the store no longer reads them."""
+
+    def __init__(self, store, generator, nbytes, residue=0):
+        self.block = _core.HostBlock(nbytes, 4096, residue)
+        self.array = np.frombuffer(self.block, dtype=np.uint8)
+        self.array[:] = generator.integers(0, 256, nbytes, dtype=np.uint8)
+        self.expected = self.array.tobytes()
+        self.residue = residue
+        self.ticket = store.swap_out(self.block.address, nbytes, 0, need=0)
+
+    def leave(self):
+        self.ticket.wait_out(0)
+        if self.ticket.state not in ("cancelled", "failed"):
+            self.array[:] = POISON
+
+    def begin_return(self):
+        nbytes = len(self.expected)
+        self.target = _core.HostBlock(nbytes, 4096, self.residue)
+        np.frombuffer(self.target, dtype=np.uint8)[:] = POISON
+        self.ticket.prefetch(self.target.address, 0, self.target)
+
+    def finish_return(self):
+        self.ticket.swap_in(0)
+        assert np.frombuffer(self.target, dtype=np.uint8).tobytes() == self.expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 4096, 100_003, 300_000])
+@pytest.mark.parametrize("residue", [0, 64, 511])
+def test_bytes_come_back(tmp_path, tier, schedule, nbytes, residue):
+    store = make_store(tier, tmp_path, schedule)
+    source = Source(store, np.random.default_rng(0), nbytes, residue)
+    for _ in range(2):  # a retained graph brings the same bytes back again
+        source.leave()
+        source.begin_return()
+        source.finish_return()
+    source.ticket.release()
+    store.quiesce()
+    assert store.stats()["live_tickets"] == 0
+    assert store.stats()["spill_used_bytes"] == 0
+
+
+def random_walk(store, seed, steps, tier):
+    """Out, back, dropped at any time: whatever returns must be what left. Returns how much came back."""
+    choose = random.Random(seed)
+    generator = np.random.default_rng(seed)
+    waiting, left, returning, returned = [], [], [], 0
+    for _ in range(steps):
+        action = choose.choice(["out", "out", "leave", "begin", "begin", "finish", "drop", "cancel"])
+        if action == "out":
+            try:
+                residue = choose.choice([0, 0, 64])
+                waiting.append(Source(store, generator, choose.randrange(1, 200_000), residue))
+            except _core.PoolExhausted as error:
+                # Blocks on their way back cannot be spilled; all others make room.
+                    assert tier == "slab" or returning, str(error)
+        elif action == "leave" and waiting:
+            source = waiting.pop(choose.randrange(len(waiting)))
+            source.leave()
+            left.append(source)
+        elif action == "begin" and left:
+            source = left.pop(choose.randrange(len(left)))
+            if source.ticket.state not in ("cancelled", "failed"):
+                source.begin_return()
+                returning.append(source)
+        elif action == "finish" and returning:
+            source = returning.pop(choose.randrange(len(returning)))
+            source.finish_return()
+            returned += 1
+            if choose.random() < 0.3:
+                left.append(source)
+        elif action == "cancel" and waiting:
+            source = choose.choice(waiting)
+            if source.ticket.cancel():
+                assert source.array.tobytes() == source.expected
+        elif action == "drop":
+            pool = choose.choice([waiting, left, returning])
+            if pool:
+                source = pool.pop(choose.randrange(len(pool)))
+                if pool is waiting:
+                    source.ticket.wait_out(0)  # the owner keeps the source until then
+                if pool is returning and tier != "direct":
+                    source.ticket.swap_in(0)  # the owner keeps the target until then
+                source.ticket.release()
+    for source in returning:
+        source.finish_return()
+        returned += 1
+    waiting.clear(), left.clear(), returning.clear()
+    return returned
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walk(tmp_path, tier, schedule, seed):
+    store = make_store(tier, tmp_path, schedule, seed)
+    assert random_walk(store, seed, 300, tier) > 10
+    store.quiesce()
+    stats = store.stats()
+    assert stats["live_tickets"] == 0, stats
+    assert stats["spill_used_bytes"] == 0, stats
+    if tier == "slab":
+        assert stats["pool_requested_bytes"] == 0, stats
+
+
+@pytest.mark.parametrize("tier", ["direct", "slab+disk"])
+def test_file_does_not_grow_from_step_to_step(tmp_path, tier):
+    store = make_store(tier, tmp_path, host_bytes_max=256 << 10)
+    generator = np.random.default_rng(0)
+    sizes = []
+    for _ in range(5):
+        sources = [Source(store, generator, 100_000) for _ in range(20)]
+        for source in sources:
+            source.leave()
+        for source in reversed(sources):
+            source.begin_return()
+            source.finish_return()
+            source.ticket.release()
+        store.quiesce()
+        sizes.append(store.stats()["spill_file_bytes"])
+    assert sizes[0] > 0
+    assert sizes == [sizes[0]] * 5
+
+
+def test_exhaustion_names_the_numbers(tmp_path):
+    store = make_store("slab", tmp_path, host_bytes_max=128 << 10)
+    generator = np.random.default_rng(0)
+    held = Source(store, generator, 100_000)
+    with pytest.raises(_core.PoolExhausted, match=r"asked 100001 bytes, \d+ free of 131072; raise host_limit"):
+        Source(store, generator, 100_001)
+    with pytest.raises(MemoryError):
+        Source(store, generator, 1 << 20)
+    held.leave()
+    held.begin_return()
+    held.finish_return()
+
+
+@pytest.mark.parametrize("kind", ["error", "short_transfer"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_failed_copy_out_leaves_the_source(tmp_path, kind, schedule):
+    store = make_store("direct", tmp_path, schedule)
+    generator = np.random.default_rng(0)
+    store.inject_fault("write", kind, nth=1, error_number=errno.ENOSPC)
+    source = Source(store, generator, 100_000)
+    source.leave()
+    if kind == "error":
+        assert source.ticket.state == "failed"
+        assert source.array.tobytes() == source.expected
+        with pytest.raises(RuntimeError, match="nothing was swapped out"):
+            source.begin_return()
+    else:
+        source.begin_return()
+        source.finish_return()
+    source.ticket.release()
+    assert store.stats()["live_tickets"] == 0
+    assert store.stats()["spill_used_bytes"] == 0
+
+
+@pytest.mark.parametrize("tier", ["direct", "slab+disk"])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("error", errno.EIO), ("flipped_bit", 0), ("error", errno.EINTR)]
+)
+def test_failed_copy_in_is_typed_and_can_be_repeated(tmp_path, tier, kind, number):
+    store = make_store(tier, tmp_path, host_bytes_max=256 << 10)
+    generator = np.random.default_rng(0)
+    source = Source(store, generator, 150_000)
+    others = [Source(store, generator, 150_000) for _ in range(2)]
+    for each in [source, *others]:
+        each.leave()
+    store.quiesce()
+    assert source.ticket.state == "on_disk"
+    store.inject_fault("read", kind, nth=1, error_number=number)
+    source.begin_return()
+    if number == errno.EINTR:
+        source.finish_return()
+        return
+    with pytest.raises(OSError, match="offset") as raised:
+        source.finish_return()
+    assert raised.value.errno == errno.EIO
+    assert raised.value.filename == str(tmp_path)
+    assert raised.value.offset >= 0
+    source.begin_return()
+    source.finish_return()
+
+
+def test_truncated_file_is_an_error(tmp_path):
+    store = make_store("direct", tmp_path)
+    source = Source(store, np.random.default_rng(0), 1 << 20)
+    source.leave()
+    store.truncate_for_test(4096)
+    source.begin_return()
+    with pytest.raises(OSError, match="ends early"):
+        source.finish_return()
+
+
+def test_urgent_copy_in_overtakes(tmp_path):
+    store = make_store("direct", tmp_path, "stepped", seed=3)
+    generator = np.random.default_rng(0)
+    sources = [Source(store, generator, 1 << 20) for _ in range(6)]
+    for source in sources:
+        source.leave()
+    for source in sources:
+        source.begin_return()
+    sources[-1].finish_return()
+    pending = [source.ticket.state for source in sources].count("copying_in")
+    assert pending >= 3, "the last one asked for must not wait for all before it"
+    for source in sources[:-1]:
+        source.finish_return()
+
+
+def test_nothing_is_visible_in_the_spill_directory(tmp_path):
+    store = make_store("direct", tmp_path)
+    source = Source(store, np.random.default_rng(0), 1 << 20)
+    source.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_directory(tmp_path):
+    with pytest.raises(OSError, match="cannot create the spill file") as raised:
+        make_store("direct", tmp_path / "absent")
+    assert raised.value.errno == errno.ENOENT
+
+
+def test_swap_in_needs_a_prefetch(tmp_path):
+    store = make_store("direct", tmp_path)
+    source = Source(store, np.random.default_rng(0), 1 << 20)
+    source.leave()
+    with pytest.raises(RuntimeError, match="swap_in before prefetch"):
+        source.ticket.swap_in(0)
+
+
+def test_residue_must_match(tmp_path):
+    store = make_store("direct", tmp_path)
+    if store.alignment_bytes == 1:
+        pytest.skip("no direct I/O in the temporary folder")
+    source = Source(store, np.random.default_rng(0), 1 << 20, residue=64)
+    source.leave()
+    source.residue = 0
+    with pytest.raises(ValueError, match="congruent"):
+        source.begin_return()
