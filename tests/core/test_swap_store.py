@@ -113,7 +113,8 @@ def random_walk(store, seed, steps, tier):
     for source in returning:
         source.finish_return()
         returned += 1
-    waiting.clear(), left.clear(), returning.clear()
+    for source in waiting:
+        source.leave()
     return returned
 
 

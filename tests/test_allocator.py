@@ -1,0 +1,119 @@
+"""Which malloc runs, where a recycling one is, and what a child process is given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload import allocator
+
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+needs_allocator = pytest.mark.skipif(
+    allocator.find_recycling_allocator() is None, reason="no tcmalloc or jemalloc installed"
+)
+
+MAPS = """\
+5581a000-5582b000 r-xp 00000000 fe:00 131 /usr/bin/python3.11
+7f10a000-7f10b000 r-xp 00000000 fe:00 132 /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
+7f20a000-7f20b000 r-xp 00000000 fe:00 133 /usr/lib/x86_64-linux-gnu/libc.so.6
+7f30a000-7f30b000 rw-p 00000000 00:00 0
+7f40a000-7f40b000 rw-p 00000000 00:00 0 [stack]
+"""
+
+
+def test_the_allocator_that_owns_malloc_is_named() -> None:
+    assert allocator._name_in_maps(MAPS, 0x7F10A010) == "jemalloc"
+    assert allocator._name_in_maps(MAPS, 0x7F20A010) == "glibc"
+
+
+def test_an_unknown_owner_falls_back_on_what_is_mapped() -> None:
+    assert allocator._name_in_maps(MAPS, 0x5581A010) == "jemalloc"
+    assert allocator._name_in_maps(MAPS, 0) == "jemalloc"
+    assert allocator._name_in_maps(MAPS.replace("jemalloc", "z"), 0) == "glibc"
+    assert allocator._name_in_maps("7f-80 r-xp 0 0:0 1 /lib/ld-musl-x86_64.so.1\n", 0) == "musl"
+
+
+def test_describe_names_the_allocator_in_use_and_one_sentence() -> None:
+    name, sentence = allocator.describe().split(": ", maxsplit=1)
+    assert name == allocator.current()
+    assert len(sentence) > 20
+
+
+def test_glibc_is_described_with_the_remedy() -> None:
+    assert f"apt install {allocator.DEBIAN_PACKAGE}" in allocator._COSTS["glibc"]
+    assert "offload run -- python" in allocator._COSTS["glibc"]
+
+
+@needs_linux
+@needs_allocator
+def test_a_child_runs_on_the_preloaded_allocator() -> None:
+    question = "from offload import allocator as a; print(a.current(), a.bytes_in_use())"
+    bare = {"PATH": "/usr/bin:/bin"}
+    preloaded = allocator.preload_environment(bare)
+    name, in_use = (
+        subprocess.run(
+            [sys.executable, "-c", question],
+            env=preloaded,
+            check=True,
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[1],
+        )
+        .stdout.strip()
+        .split()
+    )
+    assert name in preloaded["LD_PRELOAD"]
+    assert allocator.recycles(name)
+    assert (int(in_use) > 0) if name == "tcmalloc" else (in_use == "None")
+    assert "LD_PRELOAD" not in bare
+
+
+def test_other_preloaded_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Path("/opt/libtcmalloc.so.4")
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: library)
+    child = allocator.preload_environment({"LD_PRELOAD": "/lib/other.so", "HOME": "/root"})
+    assert child == {"LD_PRELOAD": "/opt/libtcmalloc.so.4:/lib/other.so", "HOME": "/root"}
+
+
+def test_an_allocator_that_is_preloaded_already_stays_in_charge() -> None:
+    chosen = {"LD_PRELOAD": "/opt/libmimalloc.so"}
+    assert allocator.preload_environment(chosen) == chosen
+
+
+def test_jemalloc_is_told_never_to_purge(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Path("/usr/lib/libjemalloc.so.2")
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: library)
+    child = allocator.preload_environment({})
+    assert child["MALLOC_CONF"] == "dirty_decay_ms:-1,muzzy_decay_ms:-1"
+    assert allocator.preload_environment({"MALLOC_CONF": "x:1"})["MALLOC_CONF"] == "x:1"
+
+
+def test_without_one_installed_the_environment_is_a_plain_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: None)
+    given = {"A": "1"}
+    child = allocator.preload_environment(given)
+    assert child == given
+    assert child is not given
+
+
+def test_a_library_of_another_architecture_is_passed_over(tmp_path: Path) -> None:
+    own = Path(sys.executable).read_bytes()[:64]
+    same, other, text = tmp_path / "same", tmp_path / "other", tmp_path / "text"
+    same.write_bytes(own)
+    other.write_bytes(own[:18] + bytes(byte ^ 0xFF for byte in own[18:20]) + own[20:])
+    text.write_bytes(b"/* GNU ld script */")
+    assert allocator._same_architecture(same)
+    assert not allocator._same_architecture(other)
+    assert not allocator._same_architecture(text)
+    assert not allocator._same_architecture(tmp_path / "missing")
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    program = "import sys, offload.allocator; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

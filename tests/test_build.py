@@ -1,0 +1,124 @@
+"""The built extension and the build's own checks: what it links, what it needs, what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from setuptools.errors import SetupError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+IMPORT_ALONE = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+assert importlib.util.find_spec("torch") is None
+print(pathlib.Path("/proc/self/maps").read_text())
+"""
+
+
+@pytest.fixture
+def extension() -> Path:
+    """The shared library, found without importing the package."""
+    package = importlib.util.find_spec("offload")
+    assert package, "offload is not installed: pip install -e ."
+    for directory in package.submodule_search_locations or []:
+        path = Path(directory) / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if path.is_file():
+            return path
+    raise AssertionError("offload/_core is not built: pip install -e .")
+
+
+@pytest.fixture
+def build() -> dict[str, Any]:
+    """What setup.py defines."""
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="build")
+
+
+def test_links_neither_cuda_nor_torch(extension: Path) -> None:
+    listing = subprocess.run(
+        ["readelf", "-d", str(extension)], capture_output=True, text=True, check=True
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", listing)
+    assert any(name.startswith("libc.so") for name in needed)
+    assert [name for name in needed if re.search(r"cuda|nvidia|torch|c10", name)] == []
+
+
+def test_imports_without_torch_and_opens_no_cuda(extension: Path) -> None:
+    # -I -S: no site-packages, so nothing but the standard library can be imported.
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", IMPORT_ALONE, str(extension)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert extension.name in run.stdout
+    assert "libcuda" not in run.stdout
+
+
+def test_every_source_is_built() -> None:
+    listed = re.findall(r"^  (\w+\.cpp)", (ROOT / "csrc/CMakeLists.txt").read_text(), re.MULTILINE)
+    assert listed == sorted(path.name for path in (ROOT / "csrc").glob("*.cpp"))
+
+
+def test_missing_compiler_is_named(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SetupError, match=r"no C\+\+17 compiler found: apt install g\+\+"):
+        build["find_compiler"]()
+
+
+def test_unfit_compiler_is_named(
+    build: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SetupError, match=r"found \(c\+\+ cannot compile C\+\+17\): apt install"):
+        build["find_compiler"]()
+
+
+@pytest.mark.parametrize(
+    ("finder", "module", "remedy"),
+    [
+        ("find_cmake", "cmake", "cmake not found: pip install cmake, apt install cmake"),
+        ("find_ninja", "ninja", "ninja not found: pip install ninja, apt install ninja-build"),
+    ],
+)
+def test_missing_tool_is_named(
+    finder: str,
+    module: str,
+    remedy: str,
+    build: dict[str, Callable[[], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SetupError, match=remedy):
+        build[finder]()
+
+
+@pytest.mark.parametrize(("value", "option"), [("1", "ON"), ("0", "OFF"), (None, "OFF")])
+def test_switches_reach_cmake(
+    value: str | None, option: str, build: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv("OFFLOAD_WERROR", raising=False)
+    else:
+        monkeypatch.setenv("OFFLOAD_WERROR", value)
+    monkeypatch.setenv("OFFLOAD_SANITIZE", "thread")
+    command = build["configure_command"]("cmake", "ninja", Path("build"))
+    assert f"-DOFFLOAD_WERROR={option}" in command
+    assert "-DOFFLOAD_SANITIZE=thread" in command

@@ -1,0 +1,100 @@
+"""The `offload` command's front: what it refuses, and what `offload run` hands on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from offload import allocator, cli
+
+ROOT = Path(__file__).parents[1]
+
+
+def offload(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offload", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_help_lists_the_commands() -> None:
+    shown = offload("--help")
+    assert shown.returncode == 0
+    for command in ("demo", "plan", "run"):
+        assert command in shown.stdout
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["teleport"])
+    assert stopped.value.code == 2
+    assert "teleport" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--", "python", "train.py", "--no-preload", "--", "x"],
+        ["run", "python", "train.py", "--no-preload", "--", "x"],
+    ],
+)
+def test_run_hands_the_command_on_word_for_word(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def become(*call: Any) -> NoReturn:
+        started.append(call)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.setattr(allocator, "preload_environment", lambda: {"LD_PRELOAD": "lib.so"})
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    command = ["python", "train.py", "--no-preload", "--", "x"]
+    assert started == [("python", command, {"LD_PRELOAD": "lib.so"})]
+
+
+def test_run_becomes_the_command_with_its_exit_status() -> None:
+    program = "from offload import allocator; print(allocator.current()); raise SystemExit(7)"
+    done = offload("run", "--", sys.executable, "-c", program)
+    assert done.returncode == 7
+    library = allocator.find_recycling_allocator()
+    if library is None:
+        assert f"apt install {allocator.DEBIAN_PACKAGE}" in done.stderr
+    else:
+        assert done.stdout.strip() in library.name
+
+
+def test_run_without_preload_leaves_the_environment_alone() -> None:
+    program = "import os; print(os.environ.get('LD_PRELOAD'))"
+    done = offload("run", "--no-preload", "--", sys.executable, "-c", program)
+    assert done.stdout.strip() == str(os.environ.get("LD_PRELOAD"))
+
+
+def test_run_without_a_command_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run"]) == 2
+    assert cli.main(["run", "--"]) == 2
+    assert "write: offload run -- python train.py" in capsys.readouterr().err
+
+
+def test_run_of_a_missing_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--no-preload", "--", "no-such-command-here"]) == 127
+    assert "no-such-command-here: no such command" in capsys.readouterr().err
+
+
+def test_run_of_a_script_that_is_not_executable_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print()", encoding="utf-8")
+    assert cli.main(["run", "--no-preload", "--", str(script)]) == 126
+    assert f"offload run -- python {script}" in capsys.readouterr().err
+
+
+def test_the_front_imports_no_torch() -> None:
+    program = "import sys; from offload import cli; cli._parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,57 @@
+"""The CUDA driver over a test double of libcuda: contexts, errors, forks, registrations, order.
+
+The checks themselves are C++ (fake_cuda/driver_checks.cpp), each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from fake_cuda.build import build_driver_checks, build_fake_cuda
+
+CHECKS = [
+    "capture_is_refused",
+    "context_is_restored",
+    "context_is_retained_late",
+    "copies_cross_chunks",
+    "default_stream_is_legacy",
+    "destruction_never_throws",
+    "double_is_strict",
+    "events_order_streams",
+    "every_error_is_typed",
+    "fork_is_refused",
+    "missing_things_are_named",
+    "optional_entries_may_be_missing",
+    "registration_is_chunked",
+    "registration_is_rolled_back",
+    "threads_share_a_driver",
+]
+OPTIONAL = ("cuEventElapsedTime", "cuStreamIsCapturing", "cuGetErrorName", "cuGetErrorString")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """The checks' program and the three libraries it takes."""
+    directory = tmp_path_factory.mktemp("fake_cuda")
+    libraries = [
+        build_fake_cuda(directory / "libfake.so"),
+        build_fake_cuda(directory / "libwithout_query.so", without=("cuEventQuery",)),
+        build_fake_cuda(directory / "libwithout_optional.so", without=OPTIONAL),
+    ]
+    return build_driver_checks(directory / "driver_checks", libraries[0]), libraries
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_cuda_driver(check: str, program: tuple[Path, list[Path]]) -> None:
+    checks, libraries = program
+    run = subprocess.run(
+        [checks, check, *libraries], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_check_is_listed(program: tuple[Path, list[Path]]) -> None:
+    run = subprocess.run([program[0]], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == CHECKS

@@ -1,0 +1,241 @@
+"""The demo, in sizes that take seconds: its data, its comparison, its page and its processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import demo, demo_page, demo_worker
+from offload.demo_memory import MemoryMeter, resident_bytes, thin
+from offload.demo_model import ByteGPT, Shape
+
+ROOT = Path(__file__).parents[1]
+TINY = Shape(layers=2, width=32, heads=2, batch=2, length=32)
+SIZES = {"layers": 2, "width": 64, "heads": 2, "batch": 4, "length": 256, "steps": 3}
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    made = {
+        "name": "plain",
+        "losses": [3.5, 3.25],
+        "gradients": "00ff" * 8,
+        "peak_bytes": 800 << 20,
+        "saved_bytes": 400 << 20,
+        "parameter_bytes": 20 << 20,
+        "parameters": 5 << 20,
+        "step_seconds_median": 2.0,
+        "steps": 2,
+        "seed": 0,
+        "batch": 2,
+        "length": 32,
+        "device": "a <processor> & more",
+        "threads": 2,
+        "gpu": False,
+        "allocator": "tcmalloc",
+        "allocator_costs": "tcmalloc: recycles",
+        "python": "3.11",
+        "torch": "2.6",
+        "report": None,
+        "curve": [(0.0, 0), (1.0, 800 << 20), (2.0, 100 << 20)],
+        "last_step_curve": [(1.0, 800 << 20), (2.0, 100 << 20)],
+        "last_step_is_heap": True,
+    }
+    return {**made, **changes}
+
+
+def run_demo(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
+    command = [sys.executable, "-m", "offload.demo", "--device=cpu", f"--html={page}", *sizes]
+    return subprocess.run(
+        [*command, *options], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+
+def assert_self_contained(page: str) -> None:
+    assert re.findall(r"https?:|//[a-z]|\bsrc=|\bhref=|@import|url\(", page) == []
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.rstrip().endswith("</html>")
+
+
+def test_the_corpus_is_source_text_and_the_same_every_time() -> None:
+    corpus = demo_worker.read_corpus(200_000)
+    assert len(corpus) == 200_000
+    assert corpus == demo_worker.read_corpus(200_000)
+    assert b"import " in corpus
+
+
+def test_too_little_source_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "x.py").write_text("y" * 100, encoding="utf-8")
+    (tmp_path / "a.py").write_text("pass", encoding="utf-8")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="asked 50 bytes, found 4 in"):
+        demo_worker.read_corpus(50)
+
+
+def test_batches_depend_on_the_seed_alone() -> None:
+    corpus = bytes(range(256)) * 8
+
+    def drawn(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(demo_worker.batches(corpus, TINY, steps=3, seed=seed, device="cpu"))
+
+    first, second, other = drawn(1), drawn(1), drawn(2)
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(first, second, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
+    assert not torch.equal(first[0][0], other[0][0])
+    x, y = first[0]
+    assert x.shape == y.shape == (2, 32)
+    assert torch.equal(y, (x + 1) % 256)
+
+
+def test_the_default_sizes_save_twenty_times_the_parameters() -> None:
+    parser = demo.argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    args = parser.parse_args([])
+    with torch.device("meta"):
+        model = ByteGPT(Shape(args.layers, args.width, args.heads, args.batch, args.length))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert 9e6 < parameters < 11e6
+    # A block keeps 16 widths a token: both norms' inputs and outputs (4), queries, keys and values
+    # (3), what attention mixed (1), the MLP before and after GELU (8).
+    kept = 16 * args.width * args.layers * args.batch * args.length
+    assert kept >= 20 * parameters
+
+
+def test_saved_bytes_count_every_storage_once_and_no_parameter() -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    saved = demo_worker.SavedBytes(layer)
+    x = torch.randn(4, 8, requires_grad=True)
+    with saved.counting():
+        product = layer(x) * x
+    product.sum().backward()
+    assert saved.total == 2 * 4 * 8 * 4
+
+
+def test_the_meter_sees_memory_that_came_and_went() -> None:
+    meter = MemoryMeter("cpu")
+    meter.start()
+    block = torch.ones(32 << 20, dtype=torch.uint8)
+    assert resident_bytes() >= block.nbytes
+    del block
+    meter.stop()
+    assert meter.peak_bytes - meter.baseline_bytes >= 30 << 20
+    assert meter.samples
+
+
+def test_thinning_keeps_the_extremes_in_order() -> None:
+    samples = [(float(at), at * 7919 % 1000) for at in range(5000)]
+    kept = thin(samples, 100)
+    assert len(kept) <= 100
+    assert kept == sorted(kept)
+    assert max(used for _, used in kept) == max(used for _, used in samples)
+    assert min(used for _, used in kept) == min(used for _, used in samples)
+    assert thin(samples[:50], 100) == samples[:50]
+
+
+def test_one_bit_of_difference_is_no_agreement() -> None:
+    plain = result()
+    assert demo.agreement([plain, result(name="offloaded")])
+    assert not demo.agreement([plain, result(losses=[3.5, 3.2500000000000004])])
+    assert not demo.agreement([plain, result(losses=[3.4, 3.25])])
+    assert not demo.agreement([plain, result(gradients="00fe" * 8)])
+    nan = result(losses=[float("nan")])
+    assert demo.agreement([nan, result(losses=[float("nan")])])
+
+
+def test_the_table_compares_with_the_first() -> None:
+    other = result(name="offloaded", peak_bytes=200 << 20, step_seconds_median=2.2)
+    results = [result(), other]
+    table = "\n".join(demo.table_lines(demo.table_rows(results), results))
+    assert re.search(r"peak memory over the loaded model +800 MiB +200 MiB  0\.25×", table)
+    assert re.search(r"median step +2\.00 s +2\.20 s  1\.10×", table)
+    assert re.search(r"as float\.hex +0x1\.a000000000000p\+1 ", table)
+    assert (
+        "NO" in dict(demo.table_rows([result(), result(gradients="")]))["  equal to the last bit"]
+    )
+
+
+def test_under_glibc_the_remedy_is_said_and_the_engines_notes_pass_through() -> None:
+    engine = {"notes": ["0 tensors swapped"]}
+    costs = "glibc: fragments"
+    said = demo.remarks([result(allocator="glibc", allocator_costs=costs), result(report=engine)])
+    assert costs in said
+    assert "0 tensors swapped" in said
+    assert costs not in demo.remarks([result(allocator_costs=costs)])
+
+
+def test_the_page_is_self_contained_and_escaped() -> None:
+    results = [result(), result(name="offloaded", peak_bytes=200 << 20)]
+    page = demo_page.render(
+        demo.table_rows(results),
+        results,
+        facts=demo.setting(results),
+        remarks=demo.remarks(results),
+    )
+    assert_self_contained(page)
+    assert "a &lt;processor&gt; &amp; more" in page
+    assert page.count("<svg") == 2
+    assert "prefers-color-scheme: dark" in page
+    assert "seconds</text>" in page
+    assert "MiB</text>" in page
+
+
+@pytest.mark.parametrize(("highest", "count"), [(0.003, 8), (1.0, 5), (918.0, 5), (90.2, 8)])
+def test_ticks_are_round_and_reach_the_highest(highest: float, count: int) -> None:
+    ticks = demo_page._ticks(highest, count)
+    assert ticks[0] == 0
+    assert ticks[-2] < highest <= ticks[-1]
+    assert len(ticks) <= count + 1
+
+
+def test_all_contestants_agree_to_the_last_bit(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = run_demo(page, "--with-checkpoint", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    plain, offloaded, checkpointed = summary["contestants"]
+    assert summary["equal"]
+    assert len(plain["losses"]) == 3
+    assert plain["losses"] == offloaded["losses"] == checkpointed["losses"]
+    assert plain["gradients"] == offloaded["gradients"] == checkpointed["gradients"]
+    assert plain["allocator"] == offloaded["allocator"] == checkpointed["allocator"]
+    assert plain["saved_bytes"] > plain["parameter_bytes"]
+    assert offloaded["report"]["swapped"]["tensors"] > 0
+    assert_self_contained(page.read_text(encoding="utf-8"))
+
+
+def test_a_contestant_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
+    done = run_demo(tmp_path / "page.html", "--contestants", "plain", "--heads", "7")
+    assert done.returncode == 2
+    assert "the plain run ended with exit status 1" in done.stderr
+    assert "RuntimeError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "1"], "--steps 1: the first step is not timed; give 2 or more"),
+        (["--html", "/no/such/folder/x.html"], "its folder does not exist"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--device", "cuda"]) == 2
+    assert "use --device cpu" in capsys.readouterr().err
