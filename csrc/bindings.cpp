@@ -104,6 +104,7 @@ void register_store(py::module_& module) {
   py::class_<Ticket>(module, "Ticket")
       .def_property_readonly("bytes", &Ticket::bytes)
       .def_property_readonly("state", [](const Ticket& ticket) { return state_name(ticket.state()); })
+      .def_property_readonly("failure", &Ticket::failure_text)
       .def("out_done", &Ticket::out_done)
       .def("wait_out", [](Ticket& ticket, uintptr_t compute) { ticket.wait_out(pointer(compute)); }, py::arg("compute"),
            ReleaseGil())

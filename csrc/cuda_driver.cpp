@@ -7,8 +7,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -25,12 +23,17 @@ using cuda::Api;
 using cuda::Entry;
 using cuda::Result;
 
-// One registration call on a very large range can fail where several smaller ones succeed.
+// Host memory is pinned in chunks, as one call on a very large range can fail where several smaller ones succeed. CUDA
+// does not promise a copy whose host range spans two registrations, so copies are cut where registrations are: at
+// multiples of this address, which needs no look-up.
 constexpr size_t kRegisterChunkBytes = size_t{1} << 30;
 
+size_t bytes_to_chunk_end(const void* host) {
+  return kRegisterChunkBytes - reinterpret_cast<uintptr_t>(host) % kRegisterChunkBytes;
+}
+
 constexpr const char* kForkRemedy =
-    "CUDA does not survive a fork; start worker processes with the spawn start method "
-    "(multiprocessing.set_start_method(\"spawn\"))";
+    "CUDA does not survive a fork; use the spawn start method (multiprocessing.set_start_method(\"spawn\"))";
 
 std::string result_text(const Api& api, Result result) {
   const char* name = nullptr;
@@ -217,8 +220,9 @@ class CudaDriver final : public Driver {
     }
     size_t done = 0;
     try {
-      for (; done < bytes; done += std::min(bytes - done, kRegisterChunkBytes)) {
-        register_chunk(base + done, std::min(bytes - done, kRegisterChunkBytes), done, bytes);
+      for (size_t step = 0; done < bytes; done += step) {
+        step = std::min(bytes - done, bytes_to_chunk_end(base + done));
+        register_chunk(base + done, step, done, bytes);
       }
     } catch (...) {
       unregister_chunks(base, done);
@@ -229,7 +233,7 @@ class CudaDriver final : public Driver {
   }
 
   void host_unregister(void* address) noexcept override {
-    if (in_forked_child()) return;
+    if (in_forked_child()) return;  // before the lock, likewise
     std::byte* const base = static_cast<std::byte*>(address);
     size_t bytes = 0;
     {
@@ -249,6 +253,7 @@ class CudaDriver final : public Driver {
   }
 
  private:
+  // Asked before any lock is taken: a lock that another thread held at the fork is never released in the child.
   void require_same_process(const char* call_name) const {
     if (in_forked_child()) throw DriverError(call_name, cuda::kNotInitialized, kForkRemedy);
   }
@@ -281,7 +286,6 @@ class CudaDriver final : public Driver {
   // For destroying things: what cannot be given back any more (a dead context, a forked child) is leaked.
   template <typename Signature, typename... Arguments>
   void call_noexcept(const Entry<Signature>& entry, Arguments... arguments) noexcept {
-    if (in_forked_child()) return;
     try {
       attempt(entry, arguments...);
     } catch (...) {
@@ -297,26 +301,16 @@ class CudaDriver final : public Driver {
   }
 
   void unregister_chunks(std::byte* base, size_t bytes) noexcept {
-    for (size_t offset = 0; offset < bytes; offset += kRegisterChunkBytes) {
-      call_noexcept(api_.cuMemHostUnregister, base + offset);
+    for (size_t done = 0; done < bytes; done += bytes_to_chunk_end(base + done)) {
+      call_noexcept(api_.cuMemHostUnregister, base + done);
     }
-  }
-
-  // CUDA refuses a copy whose host range spans two registrations, so copies are cut where host_register cut.
-  size_t bytes_to_chunk_end(const void* host) const {
-    const auto* const address = static_cast<const std::byte*>(host);
-    const std::lock_guard lock(mutex_);
-    const auto next = registered_bytes_.upper_bound(address);
-    if (next == registered_bytes_.begin()) return std::numeric_limits<size_t>::max();
-    const size_t offset = static_cast<size_t>(address - std::prev(next)->first);
-    return kRegisterChunkBytes - offset % kRegisterChunkBytes;
   }
 
   const Api api_;
   const cuda::Device device_;
   const pid_t pid_;
   std::atomic<cuda::ContextHandle> context_{nullptr};
-  mutable std::mutex mutex_;                             // the retain, and the map below
+  std::mutex mutex_;                                     // the retain, and the map below
   std::map<const std::byte*, size_t> registered_bytes_;  // by base address
 };
 

@@ -75,6 +75,16 @@ void SwapStore::add_stall(double seconds) {
   stats_.stall_seconds += seconds;
 }
 
+std::string Ticket::failure_text() const {
+  std::lock_guard lock(store_->mutex_);
+  if (slot_->failure == nullptr) return "";
+  try {
+    std::rethrow_exception(slot_->failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 bool Ticket::out_done() {
   switch (state()) {
     case State::queued:

@@ -98,6 +98,8 @@ class Ticket {
 
   size_t bytes() const { return slot_->bytes; }
   State state() const { return slot_->state.load(); }
+  // What the last failed copy met; empty where none failed.
+  std::string failure_text() const;
   // Whether the source is no longer read. After a failure too: then state() is failed.
   bool out_done();
   // Orders `compute` after the copy-out. On the host driver that blocks.

@@ -1,0 +1,461 @@
+"""Tensors ↔ bytes: the only file that touches addresses, streams, versions and strides.
+
+On the data path: hooks hand a saved tensor in, the engine finds its storage, has the swap store copy the bytes out,
+holds the source until the copy has ended, and later puts the same bytes back under the same size, stride and offset.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from offload import _core
+
+IN_FLIGHT_BYTES_MAX = {"cpu": 256 << 20, "cuda": 1 << 30}
+LANE_NICENESS = 0
+
+StorageKey = tuple[int, int, int, int]
+
+
+def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> None:
+    """Raise what autograd raises without hooks when a saved tensor was changed in place."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+@dataclass
+class ByteCounter:
+    """Bytes of saved storages at one moment, and the most there ever were."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count `nbytes` more (or, negative, fewer)."""
+        self.now += nbytes
+        if self.now > self.peak:
+            self.peak = self.now
+
+
+class Departure:
+    """A source on its way out: kept whole until its copy no longer reads it."""
+
+    __slots__ = ("nbytes", "record", "source", "stream", "ticket")
+
+    def __init__(
+        self, ticket: _core.Ticket, source: torch.UntypedStorage, nbytes: int, stream: int
+    ) -> None:
+        self.ticket = ticket
+        self.source: torch.UntypedStorage | None = source
+        self.nbytes = nbytes
+        self.stream = stream
+        self.record: SwappedStorage | None = None
+
+
+class Lease:
+    """What keeps a record's slot: held by the graph nodes that saved views of it, and by nothing else.
+
+    A thin object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again,
+    so that an abandoned graph frees its slots by itself, on whichever thread.
+    """
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: SwappedStorage) -> None:
+        self.record = record
+
+
+class LeaseReference(weakref.ref[Lease]):
+    """A weak reference to a lease that still knows the record when the lease is gone."""
+
+    __slots__ = ("record",)
+    record: SwappedStorage
+
+
+class SwappedStorage:
+    """The bytes of one storage (or of one span of it) at one version, out of the device."""
+
+    __slots__ = (
+        "_departure",
+        "_engine",
+        "_incoming",
+        "_lock",
+        "_storage",
+        "_stream",
+        "_views_left",
+        "_weak_storage",
+        "key",
+        "nbytes",
+        "residue",
+        "ticket",
+        "views",
+    )
+
+    def __init__(
+        self,
+        engine: Engine,
+        ticket: _core.Ticket,
+        source: torch.UntypedStorage,
+        key: StorageKey,
+        nbytes: int,
+        residue: int,
+        departure: Departure,
+    ) -> None:
+        self._engine = engine
+        self.ticket = ticket
+        self.key = key
+        self.nbytes = nbytes
+        self.residue = residue
+        self.views = 0
+        self._views_left = 0
+        self._lock = threading.Lock()
+        # A weak reference keeps the storage object's address from being used again: identity, not coincidence.
+        self._weak_storage = source._weak_ref()
+        self._departure: Departure | None = departure
+        self._storage: torch.UntypedStorage | None = None
+        self._incoming = False
+        self._stream = 0
+
+    def add_view(self) -> None:
+        """Count one more saved view of these bytes."""
+        self.views += 1
+        self._views_left += 1
+
+    @property
+    def is_away(self) -> bool:
+        """Whether neither the source nor a reloaded copy is on the device."""
+        departure = self._departure
+        return self._storage is None and (departure is None or departure.source is None)
+
+    def begin_return(self) -> bool:
+        """Start to bring the bytes back into fresh device memory. False where they are there or coming already."""
+        with self._lock:
+            if not self.is_away:
+                return False
+            self._begin_return()
+            return True
+
+    def _begin_return(self) -> None:
+        engine = self._engine
+        self._storage, self._stream, owner, address = engine.allocate(self.nbytes, self.residue)
+        try:
+            self.ticket.prefetch(address, self._stream, owner)
+        except BaseException:
+            self._storage = None
+            raise
+        self._incoming = True
+        engine.resident.add(self.nbytes)
+
+    def bring_back(self) -> torch.UntypedStorage:
+        """The bytes on the device, ready for the current stream. One view is served per call.
+
+        Raises
+        ------
+        OSError
+            The bytes could not be read back; a later call tries again.
+        """
+        engine = self._engine
+        with self._lock:
+            departure = self._departure
+            source = departure.source if departure is not None else None
+            if source is not None:
+                self._count_view()
+                return source
+            stream = engine.current_stream()
+            if self._storage is not None and self._stream != stream:
+                self._abandon_incoming()  # prefetched for another stream: its memory belongs to that one
+            if self._storage is None:
+                engine.misses += 1
+                self._begin_return()
+            storage = self._storage
+            assert storage is not None
+            if self._incoming:
+                try:
+                    self.ticket.swap_in(stream)
+                except BaseException:
+                    self._drop_storage()
+                    raise
+                self._incoming = False
+            self._count_view()
+            return storage
+
+    def _count_view(self) -> None:
+        self._views_left -= 1
+        if self._views_left <= 0:
+            self._views_left = self.views  # a retained graph may come again
+            if self._storage is not None:
+                self._drop_storage()
+
+    def _drop_storage(self) -> None:
+        self._storage = None
+        self._incoming = False
+        self._engine.resident.add(-self.nbytes)
+
+    def _abandon_incoming(self) -> None:
+        storage = self._storage
+        if self._incoming and storage is not None:
+            self.ticket.swap_in(self._stream)
+        self._drop_storage()
+
+    def has_left(self) -> None:
+        """The copy-out no longer reads the source, and the source is gone."""
+        self._departure = None
+        self._engine.resident.add(-self.nbytes)
+
+    def tear_down(self) -> None:
+        """Give everything back; the last lease is gone. Waits for nothing."""
+        engine = self._engine
+        torch.UntypedStorage._free_weak_ref(self._weak_storage)
+        engine.unswapped.add(-self.nbytes)
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            engine.resident.add(-self.nbytes)
+            departure.record = None
+            if departure.ticket.cancel():
+                departure.source = None
+        if self._storage is not None:
+            if self._incoming:
+                engine.retire(self.ticket, self._storage)
+            self._drop_storage()
+        del self.ticket  # the slot is free once the copies that touch it have ended
+
+
+class SwappedView:
+    """One saved tensor whose bytes are out: what the graph node holds in its place."""
+
+    __slots__ = (
+        "_dtype",
+        "_is_conj",
+        "_is_neg",
+        "_lease",
+        "_offset",
+        "_probe",
+        "_shape",
+        "_stride",
+        "_version",
+    )
+
+    def __init__(self, tensor: torch.Tensor, lease: Lease, offset: int) -> None:
+        self._lease = lease
+        record = lease.record
+        record.add_view()
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = offset
+        self._dtype = tensor.dtype
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+        self._version = tensor._version
+        self._probe = record._engine.version_probe(tensor, self._is_conj, self._is_neg)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, lease: Lease) -> SwappedView:
+        """A saved view of the bytes on lease."""
+        begin = lease.record.key[2]
+        return cls(tensor, lease, tensor.storage_offset() - begin // tensor.itemsize)
+
+    def restore(self) -> torch.Tensor:
+        """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
+
+        Raises
+        ------
+        RuntimeError
+            The tensor was changed in place after it was saved.
+        OSError
+            Its bytes could not be read back; calling again tries again.
+        """
+        found = self._probe._version
+        if found != self._version:
+            raise_changed(self._probe.type(), self._shape, found, self._version)
+        storage = self._lease.record.bring_back()
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+            tensor.set_(storage, self._offset, self._shape, self._stride)
+            if self._is_conj:
+                tensor = torch._conj(tensor)
+            if self._is_neg:
+                tensor = torch._neg_view(tensor)
+        return tensor
+
+
+class Engine:
+    """One device's swap store, seen as storages.
+
+    Parameters
+    ----------
+    store
+        The data plane.
+    device
+        ``cpu`` or one CUDA device.
+    in_flight_bytes_max
+        Sources held at a time for copies that have not ended; beyond it the compute stream waits for the oldest.
+    """
+
+    def __init__(
+        self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None
+    ) -> None:
+        self.store = store
+        self.device = device
+        self.in_flight_bytes_max = in_flight_bytes_max or IN_FLIGHT_BYTES_MAX[device.type]
+        self.in_flight_bytes = 0
+        self.resident = ByteCounter()  # of swapped storages: what is on the device
+        self.unswapped = ByteCounter()  # the same storages, had they stayed
+        self.misses = 0
+        self.failed = 0
+        self.failure: str = ""
+        self._is_cuda = device.type == "cuda"
+        self._alignment = store.alignment_bytes
+        self._live: dict[StorageKey, LeaseReference] = {}
+        self._departing: deque[Departure] = deque()
+        self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
+        self._collecting = threading.Lock()
+        self._empty: dict[torch.dtype, torch.Tensor] = {}
+
+    def current_stream(self) -> int:
+        """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self._is_cuda else 0
+
+    def allocate(
+        self, nbytes: int, residue: int
+    ) -> tuple[torch.UntypedStorage, int, _core.HostBlock | None, int]:
+        """Fresh device memory on the current stream: storage, stream, the owner a copy must hold, address."""
+        if self._is_cuda:
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return tensor.untyped_storage(), self.current_stream(), None, tensor.data_ptr()
+        block = _core.HostBlock(nbytes, self._alignment, residue)
+        return torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, block, block.address
+
+    def version_probe(self, tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+        """A tensor without memory that shares `tensor`'s version counter."""
+        probe = tensor.detach()
+        if is_conj:
+            probe = torch._conj(probe)
+        if is_neg:
+            probe = torch._neg_view(probe)
+        empty = self._empty.get(tensor.dtype)
+        if empty is None:
+            empty = self._empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self.device)
+        probe.data = empty
+        return probe
+
+    @staticmethod
+    def key_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, StorageKey]:
+        """The storage and which bytes of it to move: all of it, or the span of a view that covers less than half."""
+        storage = tensor.untyped_storage()
+        storage_nbytes = storage.nbytes()
+        if 2 * tensor.nbytes < storage_nbytes:
+            extent = 1 + sum(
+                (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            span_nbytes = extent * tensor.itemsize
+            if 2 * span_nbytes < storage_nbytes:
+                begin = tensor.storage_offset() * tensor.itemsize
+                return storage, (storage._cdata, tensor._version, begin, span_nbytes)
+        return storage, (storage._cdata, tensor._version, 0, storage_nbytes)
+
+    def find(self, key: StorageKey) -> Lease | None:
+        """The lease on these bytes, where they have been swapped out already."""
+        reference = self._live.get(key)
+        return reference() if reference is not None else None
+
+    def swap_out(self, storage: torch.UntypedStorage, key: StorageKey, need: int) -> Lease:
+        """Begin to copy bytes out. When nobody holds the lease any more, its slot is free again.
+
+        Ordering: the copy starts after what the current stream has queued. The source is held until it has ended.
+
+        Raises
+        ------
+        MemoryError, OSError, RuntimeError
+            The store cannot take them; nothing was begun.
+        """
+        self.collect()
+        _, _, begin, nbytes = key
+        address = storage.data_ptr() + begin
+        stream = self.current_stream()
+        ticket = self.store.swap_out(address, nbytes, stream, need)
+        departure = Departure(ticket, storage, nbytes, stream)
+        residue = address % self._alignment
+        record = SwappedStorage(self, ticket, storage, key, nbytes, residue, departure)
+        departure.record = record
+        lease = Lease(record)
+        reference = LeaseReference(lease, self._gone)
+        reference.record = record
+        self._live[key] = reference
+        self.unswapped.add(nbytes)
+        self.resident.add(nbytes)
+        self._departing.append(departure)
+        self.in_flight_bytes += nbytes
+        while self.in_flight_bytes > self.in_flight_bytes_max:
+            self._await_oldest()
+        return lease
+
+    def watch(self, lease: Lease) -> LeaseReference:
+        """A weak reference to a lease that was just given out."""
+        return self._live[lease.record.key]
+
+    def collect(self) -> None:
+        """Let go of every source and target that no copy touches any more. Waits for nothing."""
+        if not self._collecting.acquire(blocking=False):
+            return
+        try:
+            departing = self._departing
+            while departing and departing[0].ticket.out_done():
+                self._depart(departing.popleft())
+            retired = self._retired
+            while retired and retired[0][0].in_done():
+                retired.popleft()
+        finally:
+            self._collecting.release()
+
+    def _await_oldest(self) -> None:
+        with self._collecting:
+            if not self._departing:
+                return
+            oldest = self._departing.popleft()
+        oldest.ticket.wait_out(oldest.stream)
+        self._depart(oldest)
+
+    def _depart(self, departure: Departure) -> None:
+        self.in_flight_bytes -= departure.nbytes
+        failed = departure.ticket.state == "failed"
+        if failed:
+            self.failed += 1
+            self.failure = departure.ticket.failure
+        record, departure.record = departure.record, None
+        if failed and record is not None:
+            return  # the source stays, as if it had not been swapped
+        departure.source = None
+        if record is not None:
+            record.has_left()
+
+    def retire(self, ticket: _core.Ticket, storage: torch.UntypedStorage) -> None:
+        """Hold a target that nobody wants any more until the copy into it has ended."""
+        if self._is_cuda or self._alignment == 1:
+            self._retired.append((ticket, storage))
+
+    def _gone(self, reference: LeaseReference) -> None:
+        record = reference.record
+        if self._live.get(record.key) is reference:
+            del self._live[record.key]
+        record.tear_down()
+
+    def drain(self) -> None:
+        """Wait until every copy begun so far has ended, and let go of what they held."""
+        while self._departing:
+            self._await_oldest()
+        while self._retired:
+            self.store.quiesce()
+            self.collect()
+
+    @property
+    def live_records(self) -> int:
+        """Records whose graph is alive."""
+        return len(self._live)

@@ -1,0 +1,165 @@
+"""What a caller may ask of `offload.enable`, checked: every mistake is an error that says what to write instead."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.units import parse_bytes
+
+LOOKAHEAD_NODES_DEFAULT = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked arguments of `offload.enable`; sizes in bytes."""
+
+    n_tensors: int
+    lookahead_nodes: int
+    min_tensor_bytes: int
+    exclude: tuple[str, ...]
+    host_limit: int
+    spill_dir: str  # empty: no disk tier
+
+
+def check_options(
+    model: torch.nn.Module,
+    device: torch.device,
+    *,
+    memory_limit: object,
+    max_slowdown: object,
+    n_tensors: int | None,
+    lb: int | str | None,
+    min_tensor_bytes: int | str,
+    exclude: Iterable[str],
+    host_limit: int | str | None,
+    spill_dir: str | os.PathLike[str] | None,
+) -> Options:
+    """Check the arguments of `offload.enable` against each other and against the machine.
+
+    Raises
+    ------
+    ValueError
+        An argument is wrong or contradicts another; the message says what to write instead.
+    OSError
+        `spill_dir` cannot hold the spill file.
+    """
+    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
+        if value is not None:
+            raise ValueError(f"{name} is not there yet; until then write n_tensors=-1 (all) or a number, and lb")
+    if lb is not None and n_tensors is None:
+        raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
+    return Options(
+        n_tensors=_check_n_tensors(n_tensors),
+        lookahead_nodes=_check_lookahead(lb),
+        min_tensor_bytes=_check_bytes("min_tensor_bytes", min_tensor_bytes),
+        exclude=_check_exclude(model, exclude),
+        host_limit=default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit),
+        spill_dir=_check_spill_dir(device, spill_dir),
+    )
+
+
+def _check_n_tensors(n_tensors: int | None) -> int:
+    if n_tensors is None:
+        return -1
+    if isinstance(n_tensors, bool) or not isinstance(n_tensors, int) or n_tensors < -1:
+        raise ValueError(f"n_tensors must be -1 (all), 0 (none) or a count, not {n_tensors!r}")
+    return n_tensors
+
+
+def _check_lookahead(lb: int | str | None) -> int:
+    if lb is None or lb == "auto":
+        return LOOKAHEAD_NODES_DEFAULT
+    if isinstance(lb, bool) or not isinstance(lb, int) or lb < 1:
+        raise ValueError(f'lb must be at least 1 backward node, or "auto", not {lb!r}')
+    return lb
+
+
+def _check_bytes(name: str, value: int | str) -> int:
+    try:
+        return parse_bytes(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(exclude, str):
+        raise ValueError(f'exclude takes several module names: write exclude=("{exclude}",)')
+    names = {name for name, _ in model.named_modules()}
+    chosen = tuple(exclude)
+    for name in chosen:
+        if name not in names or name == "":
+            known = ", ".join(sorted(names - {""})[:8]) or "none: the model has no submodules"
+            raise ValueError(f"exclude: the model has no module {name!r}; it has {known}, …")
+    return chosen
+
+
+def default_host_limit() -> int:
+    """The smaller of half of the available RAM and what the control group leaves, in bytes."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limits = [available // 2]
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
+        if limit.isdigit() and usage.isdigit():
+            limits.append(max(int(limit) - int(usage), 0))
+    return min(limits)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | None) -> str:
+    if spill_dir is None:
+        return default_spill_dir() if device.type == "cpu" else ""
+    path = Path(spill_dir)
+    if not path.exists():
+        raise FileNotFoundError(2, "spill_dir does not exist; create it, or name another folder", str(path))
+    if not path.is_dir():
+        raise NotADirectoryError(20, "spill_dir is not a folder", str(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
+    if free_disk_bytes(path) < 64 << 20:
+        raise OSError(28, "spill_dir has less than 64 MiB free; name a folder on another disk", str(path))
+    return str(path)
+
+
+def default_spill_dir() -> str:
+    """A folder for temporary files that is on a disk where there is one: a tmpfs would be RAM again."""
+    candidates = [os.environ.get("OFFLOAD_SPILL_DIR"), tempfile.gettempdir(), "/var/tmp"]
+    usable = [path for path in candidates if path and os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)]
+    on_disk = [path for path in usable if not is_in_memory(path)]
+    if not usable:
+        raise FileNotFoundError(2, "no writable folder for the spill file; give spill_dir", tempfile.gettempdir())
+    return (on_disk or usable)[0]
+
+
+def is_in_memory(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is on a tmpfs, so that spilling there frees nothing."""
+    mounts = []
+    for line in _read("/proc/self/mounts").splitlines():
+        _, mount_point, kind, *_ = line.split()
+        mounts.append((mount_point, kind))
+    real = os.path.realpath(path)
+    inside = [m for m in mounts if real == m[0] or real.startswith(m[0].rstrip("/") + "/")]
+    return bool(inside) and max(inside, key=lambda mount: len(mount[0]))[1] in ("tmpfs", "ramfs")
+
+
+def free_disk_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes an unprivileged process may still allocate on the disk that holds `path`."""
+    about = os.statvfs(path)
+    return about.f_bavail * about.f_frsize

@@ -1,0 +1,130 @@
+"""What was moved, what was not and why.
+
+Beside the data path: sessions count here, and people read it as a table or as a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.units import format_bytes
+
+
+@dataclass
+class Count:
+    """So many tensors, of so many bytes in all."""
+
+    tensors: int = 0
+    nbytes: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """As plain numbers."""
+        return {"tensors": self.tensors, "bytes": self.nbytes}
+
+
+class Counts(defaultdict[str, Count]):
+    """What a session's hooks met: by reason for what stayed, and what moved."""
+
+    def __init__(self) -> None:
+        super().__init__(Count)
+        self.swapped = Count()
+        self.duplicates = Count()
+        self.prefetched = 0
+        self.prefetches_without_memory = 0
+        self.steps = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a session has done so far.
+
+    `to_dict` is for machines, `str` for people. Byte counts add up over all steps, peaks are the highest moment of any.
+    """
+
+    steps: int
+    device: str
+    tier: str
+    allocator: str
+    swapped: Count
+    kept: dict[str, Count]
+    deduplicated: Count
+    peak_saved_bytes: int
+    peak_saved_bytes_unswapped: int
+    store: dict[str, float]
+    misses: int
+    prefetched: int
+    notes: tuple[str, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and strings; seconds, bytes, bytes per second."""
+        store = self.store
+        return {
+            "steps": self.steps,
+            "device": self.device,
+            "tier": self.tier,
+            "allocator": self.allocator,
+            "swapped": self.swapped.to_dict(),
+            "kept": {reason: count.to_dict() for reason, count in self.kept.items()},
+            "deduplicated": self.deduplicated.to_dict(),
+            "peak_saved_bytes": self.peak_saved_bytes,
+            "peak_saved_bytes_unswapped": self.peak_saved_bytes_unswapped,
+            "copy_out": _direction(store, "out"),
+            "copy_in": _direction(store, "in"),
+            "stall_seconds": store["stall_seconds"],
+            "misses": self.misses,
+            "prefetched": self.prefetched,
+            "cancelled": store["cancelled"],
+            "failed": store["failed"],
+            "spilled_bytes": store["spilled_bytes"],
+            "spill_file_bytes": store["spill_file_bytes"],
+            "host_bytes_held": store["pool_held_bytes"],
+            "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        about = self.to_dict()
+        rows = [
+            ("steps", f"{self.steps} on {self.device}, {self.tier}"),
+            ("swapped", _words(self.swapped)),
+            *[(f"kept: {reason}", _words(count)) for reason, count in sorted(self.kept.items())],
+            ("saved twice, copied once", _words(self.deduplicated)),
+            (
+                "peak of what could move",
+                f"{format_bytes(self.peak_saved_bytes)} instead of {format_bytes(self.peak_saved_bytes_unswapped)}",
+            ),
+            ("copy-out", _rate(about["copy_out"])),
+            ("copy-in", _rate(about["copy_in"])),
+            ("stalled", f"{self.store['stall_seconds']:.3f} s in all"),
+            ("asked back", f"{self.prefetched} ahead of need, {self.misses} on demand"),
+            ("taken back before leaving", f"{about['cancelled']}"),
+            ("spill file", format_bytes(about["spill_file_bytes"])),
+            ("host memory held", format_bytes(about["host_bytes_held"])),
+            ("allocator", self.allocator),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _direction(store: dict[str, float], name: str) -> dict[str, float]:
+    nbytes, seconds = store[f"{name}_bytes"], store[f"{name}_seconds"]
+    return {
+        "bytes": nbytes,
+        "seconds": seconds,
+        "copies": store[f"{name}_copies"],
+        "bytes_per_second": nbytes / seconds if seconds > 0 else 0.0,
+    }
+
+
+def _words(count: Count) -> str:
+    return f"{count.tensors} tensors, {format_bytes(count.nbytes)}" if count.tensors else "none"
+
+
+def _rate(direction: dict[str, float]) -> str:
+    if not direction["bytes"]:
+        return "none"
+    rate = format_bytes(round(direction["bytes_per_second"]))
+    return f"{format_bytes(round(direction['bytes']))} at {rate}/s"

@@ -1,0 +1,321 @@
+"""The trace of one training step: what ran, for how long, and which tensors it kept for backward.
+
+Place on the data path: the profiler writes a trace, the planner reads it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = "offload-trace/1"
+
+__all__ = ["FORMAT", "Node", "Recompute", "SavedTensor", "Trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One piece of work of the step, in execution order.
+
+    Parameters
+    ----------
+    name : str
+        Module or operator that ran.
+    seconds : float
+        Duration of the computation alone, in seconds; stalls are not part of it.
+    backward : bool
+        Whether it belongs to the backward pass.
+    """
+
+    name: str
+    seconds: float
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """How a saved tensor could be computed anew instead of being swapped.
+
+    Parameters
+    ----------
+    seconds : float
+        Duration of the computation, in seconds.
+    inputs : tuple of int
+        Ids of the saved tensors that it needs (``from`` in the JSON form).
+    """
+
+    seconds: float
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One storage that forward keeps for backward; node numbers index ``Trace.nodes``.
+
+    Parameters
+    ----------
+    id : int
+        Unique within the trace.
+    bytes : int
+        Size of the storage, in bytes.
+    produced, packed, last_forward, first_backward, last_use : int
+        Nodes at which it comes into being, is saved, is last used by forward, is first and is
+        last used by backward; produced <= packed <= last_forward < first_backward <= last_use.
+    recompute : Recompute, optional
+        Present where the tensor could be computed anew.
+    """
+
+    id: int
+    bytes: int
+    produced: int
+    packed: int
+    last_forward: int
+    first_backward: int
+    last_use: int
+    recompute: Recompute | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One training step, validated on construction.
+
+    Parameters
+    ----------
+    nodes : tuple of Node
+        In execution order.
+    base_bytes : tuple of int
+        One per node: bytes resident while it runs that no tensor of `tensors` accounts for.
+    tensors : tuple of SavedTensor
+        What forward keeps for backward.
+    source : str, default ""
+        Free text: where the trace comes from.
+
+    Raises
+    ------
+    ValueError
+        If a value is malformed; the message names the field with its index.
+
+    Examples
+    --------
+    >>> trace = Trace(
+    ...     nodes=(Node("fc", 0.5, False), Node("relu", 0.1, False), Node("fc.grad", 1.0, True)),
+    ...     base_bytes=(10, 10, 10),
+    ...     tensors=(SavedTensor(0, 4, 0, 0, 0, 2, 2),),
+    ... )
+    >>> trace.tensors[0].first_backward
+    2
+    >>> Trace.from_dict(trace.to_dict()) == trace
+    True
+    """
+
+    nodes: tuple[Node, ...]
+    base_bytes: tuple[int, ...]
+    tensors: tuple[SavedTensor, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for i, node in enumerate(self.nodes):
+            if not (math.isfinite(node.seconds) and node.seconds >= 0):
+                raise ValueError(
+                    f"nodes[{i}].seconds: {node.seconds} is not a duration; write a finite number of at least 0"
+                )
+        if len(self.base_bytes) != len(self.nodes):
+            raise ValueError(
+                f"base_bytes: {len(self.base_bytes)} entries for {len(self.nodes)} nodes; write one per node"
+            )
+        for i, count in enumerate(self.base_bytes):
+            if count < 0:
+                raise ValueError(f"base_bytes[{i}]: {count} is negative; write at least 0")
+        index_of: dict[int, int] = {}
+        for i, tensor in enumerate(self.tensors):
+            _check_tensor(tensor, f"tensors[{i}]", len(self.nodes))
+            if tensor.id in index_of:
+                raise ValueError(f"tensors[{i}].id: {tensor.id} is already the id of tensors[{index_of[tensor.id]}]")
+            index_of[tensor.id] = i
+        for i, tensor in enumerate(self.tensors):
+            if tensor.recompute is not None:
+                _check_recompute(tensor.recompute, f"tensors[{i}].recompute", tensor.id, index_of)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace from a JSON file.
+
+        Parameters
+        ----------
+        path : str or Path
+            File in the format ``offload-trace/1``.
+
+        Raises
+        ------
+        ValueError
+            If the file is no such trace; the message names the file and the field.
+        OSError
+            If the file cannot be read.
+        """
+        text = Path(path).read_bytes()
+        try:
+            return cls.from_dict(json.loads(text))
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+            raise ValueError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as JSON to `path`; `load` reads it back equal.
+
+        Parameters
+        ----------
+        path : str or Path
+            File to write; replaced where it exists.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        """Build a trace from its JSON form.
+
+        Parameters
+        ----------
+        data : mapping
+            What ``json.load`` returns. Unknown keys are ignored.
+
+        Raises
+        ------
+        ValueError
+            If a field is missing or malformed; the message names it with its index.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"trace: expected an object, got {_kind(data)}")
+        if data.get("format") != FORMAT:
+            raise ValueError(f"format: expected {FORMAT!r}, got {data.get('format')!r}")
+        source = data.get("source", "")
+        if not isinstance(source, str):
+            raise ValueError(f"source: expected a string, got {_kind(source)}")
+        return cls(
+            nodes=tuple(_read_node(x, f"nodes[{i}]") for i, x in enumerate(_list(data, "nodes", "nodes"))),
+            base_bytes=tuple(
+                _as_int(x, f"base_bytes[{i}]") for i, x in enumerate(_list(data, "base_bytes", "base_bytes"))
+            ),
+            tensors=tuple(_read_tensor(x, f"tensors[{i}]") for i, x in enumerate(_list(data, "tensors", "tensors"))),
+            source=source,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, format ``offload-trace/1``."""
+        return {
+            "format": FORMAT,
+            "source": self.source,
+            "nodes": [{"name": n.name, "seconds": n.seconds, "backward": n.backward} for n in self.nodes],
+            "base_bytes": list(self.base_bytes),
+            "tensors": [_tensor_to_dict(tensor) for tensor in self.tensors],
+        }
+
+
+_NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_use")
+
+
+def _tensor_to_dict(tensor: SavedTensor) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": tensor.id, "bytes": tensor.bytes}
+    row.update({field: getattr(tensor, field) for field in _NODE_NUMBERS})
+    if tensor.recompute is not None:
+        row["recompute"] = {"seconds": tensor.recompute.seconds, "from": list(tensor.recompute.inputs)}
+    return row
+
+
+def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
+    if tensor.bytes < 0:
+        raise ValueError(f"{where}.bytes: {tensor.bytes} is negative; write at least 0")
+    for field in _NODE_NUMBERS:
+        if not 0 <= getattr(tensor, field) < node_count:
+            raise ValueError(f"{where}.{field}: {getattr(tensor, field)} is no node; there are {node_count}, from 0")
+    for early, late in zip(_NODE_NUMBERS, _NODE_NUMBERS[1:], strict=False):
+        first, second = getattr(tensor, early), getattr(tensor, late)
+        if first > second:
+            raise ValueError(f"{where}.{early}: {first} is after {late} {second}")
+        if first == second and late == "first_backward":
+            raise ValueError(f"{where}.{early}: {first} is not before {late} {second}")
+
+
+def _check_recompute(recompute: Recompute, where: str, own_id: int, index_of: Mapping[int, int]) -> None:
+    if not (math.isfinite(recompute.seconds) and recompute.seconds >= 0):
+        raise ValueError(
+            f"{where}.seconds: {recompute.seconds} is not a duration; write a finite number of at least 0"
+        )
+    for i, source in enumerate(recompute.inputs):
+        if source == own_id:
+            raise ValueError(f"{where}.from[{i}]: {source} is the tensor itself")
+        if source not in index_of:
+            raise ValueError(f"{where}.from[{i}]: {source} is the id of no tensor")
+
+
+def _read_node(data: Any, where: str) -> Node:
+    row = _mapping(data, where)
+    name = _field(row, "name", where)
+    if not isinstance(name, str):
+        raise ValueError(f"{where}.name: expected a string, got {_kind(name)}")
+    backward = _field(row, "backward", where)
+    if not isinstance(backward, bool):
+        raise ValueError(f"{where}.backward: expected true or false, got {_kind(backward)}")
+    return Node(name, _as_float(_field(row, "seconds", where), f"{where}.seconds"), backward)
+
+
+def _read_tensor(data: Any, where: str) -> SavedTensor:
+    row = _mapping(data, where)
+    fields = {field: _as_int(_field(row, field, where), f"{where}.{field}") for field in ("id", "bytes", *_NODE_NUMBERS)}
+    recompute = None
+    if row.get("recompute") is not None:
+        inner = _mapping(row["recompute"], f"{where}.recompute")
+        recompute = Recompute(
+            _as_float(_field(inner, "seconds", f"{where}.recompute"), f"{where}.recompute.seconds"),
+            tuple(
+                _as_int(x, f"{where}.recompute.from[{i}]")
+                for i, x in enumerate(_list(inner, "from", f"{where}.recompute.from"))
+            ),
+        )
+    return SavedTensor(**fields, recompute=recompute)
+
+
+def _mapping(data: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected an object, got {_kind(data)}")
+    return data
+
+
+def _field(row: Mapping[str, Any], field: str, where: str) -> Any:
+    if field not in row:
+        raise ValueError(f"{where}.{field}: missing")
+    return row[field]
+
+
+def _list(row: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
+    if field not in row:
+        raise ValueError(f"{where}: missing")
+    if not isinstance(row[field], (list, tuple)):
+        raise ValueError(f"{where}: expected a list, got {_kind(row[field])}")
+    values: Sequence[Any] = row[field]
+    return values
+
+
+def _as_int(value: Any, where: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # 4096.0: other JSON writers know no integers
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{where}: expected an integer, got {_kind(value)}")
+    return value
+
+
+def _as_float(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where}: expected a number, got {_kind(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{where}: the number is too large") from None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

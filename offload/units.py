@@ -1,0 +1,159 @@
+"""Sizes, bandwidths and durations as people write them: read into numbers, and written back.
+
+Place on the data path: at the edge, where arguments come in and reports go out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["format_bandwidth", "format_bytes", "format_seconds", "parse_bandwidth", "parse_bytes", "parse_seconds"]
+
+_DECIMAL = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))}
+_BINARY = {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p")) if power}
+_BYTES = {f"{prefix}b": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_PER_SECOND = {"ns": 1e9, "us": 1e6, "µs": 1e6, "μs": 1e6, "ms": 1e3, "s": 1.0}  # dividing by these rounds once
+_NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf|nan)\s*(.*?)\s*", re.I)
+
+
+def parse_bytes(value: str | float, name: str = "size") -> int:
+    """Return a number of bytes.
+
+    Parameters
+    ----------
+    value : str or number
+        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes.
+    name : str, default "size"
+        What it is called in the error message.
+
+    Returns
+    -------
+    int
+        Whole bytes, rounded down.
+
+    Raises
+    ------
+    ValueError
+        If it is no size, or not positive, or less than one byte.
+
+    Examples
+    --------
+    >>> parse_bytes("1.5GiB"), parse_bytes("2 kB"), parse_bytes(7)
+    (1610612736, 2000, 7)
+    """
+    example = 'a positive size such as "8GiB", "12GB" or 4194304'
+    number, unit = _split(value, name, example)
+    if unit and unit not in _BYTES:
+        raise _error(name, value, example)
+    count = number * _BYTES.get(unit, 1)
+    if not 1 <= count < math.inf:
+        raise _error(name, value, example)
+    return int(count)
+
+
+def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
+    """Return a bandwidth in bytes per second; ``"inf"`` is a link that takes no time.
+
+    Parameters
+    ----------
+    value : str or number
+        ``"12GB/s"``, ``"11GiB/s"`` or a number of bytes per second.
+    name : str, default "bandwidth"
+        What it is called in the error message.
+
+    Raises
+    ------
+    ValueError
+        If it is no bandwidth, or not positive.
+
+    Examples
+    --------
+    >>> parse_bandwidth("15.754GB/s")
+    15754000000.0
+    """
+    example = 'a positive bandwidth such as "12GB/s", "11GiB/s" or 12e9'
+    number, unit = _split(value, name, example)
+    if unit and not (unit.endswith("/s") and unit[:-2].rstrip() in _BYTES):
+        raise _error(name, value, example)
+    rate = number * _BYTES.get(unit[:-2].rstrip(), 1)
+    if not rate > 0:
+        raise _error(name, value, example)
+    return float(rate)
+
+
+def parse_seconds(value: str | float, name: str = "duration", *, zero: bool = False) -> float:
+    """Return a duration in seconds.
+
+    Parameters
+    ----------
+    value : str or number
+        ``"10us"``, ``"1.5ms"``, ``"2s"`` or a number of seconds.
+    name : str, default "duration"
+        What it is called in the error message.
+    zero : bool, default False
+        Whether zero is a duration too, as for a latency.
+
+    Raises
+    ------
+    ValueError
+        If it is no duration, or negative, or zero where that is not allowed.
+
+    Examples
+    --------
+    >>> parse_seconds("250ms"), parse_seconds(2)
+    (0.25, 2.0)
+    """
+    example = 'a duration such as "10us", "1.5ms" or 0.002'
+    number, unit = _split(value, name, example)
+    if unit and unit not in _PER_SECOND:
+        raise _error(name, value, example)
+    seconds = float(number / _PER_SECOND.get(unit, 1.0))
+    if not (0 < seconds < math.inf or (zero and seconds == 0)):
+        raise _error(name, value, example)
+    return seconds
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in words, binary units: ``"1.50 GiB"``, ``"512 B"``."""
+    for unit, factor in (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if abs(count) >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_bandwidth(rate: float) -> str:
+    """Return a bandwidth in words, decimal units: ``"15.75 GB/s"``."""
+    if math.isinf(rate):
+        return "unlimited"
+    for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if rate >= factor:
+            return f"{rate / factor:.2f} {unit}"
+    return f"{rate:.0f} B/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in words: ``"1.235 s"``, ``"12.3 ms"``, ``"45 us"``."""
+    if seconds == 0 or abs(seconds) >= 1:
+        return f"{seconds:.3f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 0.1 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _split(value: str | float, name: str, example: str) -> tuple[float, str]:
+    """Return the number and the lower-case unit; whole numbers stay exact."""
+    if isinstance(value, bool):
+        raise _error(name, value, example)
+    if isinstance(value, (int, float)):
+        return value, ""
+    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise _error(name, value, example)
+    digits = match[1].replace("_", "")
+    number: float = int(digits) if digits.lstrip("+-").isdigit() else float(digits)
+    return number, match[2].lower()
+
+
+def _error(name: str, value: object, example: str) -> ValueError:
+    return ValueError(f"{name}: {value!r} is not understood; write {example}")
