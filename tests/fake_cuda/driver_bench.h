@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -50,23 +51,23 @@ inline void require_text(const DriverError& error, const std::string& text) {
   require(std::string(error.what()).find(text) != std::string::npos, "'" + text + "' in '" + error.what() + "'");
 }
 
-// Address space without memory behind it, until it is touched.
+// Address space without memory behind it until it is touched, beginning at a multiple of 1 GiB.
 class Pages {
  public:
-  explicit Pages(size_t bytes) : bytes_(bytes) {
-    void* const mapped =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    require(mapped != MAP_FAILED, "address space for " + std::to_string(bytes) + " bytes");
-    data = static_cast<std::byte*>(mapped);
+  explicit Pages(size_t bytes) : mapped_bytes_(bytes + kGiB) {
+    mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    require(mapped_ != MAP_FAILED, "address space for " + std::to_string(mapped_bytes_) + " bytes");
+    data = static_cast<std::byte*>(mapped_) + (kGiB - reinterpret_cast<uintptr_t>(mapped_) % kGiB);
   }
-  ~Pages() { munmap(data, bytes_); }
+  ~Pages() { munmap(mapped_, mapped_bytes_); }
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
 
   std::byte* data = nullptr;
 
  private:
-  const size_t bytes_;
+  const size_t mapped_bytes_;
+  void* mapped_ = nullptr;
 };
 
 // A driver with everything that its methods need.

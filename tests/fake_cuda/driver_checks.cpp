@@ -157,6 +157,10 @@ void registration_is_chunked() {
   require(fake_registrations() == 4, "the first one is still there");
   driver->host_unregister(pages.data);
   require(fake_registrations() == 0, "every chunk is unregistered");
+  driver->host_register(pages.data + kPageBytes, kBytes - kPageBytes);
+  require(fake_registrations() == 4, "a range that begins between multiples of 1 GiB is cut at the same ones");
+  driver->host_unregister(pages.data + kPageBytes);
+  require(fake_registrations() == 0, "and unregistered there");
   driver->host_unregister(pages.data);
   driver->host_register(pages.data, 0);
   require(fake_registrations() == 0, "nothing is registered for zero bytes");
@@ -186,7 +190,7 @@ void copies_cross_chunks() {
   const Pages pages(kGiB + 2 * kPageBytes);
   driver->host_register(pages.data, kGiB + 2 * kPageBytes);
   std::byte* const host = pages.data + kGiB - kPageBytes / 2;
-  std::memset(bench.device.data, 0x5a, kPageBytes);
+  for (size_t i = 0; i < kPageBytes; ++i) bench.device.data[i] = static_cast<std::byte>(i % 251);
   driver->copy_out(host, bench.device.data, kPageBytes, bench.stream);
   driver->stream_synchronize(bench.stream);
   require(std::memcmp(host, bench.device.data, kPageBytes) == 0, "copied out across the boundary");
