@@ -37,9 +37,7 @@ _FOLDERS = (
     "/usr/lib",
     "/usr/local/lib",
 )
-_RECYCLES = (
-    "freed blocks are used again without page faults, so memory falls as tensors are swapped out"
-)
+_RECYCLES = "freed blocks are used again without page faults, so memory falls as tensors are swapped out"
 _COSTS = {
     "tcmalloc": _RECYCLES,
     "jemalloc": _RECYCLES + ", provided that it never purges: "
@@ -194,16 +192,12 @@ def _name_in_maps(maps: str, malloc_address: int) -> str:
 
 def _linker_cache() -> dict[str, list[Path]]:
     """Read the dynamic linker's cache, soname → paths; empty where ldconfig does not answer."""
-    folders = (
-        os.environ.get("PATH", os.defpath) + os.pathsep + os.pathsep.join(("/sbin", "/usr/sbin"))
-    )
+    folders = os.environ.get("PATH", os.defpath) + os.pathsep + os.pathsep.join(("/sbin", "/usr/sbin"))
     ldconfig = shutil.which("ldconfig", path=folders)
     if ldconfig is None:
         return {}
     try:
-        listing = subprocess.run(
-            [ldconfig, "-p"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        listing = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     cache: dict[str, list[Path]] = {}

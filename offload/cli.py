@@ -85,9 +85,7 @@ def _run(command: list[str], *, preload: bool) -> int:
     except FileNotFoundError:
         return _refuse(f"{command[0]}: no such command; check its name, or write its path", 127)
     except PermissionError:
-        return _refuse(
-            f"{command[0]}: not executable; write: offload run -- python {command[0]}", 126
-        )
+        return _refuse(f"{command[0]}: not executable; write: offload run -- python {command[0]}", 126)
 
 
 def _refuse(problem: str, status: int) -> int:

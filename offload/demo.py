@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write the page (offload-demo.html)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of weights and batches (0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
     parser.add_argument(
         "--with-checkpoint",
         action="store_true",
@@ -111,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def agreement(results: Sequence[dict[str, Any]]) -> bool:
     """Tell whether all losses and the last gradients equal the first's to the last bit."""
-    return all(
-        _agrees(key, results[0], other) for key in ("losses", "gradients") for other in results[1:]
-    )
+    return all(_agrees(key, results[0], other) for key in ("losses", "gradients") for other in results[1:])
 
 
 def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
@@ -130,9 +126,7 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
     def agreed(key: str) -> list[str]:
         return ["–", *("yes" if _agrees(key, first, other) else "NO" for other in results[1:])]
 
-    memory = (
-        "peak memory (GPU allocator)" if first["gpu"] else "peak resident set over the loaded model"
-    )
+    memory = "peak memory (GPU allocator)" if first["gpu"] else "peak resident set over the model"
     return [
         ("loss of the last step", [f"{result['losses'][-1]:.6f}" for result in results]),
         ("  as float.hex", [result["losses"][-1].hex() for result in results]),
@@ -195,9 +189,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps}: the first step is not timed; give 2 or more")
     if not args.html.absolute().parent.is_dir():
-        raise ValueError(
-            f"--html {args.html}: its folder does not exist; create it or name another"
-        )
+        raise ValueError(f"--html {args.html}: its folder does not exist; create it or name another")
 
 
 def _contestants(args: argparse.Namespace) -> list[str]:
@@ -293,9 +285,7 @@ def _summary(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dic
     return {
         "equal": agreement(results),
         "html": str(args.html),
-        "contestants": [
-            {key: value for key, value in result.items() if key not in curves} for result in results
-        ],
+        "contestants": [{key: value for key, value in result.items() if key not in curves} for result in results],
     }
 
 

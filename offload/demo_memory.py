@@ -128,9 +128,7 @@ def _mark_resident_peak() -> bool:
 
 def _resident_peak_bytes() -> int:
     """Read the kernel's mark: VmHWM of /proc/self/status, in bytes."""
-    for line in (
-        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    ):
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

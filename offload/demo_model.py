@@ -95,9 +95,5 @@ class ByteGPT(nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)
         hidden = self.byte_embedding(x) + self.position_embedding(positions)
         for block in self.blocks:
-            hidden = (
-                checkpoint(block, hidden, use_reentrant=False)
-                if self.checkpointed
-                else block(hidden)
-            )
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]

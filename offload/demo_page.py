@@ -46,6 +46,7 @@ th, td { text-align: left; padding: 4px 14px 4px 0; border-top: 1px solid var(--
   font-weight: normal; }
 thead th { border-top: 0; font-weight: 600; }
 tbody th { color: var(--faint); }
+tbody th { min-width: 190px; }
 th.sub { padding-left: 16px; }
 .key { display: inline-block; width: 22px; height: 0; margin-right: 7px; vertical-align: middle; }
 .legend { margin: 0 0 4px; padding: 0; list-style: none; font-size: 13.5px; }
@@ -121,10 +122,7 @@ def render(
     ]
     return _PAGE.substitute(
         lead=escape(_lead(results, equal=equal)),
-        names="".join(
-            f'<th><span class="key s{place}"></span>{escape(name)}</th>'
-            for place, name in enumerate(names)
-        ),
+        names="".join(f'<th><span class="key s{place}"></span>{escape(name)}</th>' for place, name in enumerate(names)),
         rows="\n".join(_table_row(label, cells) for label, cells in rows),
         charts="\n".join(charts),
         facts="\n".join(f"<p>{escape(fact)}</p>" for fact in notes),
@@ -159,10 +157,7 @@ def _report(result: dict[str, Any]) -> str:
 
 def _chart(title: str, caption: str, names: Sequence[str], curves: Sequence[Curve]) -> str:
     """Draw one chart: a titled card with a legend and an SVG."""
-    legend = "".join(
-        f'<li><span class="key s{place}"></span>{escape(name)}</li>'
-        for place, name in enumerate(names)
-    )
+    legend = "".join(f'<li><span class="key s{place}"></span>{escape(name)}</li>' for place, name in enumerate(names))
     return (
         f'<section><h2>{escape(title)}</h2><p class="faint">{escape(caption)}</p>'
         f'<ul class="legend">{legend}</ul>{_svg(caption, curves)}</section>'
@@ -196,10 +191,7 @@ def _svg(caption: str, curves: Sequence[Curve]) -> str:
         at = x(tick)
         parts.append(f'<path class="grid" d="M{at:.1f} {floor}v5"/>')
         parts.append(f'<text x="{at:.1f}" y="{floor + 18}" text-anchor="middle">{tick:g}</text>')
-    parts.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" '
-        f'text-anchor="middle">seconds</text>'
-    )
+    parts.append(f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">seconds</text>')
     for place, curve in enumerate(curves):
         points = "L".join(f"{x(at):.1f} {y(used):.1f}" for at, used in curve)
         parts.append(f'<path class="curve s{place}" d="M{points}"/>' if curve else "")
@@ -207,9 +199,7 @@ def _svg(caption: str, curves: Sequence[Curve]) -> str:
         if curve:
             at, used = max(curve, key=lambda point: point[1])
             anchor = "end" if at > 0.85 * seconds_max else "middle"
-            parts.append(
-                f'<circle class="dot s{place}" cx="{x(at):.1f}" cy="{y(used):.1f}" r="4"/>'
-            )
+            parts.append(f'<circle class="dot s{place}" cx="{x(at):.1f}" cy="{y(used):.1f}" r="4"/>')
             parts.append(
                 f'<text class="peak s{place}" x="{x(at):.1f}" y="{y(used) - 8:.1f}" '
                 f'text-anchor="{anchor}">{used / scale:.0f} {unit}</text>'

@@ -55,9 +55,7 @@ def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
     text = bytearray()
-    for path in sorted(
-        (path for path in paths if not skipped & set(path.parts)), key=Path.as_posix
-    ):
+    for path in sorted((path for path in paths if not skipped & set(path.parts)), key=Path.as_posix):
         text += (folder / path).read_bytes()
         if len(text) >= corpus_bytes:
             return bytes(text[:corpus_bytes])
@@ -68,9 +66,7 @@ def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
     )
 
 
-def batches(
-    text: Tensor, shape: Shape, *, steps: int, seed: int, device: str
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(text: Tensor, shape: Shape, *, steps: int, seed: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Draw every step's input and target bytes, int64 (batch, length), from uint8 `text`."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(shape.length + 1)
@@ -80,9 +76,7 @@ def batches(
         yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def build(
-    shape: Shape, *, seed: int, device: str, checkpointed: bool = False
-) -> tuple[ByteGPT, torch.optim.AdamW]:
+def build(shape: Shape, *, seed: int, device: str, checkpointed: bool = False) -> tuple[ByteGPT, torch.optim.AdamW]:
     """Build the model and AdamW with its two moments: what a training run holds between steps."""
     torch.manual_seed(seed)
     model = ByteGPT(shape, checkpointed=checkpointed).to(device)
@@ -277,9 +271,7 @@ def machine(device: str) -> dict[str, Any]:
 def processor_name() -> str:
     """Name the processor as the system does."""
     try:
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:

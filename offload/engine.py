@@ -50,9 +50,7 @@ class Departure:
 
     __slots__ = ("nbytes", "record", "source", "stream", "ticket")
 
-    def __init__(
-        self, ticket: _core.Ticket, source: torch.UntypedStorage, nbytes: int, stream: int
-    ) -> None:
+    def __init__(self, ticket: _core.Ticket, source: torch.UntypedStorage, nbytes: int, stream: int) -> None:
         self.ticket = ticket
         self.source: torch.UntypedStorage | None = source
         self.nbytes = nbytes
@@ -213,7 +211,7 @@ class SwappedStorage:
     def tear_down(self) -> None:
         """Give everything back; the last lease is gone. Waits for nothing."""
         engine = self._engine
-        torch.UntypedStorage._free_weak_ref(self._weak_storage)
+        torch.UntypedStorage._free_weak_ref(self._weak_storage)  # type: ignore[no-untyped-call]
         engine.unswapped.add(-self.nbytes)
         departure, self._departure = self._departure, None
         if departure is not None:
@@ -260,7 +258,7 @@ class SwappedView:
     def of(cls, tensor: torch.Tensor, lease: Lease) -> SwappedView:
         """A saved view of the bytes on lease."""
         begin = lease.record.key[2]
-        return cls(tensor, lease, tensor.storage_offset() - begin // tensor.itemsize)
+        return cls(tensor, lease, int(tensor.storage_offset()) - begin // tensor.itemsize)
 
     def restore(self) -> torch.Tensor:
         """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
@@ -299,9 +297,7 @@ class Engine:
         Sources held at a time for copies that have not ended; beyond it the compute stream waits for the oldest.
     """
 
-    def __init__(
-        self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None
-    ) -> None:
+    def __init__(self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None) -> None:
         self.store = store
         self.device = device
         self.in_flight_bytes_max = in_flight_bytes_max or IN_FLIGHT_BYTES_MAX[device.type]
@@ -323,9 +319,7 @@ class Engine:
         """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
         return torch.cuda.current_stream(self.device).cuda_stream if self._is_cuda else 0
 
-    def allocate(
-        self, nbytes: int, residue: int
-    ) -> tuple[torch.UntypedStorage, int, _core.HostBlock | None, int]:
+    def allocate(self, nbytes: int, residue: int) -> tuple[torch.UntypedStorage, int, _core.HostBlock | None, int]:
         """Fresh device memory on the current stream: storage, stream, the owner a copy must hold, address."""
         if self._is_cuda:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -347,17 +341,20 @@ class Engine:
         return probe
 
     @staticmethod
+    def identity(tensor: torch.Tensor) -> int:
+        """What tells its storage from every other one alive: the same for all views."""
+        return int(tensor.untyped_storage()._cdata)
+
+    @staticmethod
     def key_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, StorageKey]:
         """The storage and which bytes of it to move: all of it, or the span of a view that covers less than half."""
         storage = tensor.untyped_storage()
         storage_nbytes = storage.nbytes()
         if 2 * tensor.nbytes < storage_nbytes:
-            extent = 1 + sum(
-                (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-            )
+            extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             span_nbytes = extent * tensor.itemsize
             if 2 * span_nbytes < storage_nbytes:
-                begin = tensor.storage_offset() * tensor.itemsize
+                begin = int(tensor.storage_offset()) * tensor.itemsize
                 return storage, (storage._cdata, tensor._version, begin, span_nbytes)
         return storage, (storage._cdata, tensor._version, 0, storage_nbytes)
 

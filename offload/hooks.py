@@ -6,7 +6,7 @@ that the pass creates; its unpack answers when backward asks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from torch.nn import Parameter
 
 from offload import _core
 from offload.engine import Engine, Lease, LeaseReference, SwappedView, raise_changed
+from offload.options import Options
 from offload.profiler import Recorder, Schedule
-
-if TYPE_CHECKING:
-    from offload.session import Session
+from offload.report import Counts
 
 # What a graph node holds in a saved tensor's place: the tensor without its history and its version, or a swapped view
 # and None; and the pack's number where the schedule or the recorder wants to hear of its unpack.
@@ -27,22 +26,40 @@ _STRIDED = torch.strided
 _PLAIN = (Tensor, Parameter)
 
 
+class Policy(Protocol):
+    """What a round asks before it moves a tensor; the session answers."""
+
+    options: Options
+    engine: Engine
+    counts: Counts
+
+    def supports(self, tensor: Tensor) -> bool:
+        """Whether the engine can move tensors of this kind."""
+
+    def holds(self, tensor: Tensor, storage_id: int) -> bool:
+        """Whether the model holds this storage anyway."""
+
+    def is_excluded(self) -> bool:
+        """Whether the module now running in this thread is to be left alone."""
+
+    def forget_schedule(self, signature: object) -> None:
+        """This signature behaves otherwise than recorded."""
+
+    def warn_once(self, error: Exception) -> None:
+        """Say that the store could not take a tensor."""
+
+
 class Round:
     """One forward pass and the backward passes over it.
 
-    Parameters
-    ----------
-    session
-        Whose model it is.
-    signature
-        What the pass looked like on entry; None while it is not known (packs then move, but nothing is prefetched).
+    Until `attach` its packs move, but nothing is prefetched.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._engine: Engine = session.engine
-        self._min_nbytes = session.options.min_tensor_bytes
-        self._counts = session.counts
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._engine = policy.engine
+        self._min_nbytes = policy.options.min_tensor_bytes
+        self._counts = policy.counts
         self.attached = False
         self._signature: object = None
         self._schedule: Schedule | None = None
@@ -54,9 +71,7 @@ class Round:
         self._node = -1
         self._used: set[int] = set()
 
-    def attach(
-        self, signature: object, schedule: Schedule | None, recorder: Recorder | None
-    ) -> None:
+    def attach(self, signature: object, schedule: Schedule | None, recorder: Recorder | None) -> None:
         """Start to follow a schedule, or to record one; packs are numbered from here."""
         self.attached = True
         self._signature = signature
@@ -105,17 +120,17 @@ class Round:
         return tensor.detach(), tensor._version, watched
 
     def _pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        session = self._session
-        if not session.supports(tensor):
+        policy = self._policy
+        if not policy.supports(tensor):
             return self._keep(tensor, index, "unsupported kind", nbytes)
         storage, key = self._engine.key_of(tensor)
         lease = self._engine.find(key)
         if lease is not None:
             return self._pack_duplicate(tensor, index, lease)
         if key[3] < self._min_nbytes:
-            reason = "small" if storage.nbytes() < self._min_nbytes else "view of a larger storage"
-            return self._keep(tensor, index, reason, nbytes)
-        if session.holds(tensor, storage._cdata):
+            small = storage.nbytes() < self._min_nbytes
+            return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
+        if policy.holds(tensor, key[0]):
             return self._keep(tensor, index, "parameter", nbytes)
         reason = self._reason_to_keep(index, key[3])
         if reason is not None:
@@ -123,7 +138,7 @@ class Round:
         try:
             lease = self._engine.swap_out(storage, key, self._need(index))
         except (_core.PoolExhausted, _core.SpillError) as error:
-            session.warn_once(error)
+            policy.warn_once(error)
             return self._keep(tensor, index, "host limit", nbytes)
         self._leases[index] = self._engine.watch(lease)
         self._counts.swapped.tensors += 1
@@ -142,7 +157,7 @@ class Round:
 
     def _reason_to_keep(self, index: int, nbytes: int) -> str | None:
         """Why policy keeps this storage; None: it moves. Notes it for the recorder, checks it against the schedule."""
-        if self._session.is_excluded():
+        if self._policy.is_excluded():
             return "excluded"
         if self._recorder is not None:
             self._recorder.packed(index, nbytes)
@@ -156,7 +171,7 @@ class Round:
             # Another branch than the recorded one: go on by demand, and record that signature anew.
             self._schedule = None
             self._watched = {}
-            self._session.forget_schedule(self._signature)
+            self._policy.forget_schedule(self._signature)
             return None
         return None if index in schedule.swapped else "n_tensors"
 
@@ -191,7 +206,7 @@ class Round:
     def _start_over(self, schedule: Schedule, index: int, node: int) -> None:
         """Backward went back: a second pass over a retained graph, or another order than the recorded one."""
         if index not in self._used:
-            self._session.forget_schedule(self._signature)
+            self._policy.forget_schedule(self._signature)
         self._used.clear()
         order = schedule.use_order
         self._next_use = next((i for i, (use, _) in enumerate(order) if use >= node), len(order))

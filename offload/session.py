@@ -71,8 +71,8 @@ class ForwardWrapper:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._was_own:
             return self._inner
-        module = self._module()
-        return types.MethodType(type(module).forward, memo[id(module)])
+        copied: nn.Module = memo[id(self._module())]
+        return types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
         return getattr, (self._module(), "forward")
@@ -239,7 +239,8 @@ class Session:
         current = self._current_round()
         if current is None:
             return self._own_round(args, kwargs)
-        if not current.attached and getattr(self._local, "step", None) is current:
+        in_step: Round | None = getattr(self._local, "step", None)
+        if in_step is current and not current.attached:
             self._attach(current, args, kwargs)
         return nullcontext()
 
@@ -280,9 +281,7 @@ class Session:
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         leaves = tree_leaves((args, kwargs))
-        shapes = tuple(
-            (leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
-        )
+        shapes = tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor))
         return shapes, torch.is_autocast_enabled(self._device.type)
 
     def _refresh_parameters(self) -> None:
@@ -290,7 +289,7 @@ class Session:
         if model is None:
             return
         held = [*model.parameters(), *model.buffers()]
-        self._parameters = {tensor.untyped_storage()._cdata for tensor in held if _has_storage(tensor)}
+        self._parameters = {Engine.identity(tensor) for tensor in held if _has_storage(tensor)}
 
     # -- words --------------------------------------------------------------------------------------------------------
 

@@ -240,9 +240,7 @@ def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
 
 def _check_recompute(recompute: Recompute, where: str, own_id: int, index_of: Mapping[int, int]) -> None:
     if not (math.isfinite(recompute.seconds) and recompute.seconds >= 0):
-        raise ValueError(
-            f"{where}.seconds: {recompute.seconds} is not a duration; write a finite number of at least 0"
-        )
+        raise ValueError(f"{where}.seconds: {recompute.seconds} is not a duration; write a finite number of at least 0")
     for i, source in enumerate(recompute.inputs):
         if source == own_id:
             raise ValueError(f"{where}.from[{i}]: {source} is the tensor itself")
@@ -263,7 +261,9 @@ def _read_node(data: Any, where: str) -> Node:
 
 def _read_tensor(data: Any, where: str) -> SavedTensor:
     row = _mapping(data, where)
-    fields = {field: _as_int(_field(row, field, where), f"{where}.{field}") for field in ("id", "bytes", *_NODE_NUMBERS)}
+    fields = {
+        field: _as_int(_field(row, field, where), f"{where}.{field}") for field in ("id", "bytes", *_NODE_NUMBERS)
+    }
     recompute = None
     if row.get("recompute") is not None:
         inner = _mapping(row["recompute"], f"{where}.recompute")

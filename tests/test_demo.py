@@ -81,10 +81,10 @@ def test_too_little_source_text_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_batches_depend_on_the_seed_alone() -> None:
-    corpus = bytes(range(256)) * 8
+    text = torch.arange(256, dtype=torch.uint8).repeat(8)
 
     def drawn(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(demo_worker.batches(corpus, TINY, steps=3, seed=seed, device="cpu"))
+        return list(demo_worker.batches(text, TINY, steps=3, seed=seed, device="cpu"))
 
     first, second, other = drawn(1), drawn(1), drawn(2)
     assert all(
@@ -157,7 +157,7 @@ def test_the_table_compares_with_the_first() -> None:
     other = result(name="offloaded", peak_bytes=200 << 20, step_seconds_median=2.2)
     results = [result(), other]
     table = "\n".join(demo.table_lines(demo.table_rows(results), results))
-    assert re.search(r"peak memory over the loaded model +800 MiB +200 MiB  0\.25×", table)
+    assert re.search(r"peak resident set over the model +800 MiB +200 MiB  0\.25×", table)
     assert re.search(r"median step +2\.00 s +2\.20 s  1\.10×", table)
     assert re.search(r"as float\.hex +0x1\.a000000000000p\+1 ", table)
     assert (
@@ -175,15 +175,16 @@ def test_under_glibc_the_remedy_is_said_and_the_engines_notes_pass_through() -> 
 
 
 def test_the_page_is_self_contained_and_escaped() -> None:
-    results = [result(), result(name="offloaded", peak_bytes=200 << 20)]
-    page = demo_page.render(
-        demo.table_rows(results),
-        results,
-        facts=demo.setting(results),
-        remarks=demo.remarks(results),
-    )
+    report = {"text": "swapped <7>"}
+    results = [result(), result(name="offloaded", peak_bytes=200 << 20, report=report)]
+    rows, notes = demo.table_rows(results), demo.setting(results)
+    page = demo_page.render(rows, results, equal=True, notes=notes)
     assert_self_contained(page)
     assert "a &lt;processor&gt; &amp; more" in page
+    assert "swapped &lt;7&gt;" in page
+    assert "0.25× the memory, 1.00× the step time of the plain run" in page
+    assert "NOT EQUAL" not in page
+    assert "NOT EQUAL" in demo_page.render(rows, results, equal=False, notes=notes)
     assert page.count("<svg") == 2
     assert "prefers-color-scheme: dark" in page
     assert "seconds</text>" in page

@@ -1,0 +1,42 @@
+"""The planner: a trace, a link and a wish in, a plan with its certificate out. Pure: imports no torch.
+
+Place on the data path: between the profiler, which writes the trace, and the engine, which runs the plan.
+"""
+
+from offload.plan.bounds import (
+    CutBounds,
+    InfeasibleLimitError,
+    Reason,
+    check_limit,
+    cut_bound,
+    cut_bounds,
+    least_feasible_limit,
+)
+from offload.plan.exact import ExactSwaps, fastest_swaps
+from offload.plan.result import Plan, make_plan
+from offload.plan.search import fastest_plan, least_memory_plan, manual_plan
+from offload.plan.simulate import Copy, Link, Swap, Timing, resident_bytes, simulate, unswapped_bytes
+
+__all__ = [
+    "Copy",
+    "CutBounds",
+    "ExactSwaps",
+    "InfeasibleLimitError",
+    "Link",
+    "Plan",
+    "Reason",
+    "Swap",
+    "Timing",
+    "check_limit",
+    "cut_bound",
+    "cut_bounds",
+    "fastest_plan",
+    "fastest_swaps",
+    "least_feasible_limit",
+    "least_memory_plan",
+    "make_plan",
+    "manual_plan",
+    "resident_bytes",
+    "simulate",
+    "unswapped_bytes",
+]

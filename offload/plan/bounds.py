@@ -1,0 +1,305 @@
+"""What no plan can beat: the cut bound on the step time, and the least limit that some plan keeps.
+
+Place on the data path: the certificate beside every plan. Reads the trace alone; knows no search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from offload.plan.simulate import Link, unswapped_bytes
+from offload.trace import SavedTensor, Trace
+
+__all__ = [
+    "CutBounds",
+    "InfeasibleLimitError",
+    "Reason",
+    "check_limit",
+    "cut_bound",
+    "cut_bounds",
+    "least_feasible_limit",
+]
+
+_TOLERANCE = 1e-9  # relative; far above the rounding of the fast pass, far below any duration that matters
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One thing that no plan can move out of the way: its bytes, and what it is in words."""
+
+    bytes: int
+    text: str
+
+
+class InfeasibleLimitError(MemoryError):
+    """No swap-only plan keeps the limit.
+
+    Attributes
+    ----------
+    limit_bytes : int
+        The limit that was asked for, in bytes.
+    least_bytes : int
+        The least limit that a plan can keep, in bytes.
+    reasons : tuple of Reason
+        The largest things resident, whatever is swapped, at the node that needs `least_bytes`; at most three.
+    """
+
+    def __init__(self, limit_bytes: int, least_bytes: int, reasons: tuple[Reason, ...]) -> None:
+        self.limit_bytes, self.least_bytes, self.reasons = limit_bytes, least_bytes, reasons
+        listed = "; ".join(f"{reason.bytes} bytes: {reason.text}" for reason in reasons)
+        super().__init__(
+            f"memory_limit: asked {limit_bytes} bytes, the least feasible limit is {least_bytes} bytes; "
+            f"raise memory_limit or make the batch smaller. Largest reasons: {listed}"
+        )
+
+    def __reduce__(self) -> tuple[type[InfeasibleLimitError], tuple[int, int, tuple[Reason, ...]]]:
+        return type(self), (self.limit_bytes, self.least_bytes, self.reasons)
+
+
+def least_feasible_limit(trace: Trace) -> int:
+    """Return the least number of bytes within which some swap-only plan runs the step.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+
+    Returns
+    -------
+    int
+        The peak when every tensor leaves right after its last use in forward and returns right at its first use in
+        backward; no plan has less resident during any node.
+    """
+    return max(_unavoidable_bytes(trace), default=0)
+
+
+def check_limit(trace: Trace, limit_bytes: int) -> None:
+    """Raise unless some swap-only plan keeps `limit_bytes`.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    limit_bytes : int
+        Limit on the resident bytes.
+
+    Raises
+    ------
+    InfeasibleLimitError
+        If no plan keeps the limit; it carries the least feasible limit and the three largest reasons.
+    """
+    unavoidable = _unavoidable_bytes(trace)
+    least_bytes = max(unavoidable, default=0)
+    if least_bytes <= limit_bytes:
+        return
+    k = unavoidable.index(least_bytes)
+    name = trace.nodes[k].name
+    reasons = [Reason(trace.base_bytes[k], f"not saved for backward, while node {k} ({name}) runs")]
+    for tensor in trace.tensors:
+        if tensor.produced <= k <= tensor.last_forward or tensor.first_backward <= k <= tensor.last_use:
+            text = f"tensor {tensor.id} of {trace.nodes[tensor.produced].name}, in use at node {k} ({name})"
+            reasons.append(Reason(tensor.bytes, text))
+    reasons.sort(key=lambda reason: -reason.bytes)
+    raise InfeasibleLimitError(limit_bytes, least_bytes, tuple(reasons[:3]))
+
+
+@dataclass(frozen=True, slots=True)
+class CutBounds:
+    """Two lower bounds on the step time of every swap-only plan within a limit, in seconds.
+
+    Attributes
+    ----------
+    single : float
+        The worst node at which too much would be resident.
+    double : float
+        The worst pair of such nodes; at least `single`, but for rounding.
+    """
+
+    single: float
+    double: float
+
+
+def cut_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
+    """Return a lower bound on the step time of every swap-only plan within a limit.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    limit_bytes : int
+        Limit on the resident bytes.
+    link : Link
+        Bandwidths; the latency plays no part.
+
+    Returns
+    -------
+    float
+        Seconds; infinite where the limit is below the least feasible one.
+
+    Notes
+    -----
+    Consider a node k at which E bytes too many would be resident. They must leave before k, no earlier than the
+    tensors that hold them are packed, and return after k, no later than those tensors are used: the copy-outs delay
+    the start of k, the copy-ins the rest of the step. The bound is the worst k.
+
+    Examples
+    --------
+    >>> from offload.trace import Node, SavedTensor, Trace
+    >>> nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
+    >>> trace = Trace(nodes, (0, 0, 6, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
+    >>> cut_bound(trace, 10, Link(2.0, 2.0))
+    8.0
+    """
+    return cut_bounds(trace, limit_bytes, link).single
+
+
+def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
+    """Return the bound of `cut_bound` and a tighter one from two nodes at once.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    limit_bytes : int
+        Limit on the resident bytes.
+    link : Link
+        Bandwidths; the latency plays no part.
+
+    Returns
+    -------
+    CutBounds
+        Infinite where the limit is below the least feasible one.
+
+    Notes
+    -----
+    Two nodes j <= k: what must leave before j delays its start, what must come back after k delays the end, and the
+    computation between them takes its time. That counts a wait early in forward and one late in backward, which no
+    single node sees. A first pass finds all cuts up to rounding, in O((nodes + tensors) log tensors), by a tree over
+    the tensors in copy order; the worst single ones are then evaluated term by term, to the bit.
+    """
+    clock = list(accumulate((node.seconds for node in trace.nodes), initial=0.0))
+    total = clock[-1]
+    excess = [max(0, count - limit_bytes) for count in unswapped_bytes(trace)]
+    if not any(excess):
+        return CutBounds(total, total)
+    by_pack = sorted(trace.tensors, key=lambda x: x.packed)
+    by_use = sorted(trace.tensors, key=lambda x: -x.first_backward)
+    leave = _latest(excess, by_pack, [clock[x.packed + 1] for x in by_pack], link.out_bandwidth)
+    back = _latest(excess, by_use, [total - clock[x.first_backward] for x in by_use], link.in_bandwidth)
+    if math.inf in leave:
+        return CutBounds(math.inf, math.inf)
+    margin = _TOLERANCE * max(total, 1e-300)
+    single, near, lag, double = total, [], 0.0, total
+    for k, node in enumerate(trace.nodes):
+        late_start, late_rest = leave[k] - clock[k], node.seconds + back[k] - (total - clock[k])
+        if not excess[k] or max(late_start, late_rest) < -margin:
+            single = max(single, clock[k] + (total - clock[k]))
+        else:
+            near.append((max(0.0, late_start) + max(0.0, late_rest), k))
+            lag = max(lag, late_start)
+            double = max(double, total + lag + max(0.0, late_rest))
+    near.sort(reverse=True)
+    for value, k in near:
+        if value < near[0][0] - margin:
+            break
+        single = max(single, _cut(k, trace.nodes[k].seconds, excess[k], by_pack, by_use, clock, link))
+    return CutBounds(single, double)
+
+
+def _unavoidable_bytes(trace: Trace) -> list[int]:
+    """Return the bytes resident during each node when every tensor is away for as long as it can be."""
+    change = np.zeros(len(trace.nodes) + 1, dtype=np.int64)
+    for tensor in trace.tensors:
+        change[tensor.produced] += tensor.bytes
+        change[tensor.last_forward + 1] -= tensor.bytes
+        change[tensor.first_backward] += tensor.bytes
+        change[tensor.last_use + 1] -= tensor.bytes
+    resident = np.cumsum(change[:-1]) + np.asarray(trace.base_bytes, dtype=np.int64)
+    unavoidable: list[int] = resident.tolist()
+    return unavoidable
+
+
+def _cut(
+    k: int,
+    seconds: float,
+    excess: int,
+    by_pack: Sequence[SavedTensor],
+    by_use: Sequence[SavedTensor],
+    clock: Sequence[float],
+    link: Link,
+) -> float:
+    """Evaluate one cut, term by term as the bound is defined."""
+    total = clock[-1]
+    start, rest, before = clock[k], total - clock[k], 0
+    for tensor in by_pack:
+        if before >= excess:
+            break
+        if tensor.last_forward < k < tensor.first_backward:
+            start = max(start, clock[tensor.packed + 1] + (excess - before) / link.out_bandwidth)
+            before += tensor.bytes
+    before = 0
+    for tensor in by_use:
+        if before >= excess:
+            break
+        if tensor.last_forward < k < tensor.first_backward:
+            coming = seconds + (excess - before) / link.in_bandwidth + total - clock[tensor.first_backward]
+            rest = max(rest, coming)
+            before += tensor.bytes
+    return start + rest
+
+
+def _latest(
+    excess: Sequence[int], order: Sequence[SavedTensor], offsets: Sequence[float], bandwidth: float
+) -> list[float]:
+    """Return for each node the max over q, A_q < E, of offsets[q] + (E - A_q) / bandwidth, up to rounding.
+
+    q runs over the tensors of `order` that cover the node, A_q is their bytes before q and E the node's excess;
+    infinite where the covering bytes are fewer than E. A binary tree over `order` keeps, for each range of tensors,
+    the covering bytes and the max over the range with A_q counted from the range's first.
+    """
+    width = 1 << max(1, (len(order) - 1).bit_length())
+    covering, best = [0] * (2 * width), [-math.inf] * (2 * width)
+    arrivals: list[list[int]] = [[] for _ in range(len(excess) + 1)]
+    departures: list[list[int]] = [[] for _ in range(len(excess) + 1)]
+    for q, tensor in enumerate(order):
+        arrivals[tensor.last_forward + 1].append(q)
+        departures[tensor.first_backward].append(q)
+
+    def put(leaf: int, count: int, value: float) -> None:
+        at = width + leaf
+        covering[at], best[at] = count, value
+        at >>= 1
+        while at:
+            left, right = 2 * at, 2 * at + 1
+            covering[at] = covering[left] + covering[right]
+            best[at] = max(best[left], best[right] - covering[left] / bandwidth)
+            at >>= 1
+
+    def ask(needed: int) -> float:
+        if covering[1] < needed:
+            return math.inf
+        at, before, value = 1, 0, -math.inf
+        while at < width:
+            left = 2 * at
+            if before + covering[left] < needed:
+                value = max(value, best[left] - before / bandwidth)
+                before += covering[left]
+                at = left + 1
+            else:
+                at = left
+        return max(value, best[at] - before / bandwidth) + needed / bandwidth
+
+    result = []
+    for k, needed in enumerate(excess):
+        for q in departures[k]:
+            put(q, 0, -math.inf)
+        for q in arrivals[k]:
+            if order[q].first_backward > k:
+                put(q, order[q].bytes, offsets[q])
+        result.append(ask(needed) if needed else 0.0)
+    return result

@@ -1,0 +1,266 @@
+"""From the set of tensors that swap to the nodes at which each leaves and returns.
+
+Place on the data path: between the search, which chooses the set, and `simulate`, which is the law. Tensors are
+numbered here in the order of the copy-out channel, (packed, id), so that a tensor's number is its place in the queue.
+
+Given the set, little is left to choose. Copy-outs keep their order, so memory needed at a node is had earliest by
+releasing the head of the queue: each tensor is released at the first node that finds its copy ended, or before, where
+memory needs it, and compute waits. Copy-ins are taken in the order of use; each begins as late as the channel allows
+without a stall, or at the first node from which its bytes fit until its use. A tensor whose copy-in would begin
+before its release has nothing to give and is kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.plan.simulate import Link, Swap, unswapped_bytes
+from offload.trace import Trace
+
+__all__ = ["Schedule", "Stall", "Step"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Compute waits `seconds` at `node` for a copy of tensor `number`, out or in."""
+
+    seconds: float
+    node: int
+    number: int
+    is_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What became of one set of tensors.
+
+    Parameters
+    ----------
+    step_seconds : float
+        Step time, up to rounding; `simulate` says it to the bit.
+    numbers, releases, prefetches : tuple of int
+        The swapped tensors in copy-out order, and their nodes.
+    stalls : tuple of Stall
+        Where compute waits, in order.
+    """
+
+    step_seconds: float
+    numbers: tuple[int, ...]
+    releases: tuple[int, ...]
+    prefetches: tuple[int, ...]
+    stalls: tuple[Stall, ...]
+
+
+class Step:
+    """A trace and a link, laid out for quick scheduling.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    link : Link
+        Bandwidths and latency.
+    """
+
+    def __init__(self, trace: Trace, link: Link) -> None:
+        tensors = sorted(trace.tensors, key=lambda x: (x.packed, x.id))
+        self.trace, self.link = trace, link
+        self.node_count, self.count = len(trace.nodes), len(tensors)
+        self.ids = [x.id for x in tensors]
+        self.bytes = [x.bytes for x in tensors]
+        self.packed = [x.packed for x in tensors]
+        self.free_from = [x.last_forward + 1 for x in tensors]
+        self.back_at = [x.first_backward for x in tensors]
+        self.out_seconds = [link.latency + x.bytes / link.out_bandwidth for x in tensors]
+        self.in_seconds = [link.latency + x.bytes / link.in_bandwidth for x in tensors]
+        self.seconds = [node.seconds for node in trace.nodes]
+        self.clock = list(accumulate(self.seconds, initial=0.0))
+        self.by_use = sorted(range(self.count), key=lambda i: (self.back_at[i], self.ids[i]))
+        self.use_rank = [0] * self.count
+        for rank, i in enumerate(self.by_use):
+            self.use_rank[i] = rank
+        self.kept = np.asarray(unswapped_bytes(trace), dtype=np.int64)
+        self._clock = np.asarray(self.clock)
+        self._bytes = np.asarray(self.bytes, dtype=np.int64)
+        self._free_from = np.asarray(self.free_from, dtype=np.int64)
+        self._back_at = np.asarray(self.back_at, dtype=np.int64)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Step time without swaps."""
+        return self.clock[-1]
+
+    def swaps(self, schedule: Schedule) -> tuple[Swap, ...]:
+        """Return the swaps of a schedule, by id."""
+        rows = zip(schedule.numbers, schedule.releases, schedule.prefetches, strict=True)
+        return tuple(sorted(Swap(self.ids[i], release, prefetch) for i, release, prefetch in rows))
+
+    def room(self, numbers: Sequence[int], limit_bytes: int) -> Ints:
+        """Return per node what is left of the limit while all of `numbers` are away for as long as they can be."""
+        at = np.asarray(numbers, dtype=np.int64)
+        away = self._span(self._free_from[at], self._back_at[at], self._bytes[at])
+        room: Ints = limit_bytes - self.kept + away
+        return room
+
+    def schedule(
+        self, numbers: Iterable[int], limit_bytes: int, worth_seconds: float = np.inf, *, lead: float = 1.0
+    ) -> Schedule | None:
+        """Choose the releases and prefetches of a set of tensors.
+
+        Parameters
+        ----------
+        numbers : iterable of int
+            The tensors to swap; those that turn out to be useless are left out of the result.
+        limit_bytes : int
+            Limit on the resident bytes.
+        worth_seconds : float, default infinite
+            Step time beyond which the schedule is not wanted.
+        lead : float, default 1.0
+            Copy-ins begin as early as if each took this many times as long.
+
+        Returns
+        -------
+        Schedule or None
+            None where the set cannot keep the limit, or is slower than `worth_seconds`.
+        """
+        numbers = sorted(numbers)
+        while True:
+            room = self.room(numbers, limit_bytes)
+            if room.size and int(room.min()) < 0:
+                return None
+            release, ready, stuck = self._leave(numbers, room.tolist())
+            if not stuck:
+                if ready.size and ready[-1] + self.seconds[-1] > worth_seconds:
+                    return None
+                prefetch = self._return(numbers, room, release, ready, lead)
+                stuck = {i for i in numbers if release[i] >= prefetch[i]}
+            if not stuck:
+                return self._time(numbers, release, prefetch)
+            numbers = [i for i in numbers if i not in stuck]
+
+    def earliest_releases(self, numbers: Iterable[int], limit_bytes: int) -> dict[int, int]:
+        """Return the releases that `schedule` would choose; tensors used before they have left are missing."""
+        numbers = sorted(numbers)
+        return self._leave(numbers, self.room(numbers, limit_bytes).tolist())[0]
+
+    def _span(self, first: Ints, stop: Ints, count: Ints) -> Ints:
+        """Return per node the sum of `count` over the ranges [first, stop) that hold it."""
+        change = np.bincount(first, weights=count, minlength=self.node_count + 1)
+        change -= np.bincount(stop, weights=count, minlength=self.node_count + 1)
+        return np.cumsum(change[: self.node_count]).astype(np.int64)
+
+    def _leave(self, numbers: Sequence[int], room: list[int]) -> tuple[dict[int, int], NDArray[np.float64], set[int]]:
+        """Return the release of each tensor, when each node is ready, and the tensors used before they are out."""
+        size, back_at, out_seconds = self.bytes, self.back_at, self.out_seconds
+        packs, frees, backs = _group(numbers, self.packed), _group(numbers, self.free_from), _group(numbers, back_at)
+        out_end: dict[int, float] = {}
+        release: dict[int, int] = {}
+        stuck: set[int] = set()
+        pending: list[int] = []  # a heap: packed, no longer needed by forward, not released
+        left, held = len(numbers), 0
+        k = self.packed[numbers[0]] if numbers else self.node_count
+        ready = self.clock[:k]
+        now, out_free = self.clock[k], 0.0
+        while left:
+            if k in frees:
+                for i in frees[k]:
+                    heapq.heappush(pending, i)
+                    held += size[i]
+            if pending:
+                if k in backs:
+                    for i in backs[k]:
+                        if i not in release:
+                            stuck.add(i)
+                            pending.remove(i)
+                            heapq.heapify(pending)
+                            held -= size[i]
+                            left -= 1
+                free = room[k]
+                while pending:
+                    end = out_end[pending[0]]
+                    if end > now:
+                        if held <= free:
+                            break
+                        now = end
+                    i = heapq.heappop(pending)
+                    release[i] = k
+                    held -= size[i]
+                    left -= 1
+            ready.append(now)
+            now += self.seconds[k]
+            if k in packs:
+                for i in packs[k]:
+                    out_free = out_end[i] = (now if now > out_free else out_free) + out_seconds[i]
+            k += 1
+        rest = self._clock[k:-1] + (now - self._clock[min(k, self.node_count)])
+        return release, np.concatenate((ready, rest)), stuck
+
+    def _return(
+        self, numbers: Sequence[int], room: Ints, release: dict[int, int], ready: NDArray[np.float64], lead: float
+    ) -> dict[int, int]:
+        """Return the prefetch of each tensor, in the order of use."""
+        at = np.asarray(numbers, dtype=np.int64)
+        gone = np.asarray([release[i] for i in numbers], dtype=np.int64)
+        free = (room - self._span(self._free_from[at], gone, self._bytes[at])).tolist()
+        order = sorted(numbers, key=self.use_rank.__getitem__)
+        uses = ready[self._back_at[order]].tolist()
+        begin, begins = np.inf, []
+        for i, use in zip(reversed(order), reversed(uses), strict=True):
+            begin = (use if use < begin else begin) - self.in_seconds[i] * lead
+            begins.append(begin)
+        latest = (np.searchsorted(ready, begins, side="right") - 1).tolist()
+        prefetch: dict[int, int] = {}
+        for i, first in zip(order, reversed(latest), strict=True):
+            k, count = self.back_at[i], self.bytes[i]
+            if first < release[i]:
+                first = release[i]
+            while k > first and free[k - 1] >= count:
+                k -= 1
+                free[k] -= count
+            prefetch[i] = k
+        return prefetch
+
+    def _time(self, numbers: Sequence[int], release: dict[int, int], prefetch: dict[int, int]) -> Schedule:
+        """Return the schedule with its step time; visits only the nodes at which something happens."""
+        order = sorted(numbers, key=self.use_rank.__getitem__)
+        packs, frees = _group(numbers, self.packed), _group(numbers, release)
+        backs, fetches = _group(order, self.back_at), _group(order, prefetch)
+        out_end: dict[int, float] = {}
+        in_end: dict[int, float] = {}
+        out_free = in_free = lag = 0.0
+        stalls = []
+        for k in sorted({*chain(packs, frees, backs, fetches)}):
+            now = begin = self.clock[k] + lag
+            for i in frees.get(k, ()):
+                if out_end[i] > now:
+                    stalls.append(Stall(out_end[i] - now, k, i, is_out=True))
+                    now = out_end[i]
+            for i in fetches.get(k, ()):
+                in_free = in_end[i] = (now if now > in_free else in_free) + self.in_seconds[i]
+            for i in backs.get(k, ()):
+                if in_end[i] > now:
+                    stalls.append(Stall(in_end[i] - now, k, i, is_out=False))
+                    now = in_end[i]
+            lag += now - begin
+            if k in packs:
+                now += self.seconds[k]
+                for i in packs[k]:
+                    out_free = out_end[i] = (now if now > out_free else out_free) + self.out_seconds[i]
+        releases, prefetches = (tuple(nodes[i] for i in numbers) for nodes in (release, prefetch))
+        return Schedule(self.clock[-1] + lag, tuple(numbers), releases, prefetches, tuple(stalls))
+
+
+def _group(numbers: Iterable[int], node_of: Sequence[int] | dict[int, int]) -> dict[int, list[int]]:
+    """Return the numbers by node, their order kept."""
+    groups: dict[int, list[int]] = {}
+    for i in numbers:
+        groups.setdefault(node_of[i], []).append(i)
+    return groups

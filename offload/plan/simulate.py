@@ -1,0 +1,229 @@
+"""The timing of a plan, by arithmetic alone: when each node runs, when each copy runs, what is resident.
+
+Place on the data path: the planner's yardstick. The engine is built to behave as this file says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload.trace import SavedTensor, Trace
+
+__all__ = ["Copy", "Link", "Swap", "Timing", "resident_bytes", "simulate", "unswapped_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between device memory and the tier below it: two FIFO channels, one a direction.
+
+    Parameters
+    ----------
+    out_bandwidth, in_bandwidth : float
+        Bytes per second out of, and into, device memory; may be infinite.
+    latency : float, default 0.0
+        Seconds that every copy takes on top of its bytes.
+
+    Raises
+    ------
+    ValueError
+        If a bandwidth is not positive, or the latency is negative or not finite.
+    """
+
+    out_bandwidth: float
+    in_bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("out_bandwidth", "in_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is not positive; write bytes per second, e.g. 12e9")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"latency: {self.latency} is no duration; write seconds, e.g. 10e-6")
+
+
+class Swap(NamedTuple):
+    """One tensor that leaves device memory and comes back.
+
+    Parameters
+    ----------
+    id : int
+        Id of the tensor in the trace.
+    release : int
+        First node during which its device memory is free; the node waits for the copy-out.
+    prefetch : int
+        Node at whose start its memory is taken again and its copy-in queued.
+    """
+
+    id: int
+    release: int
+    prefetch: int
+
+
+class Copy(NamedTuple):
+    """One copy on a channel: the tensor's id, and when it starts and ends, in seconds."""
+
+    id: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a plan does, node by node; times in seconds from the start of the step.
+
+    Parameters
+    ----------
+    ready, start, finish : tuple of float
+        Per node: when its memory is there, when it starts, when it ends.
+    copy_outs, copy_ins : tuple of Copy
+        In the order of their channels.
+    resident : tuple of int
+        Per node: bytes resident while it runs.
+    """
+
+    ready: tuple[float, ...]
+    start: tuple[float, ...]
+    finish: tuple[float, ...]
+    copy_outs: tuple[Copy, ...]
+    copy_ins: tuple[Copy, ...]
+    resident: tuple[int, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Duration of the step, in seconds."""
+        return self.finish[-1] if self.finish else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes resident during a node."""
+        return max(self.resident, default=0)
+
+
+def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
+    """Return the timing of a plan.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    swaps : iterable of Swap
+        The plan; tensors not named stay in device memory.
+    link : Link
+        Bandwidths and latency of the copies.
+
+    Returns
+    -------
+    Timing
+        Starts, ends, copies and residency.
+
+    Raises
+    ------
+    ValueError
+        If a swap names no tensor or one twice, or its nodes are out of order.
+
+    Notes
+    -----
+    For each node k in order: it is ready when node k - 1 has ended and the copy-outs of tensors released at k
+    have ended; the copy-ins prefetched at k are queued then, by (first_backward, id); it starts when the copy-ins
+    of tensors first used at k have ended; the copy-outs of tensors packed at k are queued when it ends, by id.
+
+    Examples
+    --------
+    >>> from offload.trace import Node, SavedTensor, Trace
+    >>> nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
+    >>> trace = Trace(nodes, (0, 0, 0, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
+    >>> timing = simulate(trace, [Swap(7, release=1, prefetch=3)], Link(10.0, 20.0))
+    >>> timing.step_seconds, timing.resident
+    (5.5, (10, 0, 0, 10))
+    """
+    swaps = sorted(swaps)
+    tensors = {tensor.id: tensor for tensor in trace.tensors}
+    _check(swaps, tensors)
+    node_count = len(trace.nodes)
+    releases: list[list[int]] = [[] for _ in range(node_count)]
+    packs: list[list[int]] = [[] for _ in range(node_count)]
+    uses: list[list[int]] = [[] for _ in range(node_count)]
+    prefetches: list[list[int]] = [[] for _ in range(node_count)]
+    for swap in swaps:  # sorted by id, and the sort below is stable: ties go by id
+        releases[swap.release].append(swap.id)
+        packs[tensors[swap.id].packed].append(swap.id)
+        uses[tensors[swap.id].first_backward].append(swap.id)
+    for swap in sorted(swaps, key=lambda swap: tensors[swap.id].first_backward):
+        prefetches[swap.prefetch].append(swap.id)
+    ready, start, finish = [0.0] * node_count, [0.0] * node_count, [0.0] * node_count
+    out_end: dict[int, float] = {}
+    in_end: dict[int, float] = {}
+    copy_outs: list[Copy] = []
+    copy_ins: list[Copy] = []
+    now = out_free = in_free = 0.0
+    for k, node in enumerate(trace.nodes):
+        for i in releases[k]:
+            now = max(now, out_end[i])
+        ready[k] = now
+        for i in prefetches[k]:
+            begin = max(now, in_free, out_end[i])
+            in_free = in_end[i] = begin + (link.latency + tensors[i].bytes / link.in_bandwidth)
+            copy_ins.append(Copy(i, begin, in_free))
+        for i in uses[k]:
+            now = max(now, in_end[i])
+        start[k] = now
+        now = finish[k] = now + node.seconds
+        for i in packs[k]:
+            begin = max(now, out_free)
+            out_free = out_end[i] = begin + (link.latency + tensors[i].bytes / link.out_bandwidth)
+            copy_outs.append(Copy(i, begin, out_free))
+    return Timing(
+        tuple(ready), tuple(start), tuple(finish), tuple(copy_outs), tuple(copy_ins), resident_bytes(trace, swaps)
+    )
+
+
+def unswapped_bytes(trace: Trace) -> tuple[int, ...]:
+    """Return the bytes resident during each node when every tensor stays in device memory."""
+    return resident_bytes(trace, ())
+
+
+def resident_bytes(trace: Trace, swaps: Sequence[Swap]) -> tuple[int, ...]:
+    """Return the bytes resident during each node under the plan `swaps`.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    swaps : sequence of Swap
+        The plan; a swapped tensor is resident during produced...release - 1 and prefetch...last_use.
+
+    Returns
+    -------
+    tuple of int
+        One per node, ``base_bytes`` included.
+    """
+    change = [0] * (len(trace.nodes) + 1)
+    for tensor in trace.tensors:
+        change[tensor.produced] += tensor.bytes
+        change[tensor.last_use + 1] -= tensor.bytes
+    size = {tensor.id: tensor.bytes for tensor in trace.tensors}
+    for swap in swaps:
+        change[swap.release] -= size[swap.id]
+        change[swap.prefetch] += size[swap.id]
+    resident, total = [], 0
+    for base, step in zip(trace.base_bytes, change, strict=False):
+        total += step
+        resident.append(base + total)
+    return tuple(resident)
+
+
+def _check(swaps: Sequence[Swap], tensors: dict[int, SavedTensor]) -> None:
+    for i, swap in enumerate(swaps):
+        if swap.id not in tensors:
+            raise ValueError(f"swaps: {swap.id} is the id of no tensor")
+        if i and swaps[i - 1].id == swap.id:
+            raise ValueError(f"swaps: tensor {swap.id} is swapped twice")
+        tensor = tensors[swap.id]
+        if not tensor.last_forward < swap.release <= swap.prefetch <= tensor.first_backward:
+            raise ValueError(
+                f"swaps: tensor {swap.id}: release {swap.release} and prefetch {swap.prefetch} must satisfy "
+                f"last_forward {tensor.last_forward} < release <= prefetch <= first_backward {tensor.first_backward}"
+            )
