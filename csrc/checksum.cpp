@@ -42,17 +42,27 @@ uint32_t table_update(uint32_t crc, const uint8_t* data, size_t bytes) {
 
 #if defined(__x86_64__)
 
-// x^(8 * bytes - 33) mod P in the reflected domain: the factor that moves a CRC register over `bytes` zero bytes when
-// one carry-less multiplication is followed by one crc32 of the 64-bit product.
-constexpr uint32_t shift_factor(size_t bytes) {
-  uint32_t value = 0x80000000U;  // x^0
-  for (size_t step = 0; step < 8 * bytes - 33; ++step) value = (value >> 1) ^ ((value & 1U) ? kPolynomial : 0U);
-  return value;
+// Product of two polynomials modulo P, reflected: bit 31 is x^0.
+constexpr uint32_t multiply(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    if (b >> bit & 1U) product ^= a;
+    a = (a >> 1) ^ ((a & 1U) ? kPolynomial : 0U);
+  }
+  return product;
 }
 
-constexpr size_t kLaneBytes = 4096;
-constexpr uint32_t kShiftOne = shift_factor(kLaneBytes);
-constexpr uint32_t kShiftTwo = shift_factor(2 * kLaneBytes);
+// x^(8 * bytes - 33) mod P: the factor that moves a CRC register over `bytes` bytes of the message when one carry-less
+// multiplication is followed by one crc32 of the 64-bit product.
+constexpr uint32_t shift_factor(size_t bytes) {
+  uint32_t result = 0x80000000U;  // x^0
+  uint32_t power = 0x40000000U;   // x^1, squared as the exponent is read
+  for (size_t exponent = 8 * bytes - 33; exponent > 0; exponent >>= 1) {
+    if (exponent & 1U) result = multiply(result, power);
+    power = multiply(power, power);
+  }
+  return result;
+}
 
 __attribute__((target("sse4.2,pclmul"))) uint64_t shifted(uint64_t crc, uint32_t factor) {
   const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(crc)),
@@ -67,8 +77,11 @@ uint64_t word_at(const uint8_t* data) {
 }
 
 // The crc32 instruction has a latency of three cycles and a throughput of one: three independent lanes keep it busy.
-__attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t start, const uint8_t* data, size_t bytes) {
-  uint64_t crc = start;
+// Long lanes let the memory's own prefetching follow them; an odd multiple of a cache line keeps them in different sets.
+template <size_t kLaneBytes>
+__attribute__((target("sse4.2,pclmul"))) uint64_t three_lanes(uint64_t crc, const uint8_t*& data, size_t& bytes) {
+  constexpr uint32_t kOneLane = shift_factor(kLaneBytes);
+  constexpr uint32_t kTwoLanes = shift_factor(2 * kLaneBytes);
   while (bytes >= 3 * kLaneBytes) {
     uint64_t second = 0;
     uint64_t third = 0;
@@ -77,10 +90,17 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t start
       second = _mm_crc32_u64(second, word_at(data + at + kLaneBytes));
       third = _mm_crc32_u64(third, word_at(data + at + 2 * kLaneBytes));
     }
-    crc = shifted(crc, kShiftTwo) ^ shifted(second, kShiftOne) ^ third;
+    crc = shifted(crc, kTwoLanes) ^ shifted(second, kOneLane) ^ third;
     data += 3 * kLaneBytes;
     bytes -= 3 * kLaneBytes;
   }
+  return crc;
+}
+
+__attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t start, const uint8_t* data, size_t bytes) {
+  uint64_t crc = three_lanes<65600>(start, data, bytes);
+  crc = three_lanes<4160>(crc, data, bytes);
+  crc = three_lanes<320>(crc, data, bytes);
   for (; bytes >= 8; data += 8, bytes -= 8) crc = _mm_crc32_u64(crc, word_at(data));
   auto narrow = static_cast<uint32_t>(crc);
   for (; bytes > 0; ++data, --bytes) narrow = _mm_crc32_u8(narrow, *data);
