@@ -4,8 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
-#include <wmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace offload {
@@ -52,17 +51,18 @@ constexpr uint32_t multiply(uint32_t a, uint32_t b) {
   return product;
 }
 
-// x^(8 * bytes - 33) mod P: the factor that moves a CRC register over `bytes` bytes of the message when one carry-less
-// multiplication is followed by one crc32 of the 64-bit product.
-constexpr uint32_t shift_factor(size_t bytes) {
+constexpr uint32_t power_of_x(size_t exponent) {
   uint32_t result = 0x80000000U;  // x^0
   uint32_t power = 0x40000000U;   // x^1, squared as the exponent is read
-  for (size_t exponent = 8 * bytes - 33; exponent > 0; exponent >>= 1) {
+  for (; exponent > 0; exponent >>= 1) {
     if (exponent & 1U) result = multiply(result, power);
     power = multiply(power, power);
   }
   return result;
 }
+
+// Moves a CRC register over `bytes` bytes of the message: one carry-less multiplication, then one crc32 of the product.
+constexpr uint32_t shift_factor(size_t bytes) { return power_of_x(8 * bytes - 33); }
 
 __attribute__((target("sse4.2,pclmul"))) uint64_t shifted(uint64_t crc, uint32_t factor) {
   const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(crc)),
@@ -107,10 +107,59 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t start
   return narrow;
 }
 
-bool has_hardware() {
-  static const bool present = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
-  return present;
+// Multiplies a 128-bit remainder by x^bits: a reflected 64 × 64 product comes out multiplied by x, hence the − 1.
+constexpr long long fold_low(size_t bits) {
+  return static_cast<long long>(uint64_t{power_of_x(bits + 64 - 1)} << 32);
 }
+constexpr long long fold_high(size_t bits) { return static_cast<long long>(uint64_t{power_of_x(bits - 1)} << 32); }
+
+__attribute__((target("avx2,vpclmulqdq"))) inline __m256i folded(__m256i remainder, __m256i factors, __m256i next) {
+  const __m256i low = _mm256_clmulepi64_epi128(remainder, factors, 0x00);
+  const __m256i high = _mm256_clmulepi64_epi128(remainder, factors, 0x11);
+  return _mm256_xor_si256(_mm256_xor_si256(low, high), next);
+}
+
+__attribute__((target("avx2"))) inline __m256i load(const uint8_t* data) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+}
+
+// Eight 128-bit remainders, 128 bytes a turn: limited by memory where the machine has it.
+__attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq"))) uint32_t folding_update(uint32_t start, const uint8_t* data,
+                                                                               size_t bytes) {
+  if (bytes < 256) return hardware_update(start, data, bytes);
+  const __m256i by_1024 = _mm256_set_epi64x(fold_high(1024), fold_low(1024), fold_high(1024), fold_low(1024));
+  const __m256i by_256 = _mm256_set_epi64x(fold_high(256), fold_low(256), fold_high(256), fold_low(256));
+  __m256i first = _mm256_xor_si256(load(data), _mm256_set_epi64x(0, 0, 0, start));
+  __m256i second = load(data + 32);
+  __m256i third = load(data + 64);
+  __m256i fourth = load(data + 96);
+  for (data += 128, bytes -= 128; bytes >= 128; data += 128, bytes -= 128) {
+    first = folded(first, by_1024, load(data));
+    second = folded(second, by_1024, load(data + 32));
+    third = folded(third, by_1024, load(data + 64));
+    fourth = folded(fourth, by_1024, load(data + 96));
+  }
+  const __m256i all = folded(folded(folded(first, by_256, second), by_256, third), by_256, fourth);
+  alignas(32) uint64_t words[4];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(words), all);
+  uint64_t crc = 0;
+  for (const uint64_t word : words) crc = _mm_crc32_u64(crc, word);
+  return hardware_update(static_cast<uint32_t>(crc), data, bytes);
+}
+
+using Update = uint32_t (*)(uint32_t, const uint8_t*, size_t);
+
+Update best_update() {
+  if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return table_update;
+  const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
+  return wide ? folding_update : hardware_update;
+}
+
+#else
+
+using Update = uint32_t (*)(uint32_t, const uint8_t*, size_t);
+
+Update best_update() { return table_update; }
 
 #endif
 
@@ -121,10 +170,8 @@ uint32_t crc32c_portable(uint32_t crc, const void* data, size_t bytes) {
 }
 
 uint32_t crc32c(uint32_t crc, const void* data, size_t bytes) {
-#if defined(__x86_64__)
-  if (has_hardware()) return ~hardware_update(~crc, static_cast<const uint8_t*>(data), bytes);
-#endif
-  return crc32c_portable(crc, data, bytes);
+  static const Update update = best_update();
+  return ~update(~crc, static_cast<const uint8_t*>(data), bytes);
 }
 
 }  // namespace offload

@@ -1,7 +1,7 @@
 // CRC32C (Castagnoli) of the bytes that go to disk, verified when they come back.
 //
-// With SSE4.2 and PCLMULQDQ three interleaved hardware streams run at close to memory speed; elsewhere a table. The
-// same value on every machine. Pure; thread safe.
+// By wide carry-less folding where the processor has it (close to memory speed), else by three interleaved streams of
+// the crc32 instruction, else by table: the same value on every machine. Pure; thread safe.
 #pragma once
 
 #include <cstddef>

@@ -3,10 +3,34 @@
 `offload.enable(model)`, then train as before: the same losses to the last bit, less memory.
 """
 
-from offload._core import DriverError, PoolExhausted, SpillError
-from offload.report import Report
-from offload.session import Session, disable, enable
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload._core import DriverError, PoolExhausted, SpillError
+    from offload.report import Report
+    from offload.session import Session, disable, enable
 
 __version__ = "0.1.0"
 
 __all__ = ["DriverError", "PoolExhausted", "Report", "Session", "SpillError", "disable", "enable"]
+
+_HOMES = {
+    "DriverError": "offload._core",
+    "PoolExhausted": "offload._core",
+    "Report": "offload.report",
+    "Session": "offload.session",
+    "SpillError": "offload._core",
+    "disable": "offload.session",
+    "enable": "offload.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public names when they are asked for: planning a trace or running a command needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value

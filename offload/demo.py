@@ -226,7 +226,9 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     RuntimeError
         When the process ends without one; the message carries the end of what it wrote to stderr.
     """
-    command = [sys.executable, "-m", "offload.demo", "--worker", name]
+    # Not -m: it would put the current folder first on the path, and a source tree there has no built extension.
+    start = "import sys; sys.path.remove(''); from offload.demo import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "--worker", name]
     for option in (
         "steps",
         "device",

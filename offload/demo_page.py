@@ -36,7 +36,7 @@ h1 { font-size: 24px; margin: 0 0 4px; }
 h2 { font-size: 16px; margin: 0 0 2px; }
 p { margin: 0 0 6px; }
 .lead { font-size: 17px; margin-bottom: 18px; }
-pre { margin: 6px 0 0; font-size: 12.5px; line-height: 1.4; }
+pre { margin: 6px 0 0; white-space: pre-wrap; font-size: 12.5px; line-height: 1.4; }
 .faint, footer { color: var(--faint); font-size: 13.5px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   padding: 14px 18px; margin: 0 0 16px; overflow-x: auto; }

@@ -358,9 +358,11 @@ class Engine:
                 return storage, (storage._cdata, tensor._version, begin, span_nbytes)
         return storage, (storage._cdata, tensor._version, 0, storage_nbytes)
 
-    def find(self, key: StorageKey) -> Lease | None:
-        """The lease on these bytes, where they have been swapped out already."""
+    def find(self, storage: torch.UntypedStorage, key: StorageKey) -> Lease | None:
+        """The lease on these bytes, or on the whole storage around them, where they have been swapped out already."""
         reference = self._live.get(key)
+        if reference is None and key[3] != storage.nbytes():
+            reference = self._live.get((key[0], key[1], 0, storage.nbytes()))
         return reference() if reference is not None else None
 
     def swap_out(self, storage: torch.UntypedStorage, key: StorageKey, need: int) -> Lease:

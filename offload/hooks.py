@@ -36,8 +36,8 @@ class Policy(Protocol):
     def supports(self, tensor: Tensor) -> bool:
         """Whether the engine can move tensors of this kind."""
 
-    def holds(self, tensor: Tensor, storage_id: int) -> bool:
-        """Whether the model holds this storage anyway."""
+    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
+        """Who holds this storage anyway, so that moving it would free nothing; None where nobody is known to."""
 
     def is_excluded(self) -> bool:
         """Whether the module now running in this thread is to be left alone."""
@@ -124,15 +124,13 @@ class Round:
         if not policy.supports(tensor):
             return self._keep(tensor, index, "unsupported kind", nbytes)
         storage, key = self._engine.key_of(tensor)
-        lease = self._engine.find(key)
+        lease = self._engine.find(storage, key)
         if lease is not None:
             return self._pack_duplicate(tensor, index, lease)
         if key[3] < self._min_nbytes:
             small = storage.nbytes() < self._min_nbytes
             return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
-        if policy.holds(tensor, key[0]):
-            return self._keep(tensor, index, "parameter", nbytes)
-        reason = self._reason_to_keep(index, key[3])
+        reason = policy.why_held(tensor, key[0]) or self._reason_to_keep(index, key[3])
         if reason is not None:
             return self._keep(tensor, index, reason, nbytes)
         try:

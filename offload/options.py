@@ -12,7 +12,7 @@ import torch
 
 from offload.units import parse_bytes
 
-LOOKAHEAD_NODES_DEFAULT = 8
+LOOKAHEAD_NODES_DEFAULT = 4
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
     if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
         raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
     if args.n_tensors is not None:
-        lead = "auto" if args.lb is None else args.lb
+        lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
         return manual_plan(trace, link, args.n_tensors, lead, args.memory_limit), "by hand"
     if args.memory_limit is None or args.max_slowdown is not None:
         slowdown = DEFAULT_SLOWDOWN if args.max_slowdown is None else args.max_slowdown

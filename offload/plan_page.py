@@ -50,7 +50,7 @@ svg text.strong { fill: var(--ink); font-weight: 600; }
 svg text.limit-text { fill: var(--limit); }
 .forward { fill: var(--forward); } .backward { fill: var(--backward); } .wait { fill: var(--wait); }
 .out { fill: var(--out); } .in { fill: var(--in); }
-.out, .in { stroke: var(--card); stroke-width: .6; }
+.wide { stroke: var(--card); stroke-width: .6; }
 .legend { list-style: none; margin: 6px 0 0; padding: 0; font-size: 13.5px; color: var(--faint); }
 .legend li { display: inline-block; margin-right: 18px; }
 .legend svg { display: inline-block; width: 18px; min-width: 0; height: 10px; margin-right: 6px; }
@@ -202,8 +202,9 @@ def _box(kind: str, begin: float, finish: float, end: float, lane: int, words: s
     width = max(_x(finish, end) - x, 0.4)
     y = lane * _LANE + 12
     title = escape(words)
+    style = f"{kind} wide" if width > 4 and lane else kind
     return (
-        f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE - 12}">'
+        f'<rect class="{style}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE - 12}">'
         f"<title>{title}</title></rect>"
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import operator
 import os
 import threading
 import types
@@ -75,6 +76,8 @@ class ForwardWrapper:
         return types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
+        if self._was_own:
+            return operator.itemgetter(0), ((self._inner,),)
         return getattr, (self._module(), "forward")
 
 
@@ -178,19 +181,17 @@ class Session:
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         )
 
-    def holds(self, tensor: Tensor, storage_id: int) -> bool:
-        """Whether the model holds this storage anyway: a parameter, a buffer or a view of one, as they are now."""
-        if storage_id in self._parameters or isinstance(tensor, nn.Parameter):
-            return True
+    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
+        """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
         base = tensor._base
-        if base is not None and isinstance(base, nn.Parameter):
-            return True
+        if storage_id in self._parameters or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
+            return "parameter"
         if tensor.requires_grad:
-            return tensor.is_leaf  # somebody wants its gradient, so somebody holds it
+            return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
         if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
             self._refresh_parameters()
-            return storage_id in self._parameters
-        return False
+            return "parameter" if storage_id in self._parameters else None
+        return None
 
     def is_excluded(self) -> bool:
         """Whether the module now running in this thread is one of `exclude`."""

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
     for field in _NODE_NUMBERS:
         if not 0 <= getattr(tensor, field) < node_count:
             raise ValueError(f"{where}.{field}: {getattr(tensor, field)} is no node; there are {node_count}, from 0")
-    for early, late in zip(_NODE_NUMBERS, _NODE_NUMBERS[1:], strict=False):
+    for early, late in pairwise(_NODE_NUMBERS):
         first, second = getattr(tensor, early), getattr(tensor, late)
         if first > second:
             raise ValueError(f"{where}.{early}: {first} is after {late} {second}")

@@ -41,9 +41,7 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
         ["run", "python", "train.py", "--no-preload", "--", "x"],
     ],
 )
-def test_run_hands_the_command_on_word_for_word(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_hands_the_command_on_word_for_word(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     def become(*call: Any) -> NoReturn:
@@ -86,9 +84,7 @@ def test_run_of_a_missing_command_says_so(capsys: pytest.CaptureFixture[str]) ->
     assert "no-such-command-here: no such command" in capsys.readouterr().err
 
 
-def test_run_of_a_script_that_is_not_executable_says_how(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_of_a_script_that_is_not_executable_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("print()", encoding="utf-8")
     assert cli.main(["run", "--no-preload", "--", str(script)]) == 126

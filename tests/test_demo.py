@@ -53,9 +53,7 @@ def result(**changes: Any) -> dict[str, Any]:
 def run_demo(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
     sizes = [f"--{name}={value}" for name, value in SIZES.items()]
     command = [sys.executable, "-m", "offload.demo", "--device=cpu", f"--html={page}", *sizes]
-    return subprocess.run(
-        [*command, *options], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    return subprocess.run([*command, *options], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def assert_self_contained(page: str) -> None:
@@ -87,11 +85,7 @@ def test_batches_depend_on_the_seed_alone() -> None:
         return list(demo_worker.batches(text, TINY, steps=3, seed=seed, device="cpu"))
 
     first, second, other = drawn(1), drawn(1), drawn(2)
-    assert all(
-        torch.equal(a, b)
-        for one, two in zip(first, second, strict=True)
-        for a, b in zip(one, two, strict=True)
-    )
+    assert all(torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True))
     assert not torch.equal(first[0][0], other[0][0])
     x, y = first[0]
     assert x.shape == y.shape == (2, 32)
@@ -160,9 +154,7 @@ def test_the_table_compares_with_the_first() -> None:
     assert re.search(r"peak resident set over the model +800 MiB +200 MiB  0\.25×", table)
     assert re.search(r"median step +2\.00 s +2\.20 s  1\.10×", table)
     assert re.search(r"as float\.hex +0x1\.a000000000000p\+1 ", table)
-    assert (
-        "NO" in dict(demo.table_rows([result(), result(gradients="")]))["  equal to the last bit"]
-    )
+    assert "NO" in dict(demo.table_rows([result(), result(gradients="")]))["  equal to the last bit"]
 
 
 def test_under_glibc_the_remedy_is_said_and_the_engines_notes_pass_through() -> None:

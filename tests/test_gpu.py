@@ -1,0 +1,399 @@
+"""The engine on a CUDA device: every ordering edge, bit-equal gradients, memory, limits, processes.
+
+Slowness is made on purpose: `sleep` holds a stream up, so that an ordering edge that is missing
+shows as wrong bytes and not once in a thousand runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offload
+from offload import _core
+from offload.engine import IN_FLIGHT_BYTES_MAX
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+POISON = 0xDB
+SLEEP_CYCLES = 50_000_000  # some 30 ms
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuda() -> Iterator[None]:
+    """Skip without a device; else compute the same bits every time."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def sleep() -> None:
+    """Hold the current stream up."""
+    torch.cuda._sleep(SLEEP_CYCLES)
+
+
+def sleep_on(side: torch.cuda.Stream) -> None:
+    """Hold another stream up, behind what the current one has queued."""
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        sleep()
+
+
+def make_store(host_bytes_max: int = 256 * MIB, **options: Any) -> _core.SwapStore:
+    lanes = _core.HostDriver()
+    return _core.SwapStore.slab(_core.cuda_driver(0), lanes, host_bytes_max, **options)
+
+
+def pattern(nbytes: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8, device="cuda")
+
+
+def poison(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), POISON, dtype=torch.uint8, device="cuda")
+
+
+def stream_of(stream: torch.cuda.Stream | None = None) -> int:
+    return (stream or torch.cuda.current_stream()).cuda_stream
+
+
+def assert_nothing_left(handle: Any) -> None:
+    """No slot, no record, no byte counted: all graphs are gone."""
+    handle.engine.store.quiesce()
+    handle.engine.drain()
+    stats = handle.engine.store.stats()
+    assert (stats["live_tickets"], stats["pool_used_bytes"]) == (0, 0)
+    assert (handle.engine.live_records, handle.engine.resident.now, handle.engine.unswapped.now) == (0, 0, 0)
+
+
+# -- the store's edges ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", ["producer", "copy-out", "reader", "copy-in", "nothing"])
+@pytest.mark.parametrize("nbytes", [1, 4096, 5_000_003, 80 * MIB])
+def test_bytes_come_back_whatever_is_slow(nbytes: int, slow: str) -> None:
+    store, side = make_store(), torch.cuda.Stream()
+    expected, source, target = pattern(nbytes), torch.zeros_like(pattern(nbytes)), poison(nbytes)
+    seen = torch.empty_like(target)
+    torch.cuda.synchronize()
+    if slow == "producer":
+        sleep()
+    source.copy_(expected)
+    if slow == "copy-out":
+        sleep_on(side)
+        store.swap_out(seen.data_ptr(), 1, stream_of(side))  # the copy stream waits for this one's producer
+    ticket = store.swap_out(source.data_ptr(), nbytes, stream_of())
+    ticket.wait_out(stream_of())
+    source.fill_(POISON)  # queued at once, and only right after the copy-out
+    if slow == "reader":
+        sleep()
+    seen.copy_(target)  # the target's last reader, before the copy-in
+    if slow == "copy-in":
+        sleep_on(side)
+    ticket.prefetch(target.data_ptr(), stream_of(side if slow == "copy-in" else None))
+    ticket.swap_in(stream_of())
+    returned = target.clone()
+    assert torch.equal(returned, expected)
+    assert bool((seen == POISON).all())
+    assert bool((source == POISON).all())
+
+
+def test_a_pinned_block_is_reused_only_after_its_last_copy() -> None:
+    nbytes = 8 * MIB
+    store = make_store(host_bytes_max=nbytes, slab_bytes=nbytes)  # room for one block
+    side = torch.cuda.Stream()
+    first, second = pattern(nbytes, 1), pattern(nbytes, 2)
+    target = poison(nbytes)
+    ticket = store.swap_out(first.data_ptr(), nbytes, stream_of())
+    ticket.wait_out(stream_of())
+    torch.cuda.synchronize()
+    sleep_on(side)
+    ticket.prefetch(target.data_ptr(), stream_of(side))
+    ticket.swap_in(stream_of())
+    ticket.release()  # while the copy-in still waits for the sleeper
+    other = store.swap_out(second.data_ptr(), nbytes, stream_of())
+    assert torch.equal(target, first)
+    for _ in range(2):  # a retained graph brings the same bytes back again
+        target.fill_(POISON)
+        other.prefetch(target.data_ptr(), stream_of())
+        other.swap_in(stream_of())
+        assert torch.equal(target, second)
+
+
+def test_an_exhausted_pool_names_the_numbers() -> None:
+    store = make_store(host_bytes_max=4 * MIB)
+    source = pattern(3 * MIB)
+    ticket = store.swap_out(source.data_ptr(), source.nbytes, stream_of())
+    with pytest.raises(offload.PoolExhausted, match=r"asked 3145728 bytes, \d+ free of 4194304"):
+        store.swap_out(source.data_ptr(), source.nbytes, stream_of())
+    ticket.release()
+    store.quiesce()
+    assert store.stats()["pool_used_bytes"] == 0
+    assert store.trim() == 4 * MIB
+
+
+@pytest.mark.parametrize("thread", ["main", "new"])
+def test_the_current_context_stays(thread: str) -> None:
+    library = ctypes.CDLL("libcuda.so.1")
+    source, target = pattern(4096), poison(4096)
+    torch.cuda.synchronize()
+
+    def current() -> int | None:
+        context = ctypes.c_void_p()
+        assert library.cuCtxGetCurrent(ctypes.byref(context)) == 0
+        return context.value
+
+    def use() -> None:
+        before = current()
+        store = make_store()
+        ticket = store.swap_out(source.data_ptr(), 4096, 0)
+        ticket.wait_out(0)
+        ticket.prefetch(target.data_ptr(), 0)
+        ticket.swap_in(0)
+        store.quiesce()
+        del ticket, store
+        assert current() == before
+
+    if thread == "main":
+        use()
+    else:
+        with ThreadPoolExecutor(1) as pool:  # such a thread has no context of its own
+            pool.submit(use).result()
+    assert torch.equal(source, target)
+
+
+# -- whole steps ------------------------------------------------------------------------------------
+
+
+def convolutions() -> nn.Module:
+    def block(width_in: int) -> list[nn.Module]:
+        return [nn.Conv2d(width_in, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+
+    return nn.Sequential(*block(3), *block(16), nn.Conv2d(16, 16, 3, stride=2), nn.Flatten(), nn.Linear(3600, 10))
+
+
+def mlp(width: int = 64, layers: int = 6) -> nn.Module:
+    pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    return nn.Sequential(*(module for pair in pairs for module in pair))
+
+
+def transformer() -> nn.Module:
+    return nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(2)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (32, 64)),
+    "transformer": (transformer, (4, 48, 64)),
+    "convolutions": (convolutions, (4, 3, 32, 32)),
+}
+
+
+def train(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    options: dict[str, Any] | None = None,
+    steps: int = 3,
+    before_step: Callable[[], None] = lambda: None,
+    check: Callable[[Any], None] = lambda handle: None,
+) -> list[Tensor]:
+    """Losses and gradients of a few steps; `check` is given the handle after the last one."""
+    torch.manual_seed(0)
+    model = make().to("cuda")
+    handle = None if options is None else offload.enable(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    found = []
+    for step in range(steps):
+        x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(step), device="cuda")
+        optimizer.zero_grad(set_to_none=True)
+        before_step()
+        loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        del loss
+    if handle is not None:
+        check(handle)
+        handle.disable()
+    return found
+
+
+def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(one, other), f"tensor {number} of {len(ours)} differs"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n_tensors", [-1, 0, 7])
+@pytest.mark.parametrize("lb", [1, 8])
+def test_gradients_are_bit_equal(name: str, n_tensors: int, lb: int) -> None:
+    make, shape = MODELS[name]
+
+    def check(handle: Any) -> None:
+        assert (handle.report().swapped.tensors > 0) == (n_tensors != 0)
+
+    options = {"n_tensors": n_tensors, "lb": lb, "min_tensor_bytes": 1}
+    assert_same(train(make, shape, options, check=check), train(make, shape))
+
+
+@pytest.mark.parametrize("kind", ["side", "external", "default"])
+def test_the_stream_in_use_orders_the_copies(kind: str) -> None:
+    make, shape = MODELS["mlp"]
+    expected = train(make, shape)
+    own = torch.cuda.Stream()
+    external, default = torch.cuda.ExternalStream(own.cuda_stream), torch.cuda.default_stream()
+    stream = {"side": own, "external": external, "default": default}[kind]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # With the device asleep, the host runs ahead of everything that follows.
+        found = train(make, shape, {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1}, before_step=sleep)
+    stream.synchronize()
+    assert_same(found, expected)
+
+
+def test_a_source_of_another_stream_is_not_overwritten() -> None:
+    """The caching allocator gives a freed block back to the stream that it was allocated on."""
+    side, nbytes = torch.cuda.Stream(), 16 * MIB
+    model = nn.Linear(1024, 1024, device="cuda")
+    with offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1) as handle:
+        handle.engine.in_flight_bytes_max = 1  # let go of the source as early as it ever does
+        with torch.cuda.stream(side):
+            x = torch.ones(nbytes // 4096, 1024, device="cuda")
+        torch.cuda.synchronize()
+        sleep()
+        loss = model(x).sum()
+        del x
+        with torch.cuda.stream(side):
+            other = torch.full((nbytes // 4096, 1024), 7.0, device="cuda")
+        loss.backward()
+        torch.cuda.synchronize()
+    assert model.weight.grad is not None
+    assert bool((model.weight.grad == nbytes // 4096).all())
+    assert bool((other == 7).all())
+
+
+def peak_bytes(options: dict[str, Any], layers: int, width: int, batch: int) -> int:
+    """Most memory that torch's allocator handed out in a settled step."""
+    torch.cuda.empty_cache()
+    model = mlp(width, layers).to("cuda")
+    handle = offload.enable(model, **options)
+    x = torch.ones(batch, width, device="cuda")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    handle.disable()
+    return torch.cuda.max_memory_allocated()
+
+
+def test_memory_really_falls() -> None:
+    width, batch = 1024, 16384
+    saved_bytes = 4 * IN_FLIGHT_BYTES_MAX["cuda"]
+    sizes = (saved_bytes // (4 * width * batch), width, batch)
+    plain = peak_bytes({"n_tensors": 0}, *sizes)
+    ours = peak_bytes({"n_tensors": -1, "lb": 4, "host_limit": 2 * saved_bytes}, *sizes)
+    assert plain > saved_bytes
+    assert plain - ours >= 0.3 * saved_bytes, f"{plain} bytes plain, {ours} offloaded"
+
+
+@pytest.mark.parametrize("has_disk", [True, False])
+def test_a_small_host_limit(has_disk: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def check(handle: Any) -> None:
+        report = handle.report()
+        assert report.swapped.tensors > 0
+        assert report.store["failed"] == 0
+        assert report.store["pool_held_bytes"] <= 8 * MIB
+        assert (report.store["spilled_bytes"] > 0) == has_disk
+        assert ("host limit" in report.kept) == (not has_disk)  # kept, and counted
+
+    options = {"n_tensors": -1, "lb": 4, "host_limit": "8MiB", "spill_dir": tmp_path if has_disk else None}
+    with caplog.at_level(logging.WARNING, "offload"):
+        found = train(lambda: mlp(1024, 24), (256, 1024), options, check=check)  # 1 MiB a layer
+    assert any("raise host_limit" in record.getMessage() for record in caplog.records) == (not has_disk)
+    assert_same(found, train(lambda: mlp(1024, 24), (256, 1024)))
+
+
+# -- refusals and ends ------------------------------------------------------------------------------
+
+
+def test_capture_into_a_graph_is_refused() -> None:
+    model, x = mlp().to("cuda"), torch.ones(32, 64, device="cuda")
+    model(x).sum().backward()
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
+        graph = torch.cuda.CUDAGraph()
+        refused = pytest.raises(offload.DriverError, match="captured into a CUDA graph")
+        with torch.cuda.graph(graph), refused:
+            model(x)
+        torch.cuda.synchronize()
+        model(x).sum().backward()  # and goes on afterwards
+        assert handle.report().swapped.tensors > 0
+
+
+def test_disable_leaves_nothing() -> None:
+    model, x = mlp().to("cuda"), torch.randn(32, 64, device="cuda")
+    before = dict(model.__dict__)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+    loss = model(x).square().sum()
+    handle.disable()
+    assert model.__dict__ == before
+    found = torch.autograd.grad(loss, list(model.parameters()))  # a graph made before still works
+    assert_same(found, expected)
+    del loss
+    assert_nothing_left(handle)
+
+
+@pytest.mark.parametrize("moment", ["after forward", "half-way", "while copying"])
+def test_an_abandoned_graph_frees_its_slots(moment: str, request: pytest.FixtureRequest) -> None:
+    model, x = mlp().to("cuda"), torch.randn(32, 64, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
+        allocated = torch.cuda.memory_allocated()
+        if moment == "while copying":
+            sleep()
+        y = model(x)
+        if moment == "half-way":
+            torch.autograd.grad(y.sum(), model[-2].weight)  # type: ignore[index]
+        del y
+        assert_nothing_left(handle)
+        assert torch.cuda.memory_allocated() == allocated
+
+
+def train_both_ways() -> None:
+    """What each of two processes does: offloaded and plain must agree."""
+    torch.use_deterministic_algorithms(True)
+    options = {"n_tensors": -1, "lb": 4, "min_tensor_bytes": 1}
+    for make, shape in MODELS.values():
+        assert_same(train(make, shape, options, steps=10), train(make, shape, steps=10))
+
+
+def test_two_processes_share_one_device(tmp_path: Path) -> None:
+    folders = [str(Path(__file__).parent), str(Path(offload.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-c", "import test_gpu; test_gpu.train_both_ways()"]
+    children = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    complaints = [child.communicate(timeout=200)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], "\n".join(complaints)

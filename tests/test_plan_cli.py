@@ -1,0 +1,204 @@
+"""`offload plan TRACE.json`: what it prints, for people and machines, and how it refuses."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from offload import plan_cli
+from offload.plan import Link, fastest_plan, least_feasible_limit, unswapped_bytes
+from offload.trace import Node, SavedTensor, Trace
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
+LINK = ["--out-bandwidth", "100B/s", "--in-bandwidth", "100B/s"]
+KEYS = {
+    "step_seconds",
+    "compute_seconds",
+    "bound_seconds",
+    "gap",
+    "peak_bytes",
+    "unswapped_peak_bytes",
+    "swaps",
+    "recomputes",
+}
+
+
+def call(*words):
+    parser = argparse.ArgumentParser(prog="offload")
+    plan_cli.add_parser(parser.add_subparsers(dest="command", required=True))
+    return plan_cli.run(parser.parse_args(["plan", *map(str, words)]))
+
+
+@pytest.fixture(name="trace")
+def trace_fixture():
+    nodes = tuple(Node(f"layer{k}", 1.0, k > 3) for k in range(8))
+    tensors = tuple(SavedTensor(i, 40 + i, i, i, i, 7 - i, 7 - i) for i in range(4))
+    return Trace(nodes, (10,) * 8, tensors)
+
+
+@pytest.fixture(name="path")
+def path_fixture(trace, tmp_path):
+    trace.save(tmp_path / "step.json")
+    return tmp_path / "step.json"
+
+
+def test_json_is_the_contract(trace, path, capsys):
+    limit = least_feasible_limit(trace)
+    assert call(path, "--memory-limit", limit, *LINK, "--latency", "10ms", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) == KEYS
+    assert data["recomputes"] == []
+    assert all(set(swap) == {"id", "release", "prefetch"} for swap in data["swaps"])
+    assert data["peak_bytes"] <= limit < data["unswapped_peak_bytes"] == max(unswapped_bytes(trace))
+    assert data == fastest_plan(trace, Link(100.0, 100.0, 0.01), limit).to_dict()
+
+
+def test_the_table_is_for_people(trace, path, capsys):
+    assert call(path, "--memory-limit", least_feasible_limit(trace), *LINK) == 0
+    shown = capsys.readouterr().out
+    for word in ("unswapped", "this plan", "no swap-only plan within", "layer0", "leaves at node"):
+        assert word in shown
+
+
+def test_without_a_wish_the_options_stand_side_by_side(path, capsys):
+    assert call(path, *LINK) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    names = ["unswapped", "5% slowdown", "10% slowdown", "25% slowdown", "least memory"]
+    assert all(line.startswith(name) for line, name in zip(lines[1:], names, strict=True))
+
+
+def test_a_plan_that_does_nothing_says_so(path, capsys):
+    assert call(path, "--memory-limit", "1GiB", *LINK) == 0
+    assert "nothing is worth swapping" in capsys.readouterr().out
+
+
+def test_explain_lists_every_tensor(trace, path, capsys):
+    assert call(path, "--memory-limit", least_feasible_limit(trace), *LINK, "--explain") == 0
+    assert "(tensor 0), 40 B: leaves at node" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_infeasible_limit_is_status_3_and_names_the_least(trace, path, capsys, as_json):
+    least = least_feasible_limit(trace)
+    assert call(path, "--memory-limit", least - 1, *LINK, *(["--json"] if as_json else [])) == 3
+    shown = capsys.readouterr()
+    assert f"least feasible limit is {least} bytes" in shown.err
+    if as_json:
+        assert json.loads(shown.out)["least_feasible_bytes"] == least
+    assert call(path, "--memory-limit", least, *LINK) == 0
+
+
+def test_a_slowdown_and_a_limit_the_limit_is_kept(trace, path, capsys):
+    least = least_feasible_limit(trace)
+    assert call(path, "--max-slowdown", 0.01, "--memory-limit", least, *LINK, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["peak_bytes"] <= least
+    assert "warning: max_slowdown" in shown.err
+
+
+def test_by_hand(path, capsys):
+    assert call(path, "--n-tensors", -1, "--lb", 2, *LINK, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["swaps"]) == 4
+    assert call(path, "--n-tensors", 0, *LINK, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["swaps"], data["step_seconds"]) == ([], data["compute_seconds"])
+    assert call(path, "--n-tensors", 1, "--lb", "auto", "--memory-limit", 11, *LINK, "--json") == 0
+    assert "the limit is 11 bytes" in capsys.readouterr().err
+
+
+def test_exact(trace, path, capsys):
+    pytest.importorskip("scipy", reason="the exact planner needs scipy")
+    assert call(path, "--memory-limit", least_feasible_limit(trace), *LINK, "--exact", "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lb", "2"], "--lb goes with --n-tensors"),
+        (["--n-tensors", "2", "--max-slowdown", "0.1"], "contradict each other"),
+        (["--exact"], "--exact goes with --memory-limit"),
+        (["--n-tensors", "-2"], "n_tensors: -2"),
+        (["--max-slowdown", "-1"], "max_slowdown: -1"),
+    ],
+)
+def test_contradictions_are_refused_with_what_to_write(path, capsys, words, message):
+    assert call(path, *words, *LINK) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_bandwidth_is_named(path, capsys):
+    assert call(path, "--memory-limit", "1GiB") == 2
+    assert "--out-bandwidth 12GB/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory-limit", "12GB!"], "'12GB!' is not understood; write a positive size"),
+        (["--memory-limit", "0"], "write a positive size"),
+        (["--out-bandwidth", "12GB"], "write a positive bandwidth"),
+        (["--latency", "-1us"], "write a duration"),
+        (["--lb", "some"], "write a number of nodes, or auto"),
+    ],
+)
+def test_values_that_are_not_understood(path, capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        call(path, *[f"{words[0]}={words[1]}"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_malformed_or_missing_trace_is_refused(path, tmp_path, capsys):
+    path.write_text(path.read_text().replace('"last_forward":2', '"last_forward":9'))
+    assert call(path, *LINK) == 2
+    assert re.search(r"step\.json: tensors\[2\]\.last_forward: 9", capsys.readouterr().err)
+    assert call(tmp_path / "none.json", *LINK) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_the_page_is_one_file_that_loads_nothing(trace, path, tmp_path):
+    page = tmp_path / "plan.html"
+    assert call(path, "--memory-limit", least_feasible_limit(trace), *LINK, "--plot", page) == 0
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert not re.search(r"https?://|<script|<link|<img|@import|url\(|src=", text)
+    for word in (
+        "prefers-color-scheme",
+        "polyline",
+        "limit",
+        "copy out",
+        "copy in",
+        "seconds from the start",
+        "layer0",
+    ):
+        assert word in text
+    assert text.count("<svg") == text.count("</svg>")
+
+
+@pytest.mark.parametrize("trace_of", [(), (Node("n", 0.0, False),)])
+def test_the_page_of_next_to_nothing(trace_of, tmp_path):
+    Trace(trace_of, (0,) * len(trace_of), ()).save(tmp_path / "step.json")
+    assert call(tmp_path / "step.json", "--memory-limit", 1, *LINK, "--plot", tmp_path / "plan.html") == 0
+    assert "nothing is worth swapping" in (tmp_path / "plan.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_is_refused(path, tmp_path, capsys):
+    assert call(path, "--memory-limit", "1GiB", *LINK, "--plot", tmp_path / "no" / "plan.html") == 2
+    assert "plan.html" in capsys.readouterr().err
+
+
+def test_the_shows_on_a_recorded_trace(capsys):
+    path = SHARED / "vit.json"
+    if not path.exists():
+        pytest.skip(f"the recorded traces are not at {SHARED}")
+    link = ["--out-bandwidth", "15.754GB/s", "--in-bandwidth", "15.754GB/s"]
+    assert call(path, "--memory-limit", "24GiB", *link, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["peak_bytes"] <= 24 * 2**30
+    assert data["gap"] <= 0.005
+    assert call(path, "--memory-limit", "10GiB", *link) == 3
+    assert f"{least_feasible_limit(Trace.load(path))} bytes" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Sizes, bandwidths and durations: what is understood, what is refused, what is said then."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("12GiB", 12 * 1024**3),
+        ("12GB", 12 * 1000**3),
+        (" 1.5 gib ", 3 * 1024**3 // 2),
+        ("1MiB", 1 << 20),
+        ("2kB", 2000),
+        ("2KiB", 2048),
+        ("3TB", 3 * 10**12),
+        ("512", 512),
+        ("512B", 512),
+        ("1e9", 10**9),
+        ("1_000", 1000),
+        (".5KiB", 512),
+        (7, 7),
+        (7.9, 7),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_sizes(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("12GB!", "", "GB", "-1", "-1GiB", "0", "0GB", "nan", "inf", "12 parsecs", "1.5.2", "0.3", "12GB/s"),
+        *(0, -5, math.nan, math.inf, None, True, []),
+    ],
+)
+def test_what_is_no_size_says_what_to_write(value):
+    with pytest.raises(ValueError, match=r"memory_limit: .* is not understood; write a positive size such as \"8GiB\""):
+        parse_bytes(value, "memory_limit")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("12GB/s", 12e9), ("15.754GB/s", 15.754e9), ("1GiB/s", 2.0**30), ("1e9", 1e9), (5, 5.0), ("inf", math.inf)],
+)
+def test_bandwidths(text, rate):
+    assert parse_bandwidth(text) == rate
+
+
+@pytest.mark.parametrize("value", ["12GB", "12Gb/h", "0", "-3GB/s", "nan", "", None, 0, math.nan, False])
+def test_what_is_no_bandwidth_says_what_to_write(value):
+    with pytest.raises(ValueError, match=r"not understood; write a positive bandwidth such as \"12GB/s\""):
+        parse_bandwidth(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10us", 1e-5), ("10µs", 1e-5), ("1.5ms", 0.0015), ("2s", 2.0), (3, 3.0), ("5ns", 5e-9)]
+)
+def test_durations(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("value", ["-1us", "x", "nan", "inf", "0"])
+def test_what_is_no_duration_says_what_to_write(value):
+    with pytest.raises(ValueError, match=r"not understood; write a duration such as \"10us\""):
+        parse_seconds(value)
+
+
+def test_a_latency_may_be_zero():
+    assert parse_seconds("0", zero=True) == parse_seconds(0, zero=True) == 0.0
+
+
+@given(st.integers(1, 2**50))
+def test_bytes_written_in_words_are_read_back_closely(count):
+    assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.006)
+
+
+def test_words():
+    assert [format_bytes(x) for x in (0, 1023, 1536, 5 << 30)] == ["0 B", "1023 B", "1.50 KiB", "5.00 GiB"]
+    assert [format_bandwidth(x) for x in (15.754e9, 800.0, math.inf)] == ["15.75 GB/s", "800 B/s", "unlimited"]
+    assert [format_seconds(x) for x in (0, 4.5e-5, 0.0123, 0.5, 12.3456)] == [
+        "0.000 s",
+        "45 us",
+        "12.3 ms",
+        "500 ms",
+        "12.346 s",
+    ]
