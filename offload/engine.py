@@ -152,8 +152,10 @@ class SwappedStorage:
         self._incoming = True
         engine.resident.add(self.nbytes)
 
-    def bring_back(self) -> torch.UntypedStorage:
-        """The bytes on the device, ready for the current stream. One view is served per call.
+    def bring_back(self) -> tuple[torch.UntypedStorage, int]:
+        """The bytes on the device, ready for the current stream: a storage and where in it, in bytes, they begin.
+
+        One view is served per call.
 
         Raises
         ------
@@ -166,7 +168,7 @@ class SwappedStorage:
             source = departure.source if departure is not None else None
             if source is not None:
                 self._count_view()
-                return source
+                return source, self.key[2]
             stream = engine.current_stream()
             if self._storage is not None and self._stream != stream:
                 self._abandon_incoming()  # prefetched for another stream: its memory belongs to that one
@@ -183,7 +185,7 @@ class SwappedStorage:
                     raise
                 self._incoming = False
             self._count_view()
-            return storage
+            return storage, 0
 
     def _count_view(self) -> None:
         self._views_left -= 1
@@ -273,10 +275,10 @@ class SwappedView:
         found = self._probe._version
         if found != self._version:
             raise_changed(self._probe.type(), self._shape, found, self._version)
-        storage = self._lease.record.bring_back()
+        storage, begin = self._lease.record.bring_back()
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-            tensor.set_(storage, self._offset, self._shape, self._stride)
+            tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
             if self._is_conj:
                 tensor = torch._conj(tensor)
             if self._is_neg:

@@ -121,6 +121,8 @@ class Round:
 
     def _pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
         policy = self._policy
+        if nbytes == 0:
+            return self._keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self._keep(tensor, index, "unsupported kind", nbytes)
         storage, key = self._engine.key_of(tensor)

@@ -178,6 +178,7 @@ class Session:
         return (
             tensor.device == self._device
             and not tensor.is_quantized
+            and not tensor._is_zerotensor()
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         )
 

@@ -153,7 +153,7 @@ def cut_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     >>> nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
     >>> trace = Trace(nodes, (0, 0, 6, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
     >>> cut_bound(trace, 10, Link(2.0, 2.0))
-    8.0
+    9.0
     """
     return cut_bounds(trace, limit_bytes, link).single
 
@@ -186,7 +186,7 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
     total = clock[-1]
     excess = [max(0, count - limit_bytes) for count in unswapped_bytes(trace)]
     if not any(excess):
-        return CutBounds(total, total)
+        return CutBounds(max((at + (total - at) for at in clock), default=total), total)
     by_pack = sorted(trace.tensors, key=lambda x: x.packed)
     by_use = sorted(trace.tensors, key=lambda x: -x.first_backward)
     leave = _latest(excess, by_pack, [clock[x.packed + 1] for x in by_pack], link.out_bandwidth)

@@ -6,18 +6,23 @@ Place on the data path: inside the search, between its first guess and its answe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from offload.plan.schedule import Ints, Schedule, Stall, Step
 
-__all__ = ["Effort", "improve"]
+__all__ = ["Effort", "improve", "reorder"]
 
+_EAGER = 4.0  # a lead at which copy-ins begin well before they must
+_LEADS = (1.0, 1.0, _EAGER)
+_HOLD_SHARE = 0.2  # of the changes
 _NEAR = 10  # places in a channel's queue that count as close to a stall
 _REPAIRS_MAX = 40  # tensors added to make one change fit
 _TRIMS_MAX = 40  # tensors tried for leaving out after one change
+_HOLDS_MAX = 8  # tensors held back in one schedule
 _IDLE_MAX = 400  # changes in a row that lead to nothing new, after which the search ends
 
 
@@ -29,10 +34,12 @@ class Effort:
 
     def spend(self, step: Step, swap_count: int) -> None:
         """Take off the price of one schedule."""
-        self.seconds -= 4e-7 * step.node_count + 6e-6 * swap_count + 2e-5
+        self.seconds -= 2e-5 + 4e-7 * step.node_count + (6e-6 + 4e-10 * step.node_count) * swap_count
 
 
-def improve(step: Step, limit_bytes: int, schedule: Schedule, target_seconds: float, effort: Effort) -> Schedule:
+def improve(
+    step: Step, limit_bytes: int, schedule: Schedule, target_seconds: float, effort: Effort, *, seed: int = 0
+) -> Schedule:
     """Return a schedule that is at least as fast.
 
     Parameters
@@ -47,31 +54,95 @@ def improve(step: Step, limit_bytes: int, schedule: Schedule, target_seconds: fl
         Step time that is good enough.
     effort : Effort
         What may be spent; the rest is left in it.
+    seed : int, default 0
+        Of the changes tried.
 
     Notes
     -----
     One change drops one or two tensors from the set, or adds one, next to a stall or anywhere; then adds what it
-    takes to keep the limit, and half the time leaves out what the limit no longer needs. A set that is not slower is
-    kept, so that plateaus are crossed.
+    takes to keep the limit, and half the time leaves out what the limit no longer needs. Or it holds one copy-in back
+    for another's sake. A schedule that is not slower is kept, so that plateaus are crossed.
     """
-    change = _Change(step, limit_bytes, random.Random(0))
+    change = _Change(step, limit_bytes, random.Random(seed))
     change.settle(schedule)
     seen = {schedule.numbers}
     idle = 0
     while effort.seconds > 0 and schedule.step_seconds > target_seconds and idle < _IDLE_MAX:
         effort.seconds -= 3e-5
         idle += 1
-        numbers = change.propose(schedule.stalls)
-        if numbers is None or numbers in seen:
-            continue
+        holds = schedule.holds
+        if change.random.random() < _HOLD_SHARE:
+            choice = list(_holdings(step, schedule, change.pick(schedule.stalls, is_out=False)))
+            if not choice:
+                continue
+            numbers, holds = schedule.numbers, change.random.choice(choice)
+        else:
+            proposed = change.propose(schedule.stalls)
+            if proposed is None or proposed in seen:
+                continue
+            numbers = proposed
+            seen.add(numbers)
         idle = 0
-        seen.add(numbers)
         effort.spend(step, len(numbers))
-        found = step.schedule(numbers, limit_bytes, schedule.step_seconds)
+        lead = change.random.choice(_LEADS)
+        found = step.schedule(numbers, limit_bytes, schedule.step_seconds, lead=lead, holds=holds)
         if found is not None and found.step_seconds <= schedule.step_seconds:
             schedule = found
             change.settle(schedule)
     return schedule
+
+
+def reorder(step: Step, limit_bytes: int, schedule: Schedule, worth_seconds: float, effort: Effort) -> Schedule:
+    """Return a schedule of the same tensors that is at least as fast, by holding some copy-ins back.
+
+    Parameters
+    ----------
+    step : Step
+        The step.
+    limit_bytes : int
+        Limit on the resident bytes.
+    schedule : Schedule
+        Where to start.
+    worth_seconds : float
+        Step time beyond which nothing is wanted; where waits for copies out alone exceed it, nothing is tried.
+    effort : Effort
+        What may be spent; the rest is left in it.
+    """
+    out_seconds = step.compute_seconds + sum(stall.seconds for stall in schedule.stalls if stall.is_out)
+    if out_seconds >= worth_seconds:
+        return schedule
+    for _ in range(_HOLDS_MAX):
+        stalls = sorted(schedule.stalls, key=lambda stall: -stall.seconds)
+        for holds, lead in product((schedule.holds, *_holdings(step, schedule, stalls)), (1.0, _EAGER)):
+            if effort.seconds < 0:
+                return schedule
+            effort.spend(step, len(schedule.numbers))
+            found = step.schedule(schedule.numbers, limit_bytes, holds=holds, lead=lead)
+            if found is not None and found.step_seconds < schedule.step_seconds * (1 - 1e-12):
+                schedule = found
+                break
+        else:
+            break
+    return schedule
+
+
+def _holdings(step: Step, schedule: Schedule, stalls: Sequence[Stall]) -> Iterator[dict[int, int]]:
+    """Yield holds that let a late tensor return earlier.
+
+    Its prefetch is where it is because its bytes do not fit one node before. Whichever tensor is back by then and not
+    yet used could wait until after that node instead.
+    """
+    if not stalls:
+        return
+    prefetches = dict(zip(schedule.numbers, schedule.prefetches, strict=True))
+    releases = dict(zip(schedule.numbers, schedule.releases, strict=True))
+    for stall in stalls:
+        k = prefetches[stall.number] - 1
+        if stall.is_out or k < releases[stall.number]:
+            continue
+        for i in schedule.numbers:
+            if i != stall.number and prefetches[i] <= k < step.back_at[i]:
+                yield {**schedule.holds, i: k + 1}
 
 
 class _Change:
@@ -89,6 +160,11 @@ class _Change:
         self.swapped[list(self.numbers)] = True
         self.kept = np.flatnonzero(~self.swapped).tolist()
         self.room = self.step.room(self.numbers, self.limit_bytes)
+
+    def pick(self, stalls: Sequence[Stall], *, is_out: bool) -> Sequence[Stall]:
+        """Return one stall of a kind, or none; the longer, the likelier."""
+        among = [stall for stall in stalls if stall.is_out == is_out]
+        return self.random.choices(among, weights=[stall.seconds for stall in among]) if among else ()
 
     def propose(self, stalls: Sequence[Stall]) -> tuple[int, ...] | None:
         """Return a set that keeps the limit, or None if this attempt led to none."""

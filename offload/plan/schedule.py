@@ -13,9 +13,10 @@ before its release has nothing to give and is kept.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,13 @@ from offload.trace import Trace
 
 __all__ = ["Schedule", "Stall", "Step"]
 
+_FAR = 40  # nodes; from here on numpy beats a loop
+
 Ints = NDArray[np.int64]
+_NO_HOLDS: Mapping[int, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(NamedTuple):
     """Compute waits `seconds` at `node` for a copy of tensor `number`, out or in."""
 
     seconds: float
@@ -50,6 +53,8 @@ class Schedule:
         The swapped tensors in copy-out order, and their nodes.
     stalls : tuple of Stall
         Where compute waits, in order.
+    holds : mapping of int to int
+        Tensors held back, and until which node, so that others could return before them.
     """
 
     step_seconds: float
@@ -57,6 +62,7 @@ class Schedule:
     releases: tuple[int, ...]
     prefetches: tuple[int, ...]
     stalls: tuple[Stall, ...]
+    holds: Mapping[int, int] = field(default_factory=dict)
 
 
 class Step:
@@ -111,7 +117,13 @@ class Step:
         return room
 
     def schedule(
-        self, numbers: Iterable[int], limit_bytes: int, worth_seconds: float = np.inf, *, lead: float = 1.0
+        self,
+        numbers: Iterable[int],
+        limit_bytes: int,
+        worth_seconds: float = np.inf,
+        *,
+        lead: float = 1.0,
+        holds: Mapping[int, int] = _NO_HOLDS,
     ) -> Schedule | None:
         """Choose the releases and prefetches of a set of tensors.
 
@@ -125,6 +137,8 @@ class Step:
             Step time beyond which the schedule is not wanted.
         lead : float, default 1.0
             Copy-ins begin as early as if each took this many times as long.
+        holds : mapping of int to int
+            For some tensors, a node before which the prefetch may not be.
 
         Returns
         -------
@@ -136,18 +150,19 @@ class Step:
             room = self.room(numbers, limit_bytes)
             if room.size and int(room.min()) < 0:
                 return None
-            release, ready, stuck = self._leave(numbers, room.tolist())
+            release, ready = self._leave(numbers, room.tolist())
+            stuck = {i for i in numbers if release[i] >= self.back_at[i]}
             if not stuck:
                 if ready.size and ready[-1] + self.seconds[-1] > worth_seconds:
                     return None
-                prefetch = self._return(numbers, room, release, ready, lead)
+                prefetch = self._return(numbers, room, release, ready, lead, holds)
                 stuck = {i for i in numbers if release[i] >= prefetch[i]}
             if not stuck:
-                return self._time(numbers, release, prefetch)
+                return self._time(numbers, release, prefetch, holds)
             numbers = [i for i in numbers if i not in stuck]
 
     def earliest_releases(self, numbers: Iterable[int], limit_bytes: int) -> dict[int, int]:
-        """Return the releases that `schedule` would choose; tensors used before they have left are missing."""
+        """Return the releases that `schedule` would choose; those past the tensor's use are of no use."""
         numbers = sorted(numbers)
         return self._leave(numbers, self.room(numbers, limit_bytes).tolist())[0]
 
@@ -157,110 +172,127 @@ class Step:
         change -= np.bincount(stop, weights=count, minlength=self.node_count + 1)
         return np.cumsum(change[: self.node_count]).astype(np.int64)
 
-    def _leave(self, numbers: Sequence[int], room: list[int]) -> tuple[dict[int, int], NDArray[np.float64], set[int]]:
-        """Return the release of each tensor, when each node is ready, and the tensors used before they are out."""
-        size, back_at, out_seconds = self.bytes, self.back_at, self.out_seconds
-        packs, frees, backs = _group(numbers, self.packed), _group(numbers, self.free_from), _group(numbers, back_at)
+    def _leave(self, numbers: Sequence[int], room: list[int]) -> tuple[dict[int, int], NDArray[np.float64]]:
+        """Return the release of each tensor, which may be too late to be of use, and when each node is ready."""
+        size, out_seconds = self.bytes, self.out_seconds
+        packs = [*(self.packed[i] for i in numbers), -1]
+        freed = sorted(numbers, key=self.free_from.__getitem__)
+        frees = [*(self.free_from[i] for i in freed), -1]
         out_end: dict[int, float] = {}
         release: dict[int, int] = {}
-        stuck: set[int] = set()
         pending: list[int] = []  # a heap: packed, no longer needed by forward, not released
-        left, held = len(numbers), 0
-        k = self.packed[numbers[0]] if numbers else self.node_count
+        left, held, at_pack, at_free = len(numbers), 0, 0, 0
+        k = packs[0] if numbers else self.node_count
         ready = self.clock[:k]
         now, out_free = self.clock[k], 0.0
-        while left:
-            if k in frees:
-                for i in frees[k]:
-                    heapq.heappush(pending, i)
-                    held += size[i]
-            if pending:
-                if k in backs:
-                    for i in backs[k]:
-                        if i not in release:
-                            stuck.add(i)
-                            pending.remove(i)
-                            heapq.heapify(pending)
-                            held -= size[i]
-                            left -= 1
-                free = room[k]
-                while pending:
-                    end = out_end[pending[0]]
-                    if end > now:
-                        if held <= free:
-                            break
-                        now = end
-                    i = heapq.heappop(pending)
-                    release[i] = k
-                    held -= size[i]
-                    left -= 1
+        while left and k < self.node_count:
+            while frees[at_free] == k:
+                heapq.heappush(pending, freed[at_free])
+                held += size[freed[at_free]]
+                at_free += 1
+            while pending:
+                end = out_end[pending[0]]
+                if end > now:
+                    if held <= room[k]:
+                        break
+                    now = end
+                i = heapq.heappop(pending)
+                release[i] = k
+                held -= size[i]
+                left -= 1
             ready.append(now)
             now += self.seconds[k]
-            if k in packs:
-                for i in packs[k]:
-                    out_free = out_end[i] = (now if now > out_free else out_free) + out_seconds[i]
+            while packs[at_pack] == k:
+                i = numbers[at_pack]
+                out_free = out_end[i] = (now if now > out_free else out_free) + out_seconds[i]
+                at_pack += 1
             k += 1
-        rest = self._clock[k:-1] + (now - self._clock[min(k, self.node_count)])
-        return release, np.concatenate((ready, rest)), stuck
+        release.update(dict.fromkeys(pending, self.node_count))
+        return release, np.concatenate((ready, self._clock[k:-1] + (now - self.clock[k])))
 
     def _return(
-        self, numbers: Sequence[int], room: Ints, release: dict[int, int], ready: NDArray[np.float64], lead: float
+        self,
+        numbers: Sequence[int],
+        room: Ints,
+        release: dict[int, int],
+        ready: NDArray[np.float64],
+        lead: float,
+        holds: Mapping[int, int],
     ) -> dict[int, int]:
         """Return the prefetch of each tensor, in the order of use."""
         at = np.asarray(numbers, dtype=np.int64)
         gone = np.asarray([release[i] for i in numbers], dtype=np.int64)
-        free = (room - self._span(self._free_from[at], gone, self._bytes[at])).tolist()
+        free = room - self._span(self._free_from[at], gone, self._bytes[at])
         order = sorted(numbers, key=self.use_rank.__getitem__)
-        uses = ready[self._back_at[order]].tolist()
+        backs = self._back_at[order]
         begin, begins = np.inf, []
-        for i, use in zip(reversed(order), reversed(uses), strict=True):
+        for i, use in zip(reversed(order), reversed(ready[backs].tolist()), strict=True):
             begin = (use if use < begin else begin) - self.in_seconds[i] * lead
             begins.append(begin)
-        latest = (np.searchsorted(ready, begins, side="right") - 1).tolist()
-        prefetch: dict[int, int] = {}
-        for i, first in zip(order, reversed(latest), strict=True):
-            k, count = self.back_at[i], self.bytes[i]
-            if first < release[i]:
-                first = release[i]
-            while k > first and free[k - 1] >= count:
-                k -= 1
-                free[k] -= count
-            prefetch[i] = k
-        return prefetch
+        latest = np.searchsorted(ready, begins[::-1], side="right") - 1
+        earliest = [max(release[i], holds.get(i, 0)) for i in order]
+        first = np.minimum(np.maximum(latest, np.asarray(earliest, dtype=np.int64)), backs)
+        take = _take_far if order and float((backs - first).mean()) > _FAR else _take_near
+        return dict(zip(order, take(free, first.tolist(), backs.tolist(), self._bytes[order].tolist()), strict=True))
 
-    def _time(self, numbers: Sequence[int], release: dict[int, int], prefetch: dict[int, int]) -> Schedule:
+    def _time(
+        self, numbers: Sequence[int], release: dict[int, int], prefetch: dict[int, int], holds: Mapping[int, int]
+    ) -> Schedule:
         """Return the schedule with its step time; visits only the nodes at which something happens."""
-        order = sorted(numbers, key=self.use_rank.__getitem__)
-        packs, frees = _group(numbers, self.packed), _group(numbers, release)
-        backs, fetches = _group(order, self.back_at), _group(order, prefetch)
+        by_use = sorted(numbers, key=self.use_rank.__getitem__)
+        by_release, by_fetch = sorted(numbers, key=release.__getitem__), sorted(by_use, key=prefetch.__getitem__)
+        packs, backs = [*(self.packed[i] for i in numbers), -1], [*(self.back_at[i] for i in by_use), -1]
+        frees, fetches = [*(release[i] for i in by_release), -1], [*(prefetch[i] for i in by_fetch), -1]
+        at_pack = at_back = at_free = at_fetch = 0
         out_end: dict[int, float] = {}
         in_end: dict[int, float] = {}
         out_free = in_free = lag = 0.0
         stalls = []
-        for k in sorted({*chain(packs, frees, backs, fetches)}):
+        for k in sorted({*packs, *frees, *backs, *fetches} - {-1}):
             now = begin = self.clock[k] + lag
-            for i in frees.get(k, ()):
+            while frees[at_free] == k:
+                i = by_release[at_free]
+                at_free += 1
                 if out_end[i] > now:
-                    stalls.append(Stall(out_end[i] - now, k, i, is_out=True))
+                    stalls.append(Stall(out_end[i] - now, k, i, True))
                     now = out_end[i]
-            for i in fetches.get(k, ()):
+            while fetches[at_fetch] == k:
+                i = by_fetch[at_fetch]
+                at_fetch += 1
                 in_free = in_end[i] = (now if now > in_free else in_free) + self.in_seconds[i]
-            for i in backs.get(k, ()):
+            while backs[at_back] == k:
+                i = by_use[at_back]
+                at_back += 1
                 if in_end[i] > now:
-                    stalls.append(Stall(in_end[i] - now, k, i, is_out=False))
+                    stalls.append(Stall(in_end[i] - now, k, i, False))
                     now = in_end[i]
             lag += now - begin
-            if k in packs:
-                now += self.seconds[k]
-                for i in packs[k]:
-                    out_free = out_end[i] = (now if now > out_free else out_free) + self.out_seconds[i]
+            now += self.seconds[k]
+            while packs[at_pack] == k:
+                i = numbers[at_pack]
+                at_pack += 1
+                out_free = out_end[i] = (now if now > out_free else out_free) + self.out_seconds[i]
         releases, prefetches = (tuple(nodes[i] for i in numbers) for nodes in (release, prefetch))
-        return Schedule(self.clock[-1] + lag, tuple(numbers), releases, prefetches, tuple(stalls))
+        return Schedule(self.clock[-1] + lag, tuple(numbers), releases, prefetches, tuple(stalls), holds)
 
 
-def _group(numbers: Iterable[int], node_of: Sequence[int] | dict[int, int]) -> dict[int, list[int]]:
-    """Return the numbers by node, their order kept."""
-    groups: dict[int, list[int]] = {}
-    for i in numbers:
-        groups.setdefault(node_of[i], []).append(i)
-    return groups
+def _take_near(free: Ints, first: list[int], back: list[int], count: list[int]) -> list[int]:
+    """Take memory for one tensor after another, from its use back to `first` or to where its bytes do not fit."""
+    room, taken = free.tolist(), []
+    for low, k, needed in zip(first, back, count, strict=True):
+        while k > low and room[k - 1] >= needed:
+            k -= 1
+            room[k] -= needed
+        taken.append(k)
+    return taken
+
+
+def _take_far(free: Ints, first: list[int], back: list[int], count: list[int]) -> list[int]:
+    """Do what `_take_near` does, faster where the distances are long."""
+    taken = []
+    for low, high, needed in zip(first, back, count, strict=True):
+        (full,) = (free[low:high] < needed).nonzero()
+        k = low + int(full[-1]) + 1 if full.size else low
+        free[k:high] -= needed
+        taken.append(k)
+    return taken

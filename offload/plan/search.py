@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
-from offload.plan.improve import Effort, improve
+from offload.plan.improve import Effort, improve, reorder
 from offload.plan.result import Plan, make_plan
 from offload.plan.schedule import Schedule, Step
 from offload.plan.simulate import Link, Swap
@@ -24,11 +24,13 @@ from offload.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-_EFFORT_SECONDS = 0.4  # nominal; per 1,000 tensors, and at least once
+_EFFORT_SECONDS = 0.6  # nominal; per 1,000 tensors, and at least once
 _PROBE_SECONDS = 0.03  # the same, for one limit of many
+_STARTS = 2  # independent runs of improvement
 _EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
 _EXHAUSTIVE_PROBE_MAX = 8
 _LIMITS_MAX = 16  # limits tried by bisection
+_PRESS_ON = (0.02, 0.005, 0.001)  # of the way down to the least limit, tried where bisection ended
 _LEADS = (2.0, 1.5, 1.2)  # how much slower than assumed the link may be without a stall, where memory allows
 _ROUNDING = 1e-12  # relative
 
@@ -189,7 +191,7 @@ def _fixed_lead(step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: i
         if lead_nodes and back in place:
             prefetch = backward[max(0, place[back] - lead_nodes)]
         prefetch = max(prefetch, step.free_from[i])
-        swaps.append(Swap(step.ids[i], min(releases.get(i, prefetch), prefetch), prefetch))
+        swaps.append(Swap(step.ids[i], min(releases[i], prefetch), prefetch))
     return tuple(sorted(swaps))
 
 
@@ -208,16 +210,14 @@ def _least_memory(step: Step, allowed: float) -> Schedule:
             best, high = found, limit
         else:
             floor = limit
-    effort = Effort(_effort_seconds(step))
-    for part in (0.0, 0.02, 0.005, 0.001):
-        limit = int(high - part * (high - low)) if part else low
-        if limit >= high or effort.seconds <= 0:
-            continue
-        share = Effort(effort.seconds / 3)
-        effort.seconds -= share.seconds
-        found = _fastest(step, limit, allowed, share, _EXHAUSTIVE_PROBE_MAX)
-        if found is not None and found.step_seconds <= allowed:
-            best, high = found, limit
+    share = _effort_seconds(step) / (len(_PRESS_ON) + 1)
+    for limit in (low, *(int(high - part * (high - low)) for part in _PRESS_ON)):
+        if limit < high:
+            found = _fastest(step, limit, allowed, Effort(share), _EXHAUSTIVE_PROBE_MAX)
+            if found is not None and found.step_seconds <= allowed:
+                best, high = found, limit
+    if high == low and best.numbers:  # no less memory is possible: spend what is left on time
+        best = improve(step, low, best, step.compute_seconds, Effort(share))
     return _hasten(step, best, high, allowed) if best.numbers else best
 
 
@@ -232,7 +232,10 @@ def _fastest(
     small = step.count <= exhaustive_max
     best: Schedule | None = None
     for numbers in _subsets(step.count) if small else _guesses(step, limit_bytes):
-        found = step.schedule(numbers, limit_bytes, best.step_seconds if best else math.inf)
+        worth = best.step_seconds if best else math.inf
+        found = step.schedule(numbers, limit_bytes, worth)
+        if found is not None and small:
+            found = reorder(step, limit_bytes, found, worth, effort)
         effort.spend(step, len(numbers))
         if found is not None and (best is None or found.step_seconds < best.step_seconds):
             best = found
@@ -240,8 +243,14 @@ def _fastest(
                 break
         if not small and best is not None and effort.seconds < 0:
             break
-    if best is not None and not small:
-        best = improve(step, limit_bytes, best, target_seconds, effort)
+    if best is None or small:
+        return best
+    start, share = best, effort.seconds / _STARTS
+    for seed in range(_STARTS):
+        if best.step_seconds <= target_seconds:
+            break
+        improved = improve(step, limit_bytes, start, target_seconds, Effort(share), seed=seed)
+        best = min(best, improved, key=lambda schedule: schedule.step_seconds)
     return best
 
 

@@ -143,16 +143,7 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
     tensors = {tensor.id: tensor for tensor in trace.tensors}
     _check(swaps, tensors)
     node_count = len(trace.nodes)
-    releases: list[list[int]] = [[] for _ in range(node_count)]
-    packs: list[list[int]] = [[] for _ in range(node_count)]
-    uses: list[list[int]] = [[] for _ in range(node_count)]
-    prefetches: list[list[int]] = [[] for _ in range(node_count)]
-    for swap in swaps:  # sorted by id, and the sort below is stable: ties go by id
-        releases[swap.release].append(swap.id)
-        packs[tensors[swap.id].packed].append(swap.id)
-        uses[tensors[swap.id].first_backward].append(swap.id)
-    for swap in sorted(swaps, key=lambda swap: tensors[swap.id].first_backward):
-        prefetches[swap.prefetch].append(swap.id)
+    releases, packs, uses, prefetches = _by_node(swaps, tensors, node_count)
     ready, start, finish = [0.0] * node_count, [0.0] * node_count, [0.0] * node_count
     out_end: dict[int, float] = {}
     in_end: dict[int, float] = {}
@@ -178,6 +169,23 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
     return Timing(
         tuple(ready), tuple(start), tuple(finish), tuple(copy_outs), tuple(copy_ins), resident_bytes(trace, swaps)
     )
+
+
+def _by_node(
+    swaps: Sequence[Swap], tensors: dict[int, SavedTensor], node_count: int
+) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[list[int]]]:
+    """Return for each node the ids released, packed, first used and prefetched there, in the order of their queues."""
+    releases: list[list[int]] = [[] for _ in range(node_count)]
+    packs: list[list[int]] = [[] for _ in range(node_count)]
+    uses: list[list[int]] = [[] for _ in range(node_count)]
+    prefetches: list[list[int]] = [[] for _ in range(node_count)]
+    for swap in swaps:  # sorted by id, and the sort below is stable: ties go by id
+        releases[swap.release].append(swap.id)
+        packs[tensors[swap.id].packed].append(swap.id)
+        uses[tensors[swap.id].first_backward].append(swap.id)
+    for swap in sorted(swaps, key=lambda swap: tensors[swap.id].first_backward):
+        prefetches[swap.prefetch].append(swap.id)
+    return releases, packs, uses, prefetches
 
 
 def unswapped_bytes(trace: Trace) -> tuple[int, ...]:

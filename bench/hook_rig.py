@@ -1,0 +1,188 @@
+"""What saving a tensor costs: a model that saves given tensors for backward and computes nothing.
+
+Beside the data path: drives the engine's hooks through autograd, as a training step would, but
+leaves the copies out of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import offload
+
+CONTESTANTS = ("none", "plain", "offload")  # no hooks, hooks that do nothing, the engine's
+SWAPPED_BYTES = 1 << 20
+KINDS = ("kept small", "kept parameter", "swapped", "duplicate", "view")
+
+
+class Save(torch.autograd.Function):
+    """The identity, which saves another tensor for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        """Hand `x` on; `saved` goes into the graph."""
+        ctx.save_for_backward(saved)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Hand the gradient on, once the saved tensor has been asked for."""
+        _ = ctx.saved_tensors
+        return grad, None
+
+
+class Pause(torch.autograd.Function):
+    """The identity, whose backward calls something: a place to wait that is left out of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        """Hand `x` on."""
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Call, and hand the gradient on."""
+        ctx.call()
+        return grad, None
+
+
+class Saver(nn.Module):
+    """Saves what it is given, in order; in backward a small tensor first, then a pause, then they."""
+
+    def __init__(self, pause: Callable[[], None], parameter_bytes: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(max(parameter_bytes // 4, 1)))
+        self.tensors: Sequence[Tensor] = ()
+        self._small = torch.zeros(1)
+        self._pause = pause
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` behind as many graph nodes as there are tensors, and two more."""
+        for tensor in self.tensors:
+            x = Save.apply(x, tensor)  # type: ignore[no-untyped-call]
+        # What backward meets first asks for all of them ahead; the pause lets them arrive.
+        x = Pause.apply(x, self._pause)  # type: ignore[no-untyped-call]
+        return Save.apply(x, self._small)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds per saved tensor; waiting for copies is left out of both."""
+
+    pack: float
+    unpack: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.pack + self.unpack
+
+
+class HookRig:
+    """One kind of saved tensor under the engine's hooks, under hooks that do nothing, and under none.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`. "duplicate" saves one tensor again and again, "view" different views of one
+        storage.
+    count : int
+        Tensors saved a step.
+    device : str
+        "cpu" or "cuda".
+    spill_dir : str, optional
+        As in `offload.enable`.
+    """
+
+    def __init__(self, kind: str, *, count: int, device: str = "cpu", spill_dir: str | None = None) -> None:
+        self.kind = kind
+        self.count = count
+        self._device = device
+        self._paused = 0.0
+        self._models = {name: Saver(self._pause, SWAPPED_BYTES).to(device) for name in CONTESTANTS}
+        for model in self._models.values():
+            model.tensors = self._tensors(model)
+        self._x = torch.zeros(1, device=device, requires_grad=True)
+        self.handle = offload.enable(
+            self._models["offload"],
+            n_tensors=-1,
+            lb=count + 2,
+            min_tensor_bytes=SWAPPED_BYTES // 2,
+            spill_dir=spill_dir,
+        )
+
+    def step(self, contestant: str) -> Cost:
+        """Measure one forward and one backward pass."""
+        model = self._models[contestant]
+        hooks = (
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+            if contestant == "plain"
+            else contextlib.nullcontext()
+        )
+        self._x.grad = None
+        begin = time.perf_counter()
+        with hooks:
+            y = model(self._x)
+        forward_seconds = time.perf_counter() - begin
+        self._drain()
+        self._paused = 0.0
+        begin = time.perf_counter()
+        y.backward()
+        backward_seconds = time.perf_counter() - begin - self._paused
+        self._drain()
+        return Cost(forward_seconds / self.count, backward_seconds / self.count)
+
+    def totals(self) -> dict[str, Callable[[], float]]:
+        """Every contestant's cost per tensor, in seconds, for `contest.alternate`."""
+
+        def measurer(name: str) -> Callable[[], float]:
+            return lambda: self.step(name).total
+
+        return {name: measurer(name) for name in CONTESTANTS}
+
+    def close(self) -> None:
+        """Disable the engine and let the tensors go."""
+        self.handle.disable()
+        self._models.clear()
+
+    def _tensors(self, model: Saver) -> list[Tensor]:
+        count, numel = self.count, SWAPPED_BYTES // 4
+        if self.kind == "kept small":
+            return [torch.zeros(256, device=self._device) for _ in range(count)]
+        if self.kind == "kept parameter":
+            return [model.weight] * count
+        if self.kind == "swapped":
+            return [torch.zeros(numel, device=self._device) for _ in range(count)]
+        base = torch.zeros(1024, numel // 1024, device=self._device)
+        if self.kind == "duplicate":
+            return [base] * count
+        if self.kind == "view":
+            return [base.t() if number % 2 else base[number % 8 :] for number in range(count)]
+        raise ValueError(f"kind {kind_names()}, not {self.kind!r}")
+
+    def _pause(self) -> None:
+        begin = time.perf_counter()
+        self._drain()
+        self._paused += time.perf_counter() - begin
+
+    def _drain(self) -> None:
+        """Wait until no copy is under way, and let go of what it held."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        self.handle.engine.drain()
+        self.handle.engine.store.quiesce()
+        self.handle.engine.collect()
+
+
+def kind_names() -> str:
+    """The kinds, for a message."""
+    return "must be one of " + ", ".join(KINDS)

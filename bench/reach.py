@@ -1,0 +1,301 @@
+"""The speed and memory that the engine shall reach on a machine without a GPU, measured.
+
+    python bench/reach.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR]
+
+Each figure stands beside what it should reach; nothing here fails when it does not. Contestants
+run in turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import machine
+from contest import alternate, medians
+from copy_rig import MIB, HostCopyRig, SpillRig
+from hook_rig import HookRig
+
+from offload.options import default_spill_dir
+from offload.units import format_bytes
+
+KEPT_US_MAX = 3.0
+SWAPPED_US_MAX = 25.0
+HOST_COPY_SHARE_MIN = 0.80
+SPILL_SHARE_MIN = 0.85
+GROWTH_RATIO_MAX = 0.36
+STEP_RATIO_MAX = 1.08
+SPILL_BLOCKS_MIB = (1, 4, 16, 64)
+TINY_DEMO = "--layers 2 --width 64 --heads 2 --batch 4 --length 256 --steps 3"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was measured, in words and in figures; `met` is None where nothing was promised."""
+
+    measured: str
+    met: bool | None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Bench:
+    """How much to measure, and the demo's runs, which several rows share."""
+
+    def __init__(self, *, rounds: int, demo_runs: int, spill_dir: str, quick: bool) -> None:
+        self.rounds = rounds
+        self.demo_runs = demo_runs
+        self.spill_dir = spill_dir
+        self.quick = quick
+
+    @cached_property
+    def demo(self) -> dict[str, Any]:
+        """Ratios to plain with a recycling allocator."""
+        return self._demo("")
+
+    @cached_property
+    def demo_glibc(self) -> dict[str, Any]:
+        """Ratios to plain with this system's malloc."""
+        return self._demo("--no-preload")
+
+    def _demo(self, option: str) -> dict[str, Any]:
+        """Run the demo, which measures its contestants in turn, and take medians over the runs."""
+        runs = [run_demo(option, *(TINY_DEMO.split() if self.quick else ())) for _ in range(self.demo_runs)]
+        samples: dict[str, list[float]] = {}
+        for run in runs:
+            results = {result["name"]: result for result in run["contestants"]}
+            plain = results["plain"]
+            for name, result in results.items():
+                for key in ("peak_bytes", "step_seconds_median"):
+                    samples.setdefault(f"{name}.{key}", []).append(result[key])
+                    samples.setdefault(f"{name}.{key}.ratio", []).append(result[key] / plain[key])
+        return {
+            "equal": all(run["equal"] for run in runs),
+            "allocator": runs[0]["contestants"][0]["allocator"],
+            "medians": medians(samples),
+            "samples": samples,
+        }
+
+
+def run_demo(*options: str) -> dict[str, Any]:
+    """Run `offload demo` on the CPU with a checkpointed contestant; what its --json prints.
+
+    Raises
+    ------
+    RuntimeError
+        It ended without a result.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        page = str(Path(folder, "demo.html"))
+        command = [sys.executable, "-m", "offload", "demo", "--device", "cpu", "--json"]
+        command += ["--with-checkpoint", "--html", page, *(option for option in options if option)]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if run.returncode not in (0, 1):  # 1: it ran, and losses differ, which the result says too
+        raise RuntimeError(f"offload demo ended with exit status {run.returncode}; see above")
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def hook_costs(bench: Bench, kind: str, count: int) -> dict[str, float]:
+    """Microseconds per tensor: hooks that do nothing and the engine's, each over no hooks at all."""
+    with closing(HookRig(kind, count=count, spill_dir=bench.spill_dir)) as rig:
+        samples = alternate(rig.totals(), rounds=bench.rounds, warmups=3)
+    taken = medians(samples)
+    return {
+        "plain_us": 1e6 * (taken["plain"] - taken["none"]),
+        "offload_us": 1e6 * (taken["offload"] - taken["none"]),
+    }
+
+
+def kept(bench: Bench) -> Finding:
+    """A small tensor and a large parameter, over plain hooks."""
+    figures = {kind: hook_costs(bench, f"kept {kind}", 200) for kind in ("small", "parameter")}
+    over = {kind: costs["offload_us"] - costs["plain_us"] for kind, costs in figures.items()}
+    measured = ", ".join(f"{kind} {cost:.1f} µs" for kind, cost in over.items())
+    return Finding(measured, max(over.values()) <= KEPT_US_MAX, {"over_plain_us": over, **figures})
+
+
+def swapped(bench: Bench) -> Finding:
+    """A tensor of 1 MiB that leaves and comes back, waiting for the copies left out."""
+    costs = hook_costs(bench, "swapped", 64)
+    return Finding(f"{costs['offload_us']:.1f} µs", costs["offload_us"] <= SWAPPED_US_MAX, costs)
+
+
+def host_copy(bench: Bench) -> Finding:
+    """Blocks of 64 MiB to and from a slab, against memcpy."""
+    rig = HostCopyRig(MIB if bench.quick else 64 * MIB)
+    taken = medians(alternate(rig.contestants(), rounds=bench.rounds))
+    share = {name: taken["memcpy"] / taken[name] for name in ("out", "into")}
+    rate = format_bytes(round(rig.block_bytes / taken["memcpy"]))
+    measured = f"out {share['out']:.0%}, in {share['into']:.0%} of {rate}/s"
+    met = min(share.values()) >= HOST_COPY_SHARE_MIN
+    return Finding(measured, met, {"share": share, "seconds": taken, "bytes": rig.block_bytes})
+
+
+def spill(bench: Bench, direction: str) -> Finding:
+    """The spill file against plain direct I/O, by block size; the worst one counts."""
+    share: dict[int, float] = {}
+    rate: dict[int, float] = {}
+    for block_mib in SPILL_BLOCKS_MIB[: 1 if bench.quick else None]:
+        total_bytes = (4 if bench.quick else 256) * MIB
+        rig = SpillRig(bench.spill_dir, block_bytes=block_mib * MIB, total_bytes=total_bytes)
+        with closing(rig):
+            taken = medians(alternate(rig.contestants(direction), rounds=max(bench.rounds // 2, 1)))
+        share[block_mib] = taken["plain"] / taken["spill"]
+        rate[block_mib] = rig.total_bytes / taken["spill"]
+    cells = [f"{share[size]:.0%} at {size} MiB" for size in share]
+    figures = {"share_by_block_mib": share, "bytes_per_second_by_block_mib": rate}
+    return Finding(", ".join(cells), min(share.values()) >= SPILL_SHARE_MIN, figures)
+
+
+def second_tensor(bench: Bench) -> Finding:
+    """Many saved views of one storage: how often its bytes were copied."""
+    count = 16
+    with closing(HookRig("view", count=count, spill_dir=bench.spill_dir)) as rig:
+        for _ in range(3):
+            rig.step("offload")
+        before = rig.handle.report().to_dict()["copy_out"]["copies"]
+        rig.step("offload")
+        copies = rig.handle.report().to_dict()["copy_out"]["copies"] - before
+    words = "copy" if copies == 1 else "copies"
+    return Finding(f"{copies} {words} for {count} tensors", copies == 1, {"copies": copies})
+
+
+def demo_ratio(bench: Bench, key: str, limit: float) -> Finding:
+    """The offloaded run's memory or step time over the plain one's."""
+    ratio = bench.demo["medians"][f"offloaded.{key}.ratio"]
+    met = bench.demo["equal"] and ratio <= limit
+    return Finding(f"{ratio:.2f} × plain ({bench.demo['allocator']})", met, bench.demo)
+
+
+def demo_checkpoint(bench: Bench) -> Finding:
+    """The offloaded run against the checkpointed one, on both axes."""
+    taken = bench.demo["medians"]
+    words, below = [], []
+    for name, key in (("growth", "peak_bytes"), ("step", "step_seconds_median")):
+        ours, theirs = (taken[f"{who}.{key}.ratio"] for who in ("offloaded", "checkpointed"))
+        words.append(f"{name} {ours:.2f} against {theirs:.2f}")
+        below.append(ours < theirs)
+    return Finding(", ".join(words), bench.demo["equal"] and all(below), bench.demo)
+
+
+def glibc(bench: Bench) -> Finding:
+    """Both figures on this system's malloc."""
+    taken = bench.demo_glibc["medians"]
+    words = [
+        f"{who} {taken[f'{who}.peak_bytes.ratio']:.2f} × growth, {taken[f'{who}.step_seconds_median.ratio']:.2f} × step"
+        for who in ("offloaded", "checkpointed")
+    ]
+    return Finding("; ".join(words), None, bench.demo_glibc)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    reach: str
+    measure: Callable[[Bench], Finding]
+
+
+ROWS = {
+    "kept": Row("pack + unpack of a tensor that is kept", f"≤ {KEPT_US_MAX:g} µs over plain hooks", kept),
+    "swapped": Row(
+        "pack + unpack of a swapped 1 MiB tensor, control path only",
+        f"≤ {SWAPPED_US_MAX:g} µs",
+        swapped,
+    ),
+    "host-copy": Row("host driver copies, 64 MiB blocks", f"≥ {HOST_COPY_SHARE_MIN:.0%} of memcpy", host_copy),
+    "spill-write": Row(
+        "spill file, write",
+        f"≥ {SPILL_SHARE_MIN:.0%} of plain O_DIRECT",
+        lambda bench: spill(bench, "write"),
+    ),
+    "spill-read": Row(
+        "spill file, read",
+        f"≥ {SPILL_SHARE_MIN:.0%} of plain O_DIRECT",
+        lambda bench: spill(bench, "read"),
+    ),
+    "demo-growth": Row(
+        "demo, growth of the resident set",
+        f"≤ {GROWTH_RATIO_MAX} × plain",
+        lambda bench: demo_ratio(bench, "peak_bytes", GROWTH_RATIO_MAX),
+    ),
+    "demo-step": Row(
+        "demo, step time",
+        f"≤ {STEP_RATIO_MAX} × plain",
+        lambda bench: demo_ratio(bench, "step_seconds_median", STEP_RATIO_MAX),
+    ),
+    "demo-checkpoint": Row("demo, against checkpointing", "below it on both axes", demo_checkpoint),
+    "demo-glibc": Row("demo under this system's malloc", "both figures, honestly", glibc),
+    "second-tensor": Row("a second tensor of the same storage", "no second copy", second_tensor),
+}
+
+
+def table(findings: dict[str, Finding]) -> list[str]:
+    """Lay the rows out as Markdown does."""
+    verdicts = {True: "yes", False: "no", None: "–"}
+    cells = [("what", "reach", "measured", "met")]
+    cells += [
+        (ROWS[name].what, ROWS[name].reach, found.measured, verdicts[found.met]) for name, found in findings.items()
+    ]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def measure(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Finding], list[str]]:
+    """Measure the rows, telling on stderr which; a row that cannot be is named in the second list."""
+    findings: dict[str, Finding] = {}
+    unmeasured = []
+    for name in names:
+        print(f"{name} …", file=sys.stderr, flush=True)
+        try:
+            findings[name] = ROWS[name].measure(bench)
+        except (OSError, RuntimeError) as error:
+            findings[name] = Finding(f"not measured: {error}", None)
+            unmeasured.append(name)
+    return findings, unmeasured
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the rows asked for and print the table."""
+    parser = argparse.ArgumentParser(prog="reach.py", description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS) + " (all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure there")
+    parser.add_argument("--rounds", type=int, default=31, metavar="N", help="of each row (31)")
+    parser.add_argument("--demo-runs", type=int, default=3, metavar="N", help="of the demo (3)")
+    parser.add_argument("--spill-dir", default=default_spill_dir(), metavar="DIR")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script, measures nothing")
+    args = parser.parse_args(argv)
+    for name in args.rows:
+        if name not in ROWS:
+            parser.error(f"no row {name!r}; there are {', '.join(ROWS)}")
+    bench = Bench(
+        rounds=1 if args.quick else args.rounds,
+        demo_runs=1 if args.quick else args.demo_runs,
+        spill_dir=args.spill_dir,
+        quick=args.quick,
+    )
+    about = machine.describe()
+    findings, unmeasured = measure(bench, args.rows or list(ROWS))
+    print("\n".join(table(findings)))
+    if args.json is not None:
+        rows = {name: asdict(finding) for name, finding in findings.items()}
+        kept_figures = {"format": "offload-reach/1", "machine": about, "quick": args.quick, "rows": rows}
+        args.json.write_text(json.dumps(kept_figures, indent=1), encoding="utf-8")
+    return 1 if unmeasured else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
