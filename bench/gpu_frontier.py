@@ -149,7 +149,7 @@ def run(contestant: Contestant, setting: Setting, steps_timed: int) -> Outcome:
     is_cuda = device == "cuda"
     outcome = Outcome(
         step_seconds=taken[STEPS_TO_SETTLE:],
-        losses=[loss.item().hex() for loss in losses],
+        losses=[float(loss.item()).hex() for loss in losses],
         peak_allocated_bytes=torch.cuda.max_memory_allocated() if is_cuda else None,
         peak_reserved_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
         gradients=[p.grad.cpu() for p in model.parameters() if p.grad is not None],
@@ -196,7 +196,7 @@ def contestants(eligible: int) -> list[Contestant]:
 def count_eligible(setting: Setting) -> int:
     """Storages that a step of the engine would swap, found by one step."""
     model, _ = build(setting, checkpointed=False)
-    options = {"min_tensor_bytes": setting.min_tensor_bytes, "n_tensors": -1}
+    options: dict[str, Any] = {"min_tensor_bytes": setting.min_tensor_bytes, "n_tensors": -1}
     with offload.enable(model, **options) as handle:
         train_step(model, handle.step(), *batch_of(setting, 0))
         return handle.report().swapped.tensors

@@ -142,10 +142,24 @@ void register_store(py::module_& module) {
           ReleaseGil())
       .def(
           "swap_out",
-          [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need) {
-            return store.swap_out(pointer(source), bytes, pointer(compute), need);
+          // `departure`, where given, gets the ticket and is appended to `departures` before any Python code can run,
+          // an interrupt's included: whoever holds the source never loses sight of the copy.
+          [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need,
+             const py::object& departure, const py::object& departures) {
+            std::unique_ptr<Ticket> ticket;
+            {
+              py::gil_scoped_release release;
+              ticket = std::make_unique<Ticket>(store.swap_out(pointer(source), bytes, pointer(compute), need));
+            }
+            py::object handle = py::cast(std::move(ticket));
+            if (!departure.is_none()) {
+              departure.attr("ticket") = handle;
+              departures.attr("append")(departure);
+            }
+            return handle;
           },
-          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0, ReleaseGil())
+          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0,
+          py::arg("departure") = py::none(), py::arg("departures") = py::none())
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
       .def("trim", &SwapStore::trim, ReleaseGil())
       .def("stats", [](SwapStore& store) { return to_dict(store.stats()); })

@@ -54,6 +54,7 @@ class DirectStore final : public SwapStore {
   using Ref = std::shared_ptr<DirectSlot>;
 
   void write_out(const Ref& slot);
+  void copy_out(DirectSlot& slot);
   void read_slice();
   void end_in(DirectSlot& slot, State state);
   void free_slot(DirectSlot& slot);
@@ -99,29 +100,36 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
       return slot;
     }
     outgoing_.push_back(slot);
+    slot->out_event = events_->take();
+    lanes_->event_arm(slot->out_event.get());
   }
   lanes_->call(out_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this()), slot] {
     store->write_out(slot);
   });
-  slot->out_event = events_->record(out_lane_);
   return slot;
 }
 
 void DirectStore::write_out(const Ref& slot) {
+  bool cancelled;
   {
     std::lock_guard lock(mutex_);
     outgoing_.erase(std::find(outgoing_.begin(), outgoing_.end(), slot));
-    if (slot->state != State::queued) return;
-    advance(*slot, State::copying_out);
+    cancelled = slot->state != State::queued;
+    if (!cancelled) advance(*slot, State::copying_out);
   }
+  if (!cancelled) copy_out(*slot);
+  lanes_->event_fire(slot->out_event.get());
+}
+
+void DirectStore::copy_out(DirectSlot& slot) {
   const auto begin = Clock::now();
   Extent extent;
   std::exception_ptr failure;
   try {
-    save_ragged(*slot);
-    extent = file_.allocate(slot->middle_bytes);
-    const char* middle = static_cast<const char*>(slot->source) + slot->head_bytes;
-    slot->crc_out = file_.write(extent, 0, middle, slot->middle_bytes, 0);
+    save_ragged(slot);
+    extent = file_.allocate(slot.middle_bytes);
+    const char* middle = static_cast<const char*>(slot.source) + slot.head_bytes;
+    slot.crc_out = file_.write(extent, 0, middle, slot.middle_bytes, 0);
   } catch (...) {
     failure = std::current_exception();
     file_.release(extent);
@@ -129,17 +137,17 @@ void DirectStore::write_out(const Ref& slot) {
   std::lock_guard lock(mutex_);
   stats_.out_seconds += std::chrono::duration<double>(Clock::now() - begin).count();
   if (failure != nullptr) {
-    slot->failure = failure;
+    slot.failure = failure;
     ++stats_.failed;
-    advance(*slot, State::failed);
+    advance(slot, State::failed);
   } else {
-    slot->extent = extent;
+    slot.extent = extent;
     ++stats_.out_copies;
-    stats_.out_bytes += slot->bytes;
-    stats_.spilled_bytes += slot->middle_bytes;
-    advance(*slot, State::on_disk);
+    stats_.out_bytes += slot.bytes;
+    stats_.spilled_bytes += slot.middle_bytes;
+    advance(slot, State::on_disk);
   }
-  if (slot->released) free_slot(*slot);
+  if (slot.released) free_slot(slot);
 }
 
 bool DirectStore::cancel(Slot& slot) {

@@ -10,14 +10,16 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from offload import _core
 
-IN_FLIGHT_BYTES_MAX = {"cpu": 256 << 20, "cuda": 1 << 30}
+IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
 
+# Identity of the tensor that owns the version counter, its version, first byte, bytes.
 StorageKey = tuple[int, int, int, int]
 
 
@@ -46,12 +48,12 @@ class ByteCounter:
 
 
 class Departure:
-    """A source on its way out: kept whole until its copy no longer reads it."""
+    """A source on its way out: kept whole until its copy no longer reads it. The store sets `ticket`."""
 
     __slots__ = ("nbytes", "record", "source", "stream", "ticket")
+    ticket: _core.Ticket
 
-    def __init__(self, ticket: _core.Ticket, source: torch.UntypedStorage, nbytes: int, stream: int) -> None:
-        self.ticket = ticket
+    def __init__(self, source: torch.UntypedStorage, nbytes: int, stream: int) -> None:
         self.source: torch.UntypedStorage | None = source
         self.nbytes = nbytes
         self.stream = stream
@@ -86,10 +88,10 @@ class SwappedStorage:
         "_engine",
         "_incoming",
         "_lock",
+        "_owner",
         "_storage",
         "_stream",
         "_views_left",
-        "_weak_storage",
         "key",
         "nbytes",
         "residue",
@@ -101,7 +103,7 @@ class SwappedStorage:
         self,
         engine: Engine,
         ticket: _core.Ticket,
-        source: torch.UntypedStorage,
+        owner: object,
         key: StorageKey,
         nbytes: int,
         residue: int,
@@ -115,12 +117,16 @@ class SwappedStorage:
         self.views = 0
         self._views_left = 0
         self._lock = threading.Lock()
-        # A weak reference keeps the storage object's address from being used again: identity, not coincidence.
-        self._weak_storage = source._weak_ref()
+        # A weak reference keeps the owner's address from being used again: identity, not coincidence.
+        self._owner = owner
         self._departure: Departure | None = departure
         self._storage: torch.UntypedStorage | None = None
         self._incoming = False
         self._stream = 0
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor without elements, of the same kind."""
+        return self._engine.empty(tensor.dtype)
 
     def add_view(self) -> None:
         """Count one more saved view of these bytes."""
@@ -213,7 +219,6 @@ class SwappedStorage:
     def tear_down(self) -> None:
         """Give everything back; the last lease is gone. Waits for nothing."""
         engine = self._engine
-        torch.UntypedStorage._free_weak_ref(self._weak_storage)  # type: ignore[no-untyped-call]
         engine.unswapped.add(-self.nbytes)
         departure, self._departure = self._departure, None
         if departure is not None:
@@ -254,7 +259,9 @@ class SwappedView:
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
         self._version = tensor._version
-        self._probe = record._engine.version_probe(tensor, self._is_conj, self._is_neg)
+        # Shares the tensor's version counter, and holds none of its memory.
+        self._probe = tensor.detach()
+        self._probe.data = record.empty_like(tensor)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, lease: Lease) -> SwappedView:
@@ -283,7 +290,19 @@ class SwappedView:
                 tensor = torch._conj(tensor)
             if self._is_neg:
                 tensor = torch._neg_view(tensor)
-        return tensor
+            # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
+            restored = self._probe.detach()
+            restored.data = tensor
+        return restored
+
+
+def _discard(queue: deque[Any], entry: object) -> bool:
+    """Take an entry out of a queue that other threads use too. False where it is gone already."""
+    try:
+        queue.remove(entry)
+    except ValueError:
+        return False
+    return True
 
 
 class Engine:
@@ -303,7 +322,6 @@ class Engine:
         self.store = store
         self.device = device
         self.in_flight_bytes_max = in_flight_bytes_max or IN_FLIGHT_BYTES_MAX[device.type]
-        self.in_flight_bytes = 0
         self.resident = ByteCounter()  # of swapped storages: what is on the device
         self.unswapped = ByteCounter()  # the same storages, had they stayed
         self.misses = 0
@@ -314,7 +332,6 @@ class Engine:
         self._live: dict[StorageKey, LeaseReference] = {}
         self._departing: deque[Departure] = deque()
         self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
-        self._collecting = threading.Lock()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
 
     def current_stream(self) -> int:
@@ -324,23 +341,18 @@ class Engine:
     def allocate(self, nbytes: int, residue: int) -> tuple[torch.UntypedStorage, int, _core.HostBlock | None, int]:
         """Fresh device memory on the current stream: storage, stream, the owner a copy must hold, address."""
         if self._is_cuda:
-            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            return tensor.untyped_storage(), self.current_stream(), None, tensor.data_ptr()
+            # Not torch.empty: that fills its memory where algorithms shall be deterministic.
+            storage = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
+            return storage, self.current_stream(), None, storage.data_ptr()
         block = _core.HostBlock(nbytes, self._alignment, residue)
         return torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, block, block.address
 
-    def version_probe(self, tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
-        """A tensor without memory that shares `tensor`'s version counter."""
-        probe = tensor.detach()
-        if is_conj:
-            probe = torch._conj(probe)
-        if is_neg:
-            probe = torch._neg_view(probe)
-        empty = self._empty.get(tensor.dtype)
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the device without elements."""
+        empty = self._empty.get(dtype)
         if empty is None:
-            empty = self._empty[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        probe.data = empty
-        return probe
+            empty = self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+        return empty
 
     @staticmethod
     def identity(tensor: torch.Tensor) -> int:
@@ -348,26 +360,40 @@ class Engine:
         return int(tensor.untyped_storage()._cdata)
 
     @staticmethod
-    def key_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, StorageKey]:
-        """The storage and which bytes of it to move: all of it, or the span of a view that covers less than half."""
-        storage = tensor.untyped_storage()
-        storage_nbytes = storage.nbytes()
+    def key_of(tensor: torch.Tensor) -> StorageKey:
+        """Which bytes to move: all of the storage, or the span of a view that covers less than half of it.
+
+        Views share the version counter of their base; aliases that autograd does not know as views (`unsafe_chunk`,
+        `.data`) have their own, so that a write through one goes unnoticed by the others: they are not the same.
+        """
+        storage_nbytes = tensor.untyped_storage().nbytes()
+        base = tensor._base
+        owner = int((tensor if base is None else base)._cdata)
         if 2 * tensor.nbytes < storage_nbytes:
             extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            span_nbytes = extent * tensor.itemsize
+            span_nbytes = int(extent) * tensor.itemsize
             if 2 * span_nbytes < storage_nbytes:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
-                return storage, (storage._cdata, tensor._version, begin, span_nbytes)
-        return storage, (storage._cdata, tensor._version, 0, storage_nbytes)
+                return owner, tensor._version, begin, span_nbytes
+        return owner, tensor._version, 0, storage_nbytes
 
-    def find(self, storage: torch.UntypedStorage, key: StorageKey) -> Lease | None:
+    @staticmethod
+    def is_untracked_part(tensor: torch.Tensor) -> bool:
+        """Whether it is a part of a storage whose other parts autograd does not connect with it (`unsafe_chunk`).
+
+        They may be written at any time without its version telling, while its bytes are being copied among theirs.
+        """
+        return tensor._base is None and tensor.nbytes < tensor.untyped_storage().nbytes()
+
+    def find(self, tensor: torch.Tensor, key: StorageKey) -> Lease | None:
         """The lease on these bytes, or on the whole storage around them, where they have been swapped out already."""
         reference = self._live.get(key)
-        if reference is None and key[3] != storage.nbytes():
-            reference = self._live.get((key[0], key[1], 0, storage.nbytes()))
+        if reference is None:
+            whole = (key[0], key[1], 0, tensor.untyped_storage().nbytes())
+            reference = self._live.get(whole) if whole != key else None
         return reference() if reference is not None else None
 
-    def swap_out(self, storage: torch.UntypedStorage, key: StorageKey, need: int) -> Lease:
+    def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
         """Begin to copy bytes out. When nobody holds the lease any more, its slot is free again.
 
         Ordering: the copy starts after what the current stream has queued. The source is held until it has ended.
@@ -379,22 +405,26 @@ class Engine:
         """
         self.collect()
         _, _, begin, nbytes = key
+        storage = tensor.untyped_storage()
         address = storage.data_ptr() + begin
         stream = self.current_stream()
-        ticket = self.store.swap_out(address, nbytes, stream, need)
-        departure = Departure(ticket, storage, nbytes, stream)
-        residue = address % self._alignment
-        record = SwappedStorage(self, ticket, storage, key, nbytes, residue, departure)
+        if self._is_cuda:
+            # Nothing where the block is this stream's own; a block of another stream must outlive what reads it here.
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+        departure = Departure(storage, nbytes, stream)
+        # The store enters the departure itself: no interrupt can come between the copy's start and the source's hold.
+        ticket = self.store.swap_out(address, nbytes, stream, need, departure, self._departing)
+        base = tensor._base
+        owner = torch._C._WeakTensorRef(tensor if base is None else base)  # type: ignore[attr-defined]
+        record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, departure)
+        self.unswapped.add(nbytes)
+        self.resident.add(nbytes)
         departure.record = record
         lease = Lease(record)
         reference = LeaseReference(lease, self._gone)
         reference.record = record
         self._live[key] = reference
-        self.unswapped.add(nbytes)
-        self.resident.add(nbytes)
-        self._departing.append(departure)
-        self.in_flight_bytes += nbytes
-        while self.in_flight_bytes > self.in_flight_bytes_max:
+        while len(self._departing) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
             self._await_oldest()
         return lease
 
@@ -402,30 +432,32 @@ class Engine:
         """A weak reference to a lease that was just given out."""
         return self._live[lease.record.key]
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of the sources held for copies that have not ended."""
+        return sum(departure.nbytes for departure in tuple(self._departing))
+
     def collect(self) -> None:
         """Let go of every source and target that no copy touches any more. Waits for nothing."""
-        if not self._collecting.acquire(blocking=False):
-            return
-        try:
-            departing = self._departing
-            while departing and departing[0].ticket.out_done():
-                self._depart(departing.popleft())
-            retired = self._retired
-            while retired and retired[0][0].in_done():
-                retired.popleft()
-        finally:
-            self._collecting.release()
+        while self._departing:
+            oldest = self._departing[0]
+            if not oldest.ticket.out_done():
+                break
+            self._depart(oldest)
+        while self._retired:
+            ticket, _ = entry = self._retired[0]
+            if not ticket.in_done():
+                break
+            _discard(self._retired, entry)
 
     def _await_oldest(self) -> None:
-        with self._collecting:
-            if not self._departing:
-                return
-            oldest = self._departing.popleft()
+        oldest = self._departing[0]
         oldest.ticket.wait_out(oldest.stream)
         self._depart(oldest)
 
     def _depart(self, departure: Departure) -> None:
-        self.in_flight_bytes -= departure.nbytes
+        if not _discard(self._departing, departure):
+            return  # another thread was faster
         failed = departure.ticket.state == "failed"
         if failed:
             self.failed += 1
@@ -452,9 +484,12 @@ class Engine:
         """Wait until every copy begun so far has ended, and let go of what they held."""
         while self._departing:
             self._await_oldest()
-        while self._retired:
+        if self._retired:
             self.store.quiesce()
             self.collect()
+        for reference in list(self._live.values()):
+            if reference() is None:  # an interrupt hit its teardown
+                self._gone(reference)
 
     @property
     def live_records(self) -> int:

@@ -36,7 +36,7 @@ class Policy(Protocol):
     def supports(self, tensor: Tensor) -> bool:
         """Whether the engine can move tensors of this kind."""
 
-    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
+    def why_held(self, tensor: Tensor) -> str | None:
         """Who holds this storage anyway, so that moving it would free nothing; None where nobody is known to."""
 
     def is_excluded(self) -> bool:
@@ -56,10 +56,10 @@ class Round:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
         self._engine = policy.engine
         self._min_nbytes = policy.options.min_tensor_bytes
         self._counts = policy.counts
+        self.policy = policy
         self.attached = False
         self._signature: object = None
         self._schedule: Schedule | None = None
@@ -117,26 +117,29 @@ class Round:
         count.tensors += 1
         count.nbytes += nbytes
         watched = index if self._recorder is not None or index in self._watched else None
-        return tensor.detach(), tensor._version, watched
+        # A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version, watched
 
     def _pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        policy = self._policy
+        policy = self.policy
         if nbytes == 0:
             return self._keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self._keep(tensor, index, "unsupported kind", nbytes)
-        storage, key = self._engine.key_of(tensor)
-        lease = self._engine.find(storage, key)
+        if self._engine.is_untracked_part(tensor):
+            return self._keep(tensor, index, "view of a larger storage", nbytes)
+        key = self._engine.key_of(tensor)
+        lease = self._engine.find(tensor, key)
         if lease is not None:
             return self._pack_duplicate(tensor, index, lease)
         if key[3] < self._min_nbytes:
-            small = storage.nbytes() < self._min_nbytes
+            small = tensor.untyped_storage().nbytes() < self._min_nbytes
             return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
-        reason = policy.why_held(tensor, key[0]) or self._reason_to_keep(index, key[3])
+        reason = policy.why_held(tensor) or self._reason_to_keep(index, key[3])
         if reason is not None:
             return self._keep(tensor, index, reason, nbytes)
         try:
-            lease = self._engine.swap_out(storage, key, self._need(index))
+            lease = self._engine.swap_out(tensor, key, self._need(index))
         except (_core.PoolExhausted, _core.SpillError) as error:
             policy.warn_once(error)
             return self._keep(tensor, index, "host limit", nbytes)
@@ -157,7 +160,7 @@ class Round:
 
     def _reason_to_keep(self, index: int, nbytes: int) -> str | None:
         """Why policy keeps this storage; None: it moves. Notes it for the recorder, checks it against the schedule."""
-        if self._policy.is_excluded():
+        if self.policy.is_excluded():
             return "excluded"
         if self._recorder is not None:
             self._recorder.packed(index, nbytes)
@@ -171,7 +174,7 @@ class Round:
             # Another branch than the recorded one: go on by demand, and record that signature anew.
             self._schedule = None
             self._watched = {}
-            self._policy.forget_schedule(self._signature)
+            self.policy.forget_schedule(self._signature)
             return None
         return None if index in schedule.swapped else "n_tensors"
 
@@ -188,8 +191,12 @@ class Round:
             self._recorder.unpacked(index)
             return
         schedule = self._schedule
+        if schedule is None:
+            return
         node = self._watched.get(index)
-        if schedule is None or node is None:
+        if node is None:
+            if index in schedule.swapped:  # the recorded backward did not ask for it: it saw a part of the graph only
+                self.policy.forget_schedule(self._signature)
             return
         if node < self._node:
             self._start_over(schedule, index, node)
@@ -206,7 +213,7 @@ class Round:
     def _start_over(self, schedule: Schedule, index: int, node: int) -> None:
         """Backward went back: a second pass over a retained graph, or another order than the recorded one."""
         if index not in self._used:
-            self._policy.forget_schedule(self._signature)
+            self.policy.forget_schedule(self._signature)
         self._used.clear()
         order = schedule.use_order
         self._next_use = next((i for i, (use, _) in enumerate(order) if use >= node), len(order))

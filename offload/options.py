@@ -141,7 +141,7 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
 def default_spill_dir() -> str:
     """A folder for temporary files that is on a disk where there is one: a tmpfs would be RAM again."""
     candidates = [os.environ.get("OFFLOAD_SPILL_DIR"), tempfile.gettempdir(), "/var/tmp"]
-    usable = [path for path in candidates if path and os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)]
+    usable = [path for path in candidates if path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)]
     on_disk = [path for path in usable if not is_in_memory(path)]
     if not usable:
         raise FileNotFoundError(2, "no writable folder for the spill file; give spill_dir", tempfile.gettempdir())

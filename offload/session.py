@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,25 +123,21 @@ class Session:
         if not self._applies() or self._current_round() is not None:
             yield
             return
-        with self._round() as current:
-            self._local.step = current
-            try:
-                yield
-            finally:
-                self._local.step = None
+        with self._round():
+            yield
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
         self.engine.collect()
-        kept = {reason: count for reason, count in self.counts.items() if count.tensors}
+        kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
         return Report(
             steps=self.counts.steps,
             device=str(self._device),
             tier=self._tier(),
             allocator=allocator.describe() if self._device.type == "cpu" else "torch's caching allocator",
-            swapped=self.counts.swapped,
+            swapped=replace(self.counts.swapped),
             kept=kept,
-            deduplicated=self.counts.duplicates,
+            deduplicated=replace(self.counts.duplicates),
             peak_saved_bytes=self.engine.resident.peak,
             peak_saved_bytes_unswapped=self.engine.unswapped.peak,
             store=self.engine.store.stats(),
@@ -182,9 +179,10 @@ class Session:
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         )
 
-    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
+    def why_held(self, tensor: Tensor) -> str | None:
         """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
         base = tensor._base
+        storage_id = Engine.identity(tensor)
         if storage_id in self._parameters or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
             return "parameter"
         if tensor.requires_grad:
@@ -221,19 +219,17 @@ class Session:
         )
 
     def _current_round(self) -> Round | None:
-        current: Round | None = getattr(self._local, "round", None)
-        return current
+        """The round whose hooks are on top in this thread, where it is one of ours."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        current = getattr(top[0], "__self__", None) if top is not None else None
+        return current if isinstance(current, Round) and current.policy is self else None
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
         current = Round(self)
-        self._local.round = current
         self._local.excluded = 0
-        try:
-            with saved_tensors_hooks(current.pack, current.unpack):
-                yield current
-        finally:
-            self._local.round = None
+        with saved_tensors_hooks(current.pack, current.unpack):
+            yield current
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies() or _checkpoint_is_innermost():
@@ -241,8 +237,7 @@ class Session:
         current = self._current_round()
         if current is None:
             return self._own_round(args, kwargs)
-        in_step: Round | None = getattr(self._local, "step", None)
-        if in_step is current and not current.attached:
+        if not current.attached:  # the first forward within `step`
             self._attach(current, args, kwargs)
         return nullcontext()
 

@@ -27,43 +27,40 @@ def suite() -> Any:
     return gpu_suite
 
 
-def run_suite(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "bench" / "gpu_suite.py"), "--out", str(out), "--no-build", *options]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OFFLOAD_REQUIRE_CUDA": "0"}
-    paths = [str(ROOT), hidden.get("PYTHONPATH", "")]
-    hidden["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return subprocess.run(command, capture_output=True, text=True, env=hidden, cwd=out.parent, check=False)
-
-
 def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def test_without_a_device_parts_are_skipped_and_say_so(tmp_path: Path) -> None:
-    run = run_suite(tmp_path / "out")
-    assert run.returncode == 0, run.stdout + run.stderr
-    summary = read(tmp_path / "out" / "summary.json")
-    assert list(summary["parts"]) == PARTS[1:]
-    assert summary["failed"] == []
-    for name, part in summary["parts"].items():
-        assert part["status"] == "skipped", name
-        assert part["reason"].startswith("no device")
-    for key in ("date", "commit", "torch", "device", "processor", "python"):
-        assert key in summary["machine"]
-    assert read(tmp_path / "out" / "driver.json")["results"]["device_count"] == {"torch": 0, "offload": 0}
-
-
-def test_where_a_device_is_required_a_skip_is_a_failure(tmp_path: Path) -> None:
-    run = run_suite(tmp_path / "out", "--only", "copies,frontier", "--require-cuda")
-    assert run.returncode == 1
-    assert "failed: copies, frontier" in run.stdout
-    assert read(tmp_path / "out" / "summary.json")["failed"] == ["copies", "frontier"]
+@pytest.mark.parametrize("strict", [False, True])
+def test_without_a_device_parts_are_skipped_and_say_so(
+    tmp_path: Path, suite: Any, strict: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("OFFLOAD_REQUIRE_CUDA", raising=False)
+    options = ["--out", str(tmp_path), "--no-build", "--only", "tests,copies,demo,frontier"]
+    status = suite.main([*options, "--require-cuda"] if strict else options)
+    summary = read(tmp_path / "summary.json")
+    assert list(summary["parts"]) == PARTS[2:]
+    assert all(part["status"] == "skipped" for part in summary["parts"].values())
+    assert all(part["reason"].startswith("no device") for part in summary["parts"].values())
+    assert set(summary["machine"]) >= {"date", "commit", "torch", "device", "processor", "python"}
+    assert summary["failed"] == (PARTS[2:] if strict else [])
+    assert status == (1 if strict else 0)
+    assert ("failed: tests, copies, demo, frontier" if strict else "no part failed") in capsys.readouterr().out
 
 
 def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
-    run = run_suite(tmp_path / "out", "--only", "copies,frontier", "--rehearse")
-    copies, frontier = (read(tmp_path / "out" / f"{name}.json") for name in ("copies", "frontier"))
+    out = tmp_path / "out"
+    command = [sys.executable, str(ROOT / "bench" / "gpu_suite.py"), "--out", str(out), "--no-build", "--rehearse"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OFFLOAD_REQUIRE_CUDA": "0", "OMP_NUM_THREADS": "1"}
+    hidden["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), hidden.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [*command, "--only", "driver,copies,frontier"], capture_output=True, text=True, env=hidden, check=False
+    )
+    driver, copies, frontier = (read(out / f"{name}.json") for name in ("driver", "copies", "frontier"))
     assert run.returncode == 0, run.stdout + copies["stderr"] + frontier["stdout"] + frontier["stderr"]
+    assert driver["status"] == "skipped"
+    assert driver["results"]["device_count"] == {"torch": 0, "offload": 0}
     assert copies["machine"]["rehearsal"]
     assert copies["results"]["arrived_whole"]
     assert {row["direction"] for row in copies["results"]["copies"]} == {"out", "in", "both"}
@@ -72,8 +69,7 @@ def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in frontier["results"]["rows"]}
     assert {"plain", "checkpoint per block", "save_on_cpu", "offload all, lb 8", "offload 25%, lb 8"} <= set(rows)
     assert all(row["equal"] for row in rows.values())
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["copies.json", "frontier.json", "summary.json"]
+    assert len(list(out.iterdir())) == 4  # and no draft of a file is left
 
 
 def test_what_it_leaves_is_flat_and_little(tmp_path: Path, suite: Any) -> None:
@@ -84,7 +80,10 @@ def test_what_it_leaves_is_flat_and_little(tmp_path: Path, suite: Any) -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in every)
 
 
-def test_a_part_that_takes_too_long_is_ended_and_its_results_kept(tmp_path: Path, suite: Any) -> None:
+def test_a_part_that_takes_too_long_is_ended_and_its_results_kept(
+    tmp_path: Path, suite: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "SECONDS_TO_STOP", 0.0)
     result = tmp_path / "slow.json"
     code = (
         "import subprocess, sys, time; print('begun', flush=True); "
@@ -92,12 +91,12 @@ def test_a_part_that_takes_too_long_is_ended_and_its_results_kept(tmp_path: Path
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(600)"
     )
-    part = suite.Part("slow", 6.0, False, (sys.executable, "-c", code))
+    part = suite.Part("slow", 2.0, False, (sys.executable, "-c", code))
     outcome = suite.run_part(part, work=tmp_path, seconds_left=100.0, paths=[])
     suite.keep(outcome, tmp_path, {})
     kept = read(result)
     assert kept["status"] == "failed"
-    assert kept["reason"].startswith("timed out after 6 s")
+    assert kept["reason"].startswith("timed out after 2 s")
     assert kept["results"] == {"rows": [1, 2]}
     assert kept["stdout"] == "begun\n"
     state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
@@ -114,7 +113,6 @@ def test_a_part_that_fails_is_named(tmp_path: Path, suite: Any) -> None:
     assert suite.summarize([outcome], tmp_path, {}, strict=False) == ["broken"]
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    run = run_suite(tmp_path / "out", "--only", "driver,speed")
-    assert run.returncode == 2
-    assert "no part speed; there are build, driver" in run.stderr
+def test_an_unknown_part_is_refused(tmp_path: Path, suite: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--out", str(tmp_path), "--only", "driver,speed"]) == 2
+    assert "no part speed; there are build, driver" in capsys.readouterr().err
