@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from offload import _core
 IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
 
+Entry = TypeVar("Entry")
 # Identity of the tensor that owns the version counter, its version, first byte, bytes.
 StorageKey = tuple[int, int, int, int]
 
@@ -124,9 +125,9 @@ class SwappedStorage:
         self._incoming = False
         self._stream = 0
 
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without elements, of the same kind."""
-        return self._engine.empty(tensor.dtype)
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the device without elements."""
+        return self._engine.empty(dtype)
 
     def add_view(self) -> None:
         """Count one more saved view of these bytes."""
@@ -261,7 +262,7 @@ class SwappedView:
         self._version = tensor._version
         # Shares the tensor's version counter, and holds none of its memory.
         self._probe = tensor.detach()
-        self._probe.data = record.empty_like(tensor)
+        self._probe.data = record.empty(tensor.dtype)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, lease: Lease) -> SwappedView:
@@ -296,6 +297,14 @@ class SwappedView:
         return restored
 
 
+def _oldest(queue: deque[Entry]) -> Entry | None:
+    """The front of a queue that other threads use too."""
+    try:
+        return queue[0]
+    except IndexError:
+        return None
+
+
 def _discard(queue: deque[Any], entry: object) -> bool:
     """Take an entry out of a queue that other threads use too. False where it is gone already."""
     try:
@@ -322,6 +331,7 @@ class Engine:
         self.store = store
         self.device = device
         self.in_flight_bytes_max = in_flight_bytes_max or IN_FLIGHT_BYTES_MAX[device.type]
+        self.in_flight_bytes = 0
         self.resident = ByteCounter()  # of swapped storages: what is on the device
         self.unswapped = ByteCounter()  # the same storages, had they stayed
         self.misses = 0
@@ -424,6 +434,7 @@ class Engine:
         reference = LeaseReference(lease, self._gone)
         reference.record = record
         self._live[key] = reference
+        self.in_flight_bytes += nbytes
         while len(self._departing) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
             self._await_oldest()
         return lease
@@ -432,32 +443,23 @@ class Engine:
         """A weak reference to a lease that was just given out."""
         return self._live[lease.record.key]
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes of the sources held for copies that have not ended."""
-        return sum(departure.nbytes for departure in tuple(self._departing))
-
     def collect(self) -> None:
         """Let go of every source and target that no copy touches any more. Waits for nothing."""
-        while self._departing:
-            oldest = self._departing[0]
-            if not oldest.ticket.out_done():
-                break
-            self._depart(oldest)
-        while self._retired:
-            ticket, _ = entry = self._retired[0]
-            if not ticket.in_done():
-                break
+        while (departure := _oldest(self._departing)) is not None and departure.ticket.out_done():
+            self._depart(departure)
+        while (entry := _oldest(self._retired)) is not None and entry[0].in_done():
             _discard(self._retired, entry)
 
     def _await_oldest(self) -> None:
-        oldest = self._departing[0]
-        oldest.ticket.wait_out(oldest.stream)
-        self._depart(oldest)
+        departure = _oldest(self._departing)
+        if departure is not None:
+            departure.ticket.wait_out(departure.stream)
+            self._depart(departure)
 
     def _depart(self, departure: Departure) -> None:
         if not _discard(self._departing, departure):
             return  # another thread was faster
+        self.in_flight_bytes -= departure.nbytes
         failed = departure.ticket.state == "failed"
         if failed:
             self.failed += 1
@@ -484,6 +486,7 @@ class Engine:
         """Wait until every copy begun so far has ended, and let go of what they held."""
         while self._departing:
             self._await_oldest()
+        self.in_flight_bytes = 0
         if self._retired:
             self.store.quiesce()
             self.collect()
