@@ -34,10 +34,7 @@ std::optional<int> probe;
 
 def find_compiler() -> list[str]:
     """Return the command of a C++17 compiler (``$CXX``, else the first of the usual names)."""
-    remedy = (
-        "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora), "
-        "or xcode-select --install (macOS)"
-    )
+    remedy = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora), or xcode-select --install (macOS)"
     if os.environ.get("CXX"):
         candidates = [shlex.split(os.environ["CXX"])]
     else:
@@ -149,8 +146,6 @@ class CMakeBuild(build_ext):
 if __name__ == "__main__":
     setup(
         license="Apache-2.0",
-        ext_modules=[
-            Extension("offload._core", sources=SOURCES, depends=[*HEADERS, "csrc/CMakeLists.txt"])
-        ],
+        ext_modules=[Extension("offload._core", sources=SOURCES, depends=[*HEADERS, "csrc/CMakeLists.txt"])],
         cmdclass={"build_ext": CMakeBuild},
     )

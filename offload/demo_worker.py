@@ -135,7 +135,7 @@ class Contestant:
         if name == "offloaded":
             import offload
 
-            self._handle = offload.enable(model, n_tensors=-1, lb=4)
+            self._handle = offload.enable(model)
 
     def step(self) -> AbstractContextManager[Any]:
         """Enter around a step's forward and loss."""

@@ -59,6 +59,7 @@ class Round:
         self._engine = policy.engine
         self._min_nbytes = policy.options.min_tensor_bytes
         self._counts = policy.counts
+        self._reason_unchosen = "needed soon" if policy.options.n_tensors is None else "n_tensors"
         self.policy = policy
         self.attached = False
         self._signature: object = None
@@ -88,6 +89,8 @@ class Round:
             nbytes = tensor.nbytes
             if nbytes < self._min_nbytes and not tensor._is_view():
                 return self._keep(tensor, index, "small", nbytes)
+            if type(tensor) is Parameter or type(tensor._base) is Parameter:
+                return self._keep(tensor, index, "parameter", nbytes)
             return self._pack_candidate(tensor, index, nbytes)
         return self._keep(tensor, index, "unsupported kind", 0)
 
@@ -169,14 +172,14 @@ class Round:
         if schedule is None:
             return None
         if index in schedule.duplicates:
-            return "n_tensors"
+            return self._reason_unchosen
         if not schedule.expects(index, nbytes):
             # Another branch than the recorded one: go on by demand, and record that signature anew.
             self._schedule = None
             self._watched = {}
             self.policy.forget_schedule(self._signature)
             return None
-        return None if index in schedule.swapped else "n_tensors"
+        return None if index in schedule.swapped else self._reason_unchosen
 
     def _need(self, index: int) -> int:
         """Rank for the disk: the larger, the later it is needed."""

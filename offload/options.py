@@ -19,7 +19,7 @@ LOOKAHEAD_NODES_DEFAULT = 4
 class Options:
     """The checked arguments of `offload.enable`; sizes in bytes."""
 
-    n_tensors: int
+    n_tensors: int | None  # None: all but those that backward wants at once
     lookahead_nodes: int
     min_tensor_bytes: int
     exclude: tuple[str, ...]
@@ -64,9 +64,9 @@ def check_options(
     )
 
 
-def _check_n_tensors(n_tensors: int | None) -> int:
+def _check_n_tensors(n_tensors: int | None) -> int | None:
     if n_tensors is None:
-        return -1
+        return None
     if isinstance(n_tensors, bool) or not isinstance(n_tensors, int) or n_tensors < -1:
         raise ValueError(f"n_tensors must be -1 (all), 0 (none) or a count, not {n_tensors!r}")
     return n_tensors

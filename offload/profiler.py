@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 
+SOON_LOOKAHEADS = 3
+
+
 @dataclass
 class SavedEntry:
     """One storage worth moving, as the recorded step saw it."""
@@ -73,13 +76,15 @@ class Recorder:
         if entry is not None and entry.first_use is None:
             entry.first_use = self._nodes
 
-    def schedule(self, n_tensors: int, lookahead_nodes: int) -> Schedule:
-        """Choose by hand: the `n_tensors` longest-lived storages (−1: all), each asked back `lookahead_nodes` ahead.
+    def schedule(self, n_tensors: int | None, lookahead_nodes: int) -> Schedule:
+        """Choose the `n_tensors` longest-lived storages (−1: all), each asked back `lookahead_nodes` ahead.
 
         Parameters
         ----------
         n_tensors
-            Storages to swap, longest-lived first: the earlier saved and the later used, the longer it lives.
+            Storages to swap, longest-lived first: the earlier saved and the later used, the longer it lives. None: all
+            but those that backward wants within its first `SOON_LOOKAHEADS` times `lookahead_nodes` nodes; they would
+            cost a copy each way for hardly any time away.
         lookahead_nodes
             Backward nodes between the start of a copy-in and its use.
         """
@@ -89,7 +94,11 @@ class Recorder:
             return last - entry.pack_index, -entry.pack_index
 
         longest_lived = sorted(self.entries.values(), key=lifetime, reverse=True)
-        chosen = longest_lived if n_tensors < 0 else longest_lived[:n_tensors]
+        if n_tensors is None:
+            soon = SOON_LOOKAHEADS * lookahead_nodes
+            chosen = [entry for entry in longest_lived if entry.first_use is None or entry.first_use >= soon]
+        else:
+            chosen = longest_lived if n_tensors < 0 else longest_lived[:n_tensors]
         swapped = frozenset(entry.pack_index for entry in chosen)
         use_order = tuple(
             sorted((entry.first_use, entry.pack_index) for entry in chosen if entry.first_use is not None)

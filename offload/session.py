@@ -379,7 +379,8 @@ def enable(
     memory_limit, max_slowdown
         Automatic planning; not there yet.
     n_tensors
-        Storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all). Default: all.
+        Storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all). Default: all but
+        those that backward wants at once.
     lb
         Lead: backward nodes between the start of a copy-in and its use, at least 1, or ``"auto"``.
     min_tensor_bytes

@@ -1,7 +1,7 @@
 """What every test shares: options, and GPU tests that cannot hide.
 
-A test marked `gpu` is skipped where there is no CUDA device, with that reason; OFFLOAD_REQUIRE_CUDA=1 turns the skip into
-a failure. `--all-databases` runs tests/test_databases.py on every case instead of the quick subset.
+A test marked `gpu` is skipped where there is no CUDA device, with that reason; OFFLOAD_REQUIRE_CUDA=1 turns the skip
+into a failure. `--all-databases` runs tests/test_databases.py on every case instead of the quick subset.
 """
 
 import os

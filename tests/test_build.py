@@ -45,9 +45,7 @@ def build() -> dict[str, Any]:
 
 
 def test_links_neither_cuda_nor_torch(extension: Path) -> None:
-    listing = subprocess.run(
-        ["readelf", "-d", str(extension)], capture_output=True, text=True, check=True
-    ).stdout
+    listing = subprocess.run(["readelf", "-d", str(extension)], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", listing)
     assert any(name.startswith("libc.so") for name in needed)
     assert [name for name in needed if re.search(r"cuda|nvidia|torch|c10", name)] == []
@@ -78,9 +76,7 @@ def test_missing_compiler_is_named(build: dict[str, Any], monkeypatch: pytest.Mo
         build["find_compiler"]()
 
 
-def test_unfit_compiler_is_named(
-    build: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unfit_compiler_is_named(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)

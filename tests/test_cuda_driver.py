@@ -46,9 +46,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]
 @pytest.mark.parametrize("check", CHECKS)
 def test_cuda_driver(check: str, program: tuple[Path, list[Path]]) -> None:
     checks, libraries = program
-    run = subprocess.run(
-        [checks, check, *libraries], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run([checks, check, *libraries], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
 
 

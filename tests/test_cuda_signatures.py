@@ -89,9 +89,7 @@ def find_headers() -> list[Path]:
     nvidia = importlib.util.find_spec("nvidia")
     for location in nvidia.submodule_search_locations or [] if nvidia else []:
         include_dirs += sorted(Path(location).glob("*/include"))
-    include_dirs += [
-        Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ
-    ]
+    include_dirs += [Path(os.environ[v]) / "include" for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     nvcc = shutil.which("nvcc")
     if nvcc:
         include_dirs.append(Path(nvcc).resolve().parents[1] / "include")
@@ -192,9 +190,7 @@ def test_wrong_prototype_is_caught(mutant: str, include_dir: Path, tmp_path: Pat
     (tmp_path / "cuda_api.h").write_text(text.replace(line, line.replace(old, new)))
     symbol = re.search(r"cu\w+", line.replace(old, new))
     assert symbol
-    assert f"prototype of {symbol[0]}" in compile_errors(
-        PROTOTYPES, include_dir, tmp_path, tmp_path
-    )
+    assert f"prototype of {symbol[0]}" in compile_errors(PROTOTYPES, include_dir, tmp_path, tmp_path)
 
 
 def test_wrong_constants_are_caught(include_dir: Path, tmp_path: Path) -> None:

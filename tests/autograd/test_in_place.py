@@ -1,10 +1,14 @@
-"""Saved tensors written to after they were saved: autograd's usual error or the values at the time of saving, no mix."""
+"""Saved tensors written to after they were saved: autograd's usual error or the values at that time, never a mix."""
 
 import pytest
 import torch
 from torch import nn
 
 CHANGED = r"modified by an inplace operation: \[.*FloatTensor.*is at version 1; expected version 0"
+
+
+def is_usual_error(error):
+    return "modified by an inplace operation" in str(error)
 
 
 def leaf(*shape):
@@ -120,7 +124,9 @@ def test_parameter_changed_between_forward_and_backward_is_the_usual_error(offlo
         result = model(leaf(60, 50))
         with torch.no_grad():
             model[2].weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is at version 2; expected version 1"):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation: .* is at version 2; expected version 1"
+        ):
             result.sum().backward()
         return None
 
@@ -276,7 +282,8 @@ def test_backward_that_writes_to_a_saved_tensor(offloaded, scribbles_first):
         try:
             sum(result.sum() for result in results).backward()
         except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
+            if not is_usual_error(error):
+                raise
             x = leaf(60, 50)
             between = x * 2
             (between.sin().sum() + (between * 2).sum()).backward()
@@ -308,7 +315,8 @@ def test_retained_graph_whose_backward_writes_to_a_saved_tensor(offloaded):
         try:
             second = torch.autograd.grad(result, x)[0]
         except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
+            if not is_usual_error(error):
+                raise
         else:
             assert torch.equal(first, second)
         return first

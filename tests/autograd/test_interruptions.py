@@ -1,5 +1,6 @@
 """Exceptions in forward, in backward and inside the engine itself, and checkpointing, which steers by exceptions."""
 
+import gc
 import sys
 import threading
 from contextlib import suppress
@@ -36,10 +37,8 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.blocks[0](x)
-        if self.reentrant is None:
-            x = self.blocks[1](x)
-        else:
-            x = checkpoint(self.blocks[1], x, use_reentrant=self.reentrant)
+        middle = self.blocks[1]
+        x = middle(x) if self.reentrant is None else checkpoint(middle, x, use_reentrant=self.reentrant)
         return self.blocks[2](self.before_last(x))
 
 
@@ -249,7 +248,8 @@ def interrupted_step(offloaded, line):
 def test_keyboard_interrupt_at_any_line_of_the_engine(offloaded, monkeypatch, stride):
     """Wherever it strikes: nothing stays behind, and the next step is right and moves tensors again."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # what strikes a weak reference's callback
-    if offloaded.setup.schedule == "delays" or (stride == 1 and not str(offloaded.setup).startswith("direct-threads")):
+    every_line = str(offloaded.setup).startswith("direct-threads")
+    if offloaded.setup.tier != "direct" or offloaded.setup.schedule == "delays" or every_line != (stride == 1):
         pytest.skip("every line on one setup, some lines on the quick others")
     broken, line = [], 1
     while True:
@@ -264,6 +264,7 @@ def test_keyboard_interrupt_at_any_line_of_the_engine(offloaded, monkeypatch, st
 
 
 def what_is_left(handle):
+    gc.collect()  # an interrupt that strikes an exception handler leaves tracebacks in a circle
     handle.engine.drain()
     handle.engine.store.quiesce()
     problems = []

@@ -1,4 +1,4 @@
-"""Every kind of tensor that autograd saves: what can move moves whole, what cannot stays, the gradients are the same."""
+"""Every kind of tensor that autograd saves: what can move moves whole, what cannot stays, gradients are the same."""
 
 import pytest
 import torch

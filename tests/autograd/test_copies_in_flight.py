@@ -1,0 +1,137 @@
+"""Memory that nobody wants any more, while a copy still writes to it: it is held until that copy has ended.
+
+The tests keep every reload target alive themselves, so that a write that comes too late is seen and harms nobody.
+"""
+
+import errno
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offload import _core
+
+POISON = 0xAB
+SEEDS = range(20)
+
+
+class Targets:
+    """The memory that an engine reloads into, and whether the engine has given it up."""
+
+    def __init__(self, engine):
+        self.blocks = []
+        self.allocate = engine.allocate
+        engine.allocate = self.follow
+
+    def follow(self, nbytes, residue):
+        storage, stream, owner, address = self.allocate(nbytes, residue)
+        self.blocks.append((storage._weak_ref(), np.frombuffer(owner, dtype=np.uint8)))
+        return storage, stream, owner, address
+
+    def poison_given_up(self):
+        """Overwrite what the engine holds no more; the allocator could have handed it to anybody."""
+        given_up = [block for weak, block in self.blocks if torch.UntypedStorage._expired(weak)]
+        for block in given_up:
+            block[:] = POISON
+        return given_up
+
+
+class Chain(nn.Module):
+    """Saves six tensors; a backward hook may raise in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x):
+        for number in range(6):
+            x = x.tanh()
+            if number == 3:
+                x.register_hook(self.check)
+        return x
+
+    def check(self, grad):
+        if self.fails:
+            raise ValueError("as asked")
+
+
+def enabled_chain(offloaded):
+    if offloaded.setup.tier != "slab":
+        pytest.skip("a copy of the direct tier owns its target itself")
+    model = Chain()
+    handle = offloaded.enable(model, lb=8)
+    return model, handle, Targets(handle.engine)
+
+
+def forward(model):
+    return model(torch.linspace(-1, 1, 64 * 1024).requires_grad_() * 2)
+
+
+def assert_untouched(handle, given_up):
+    handle.engine.store.quiesce()
+    written = [number for number, block in enumerate(given_up) if (block != POISON).any()]
+    assert not written, f"{len(written)} of {len(given_up)} blocks were written to after they had been given up"
+
+
+@pytest.mark.parametrize("end", ["raises", "stops half-way"])
+def test_graph_dropped_while_its_tensors_come_back(offloaded, end):
+    model, handle, targets = enabled_chain(offloaded)
+    for _ in range(3):
+        forward(model).sum().backward()
+    for _ in range(5):
+        out = forward(model)
+        handle.engine.drain()
+        if end == "raises":
+            model.fails = True
+            with pytest.raises(ValueError, match="as asked"):
+                out.sum().backward()
+            model.fails = False
+        else:
+            torch.autograd.grad(out.sum(), [out])
+            assert out.grad_fn._saved_result is not None
+        del out
+        handle.engine.collect()
+        assert_untouched(handle, targets.poison_given_up())
+        handle.engine.drain()
+    assert len(targets.blocks) >= 5
+
+
+def test_read_that_fails_half_way_through_a_block(offloaded):
+    """What has been issued of a block still arrives after the rest of it could not be read."""
+    model, handle, targets = enabled_chain(offloaded)
+    if offloaded.setup.host_bytes_max > 1 << 20:
+        pytest.skip("nothing is spilled")
+    out = forward(model)
+    handle.engine.drain()
+    handle.engine.store.quiesce()
+    handle.engine.store.inject_fault("read", "error", nth=3, error_number=errno.EIO)
+    with pytest.raises(OSError, match="offset"):
+        out.sum().backward()
+    del out
+    handle.engine.collect()
+    assert_untouched(handle, targets.poison_given_up())
+
+
+@pytest.mark.parametrize("schedule", ["threads", "delays", "stepped"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_done_means_that_the_bytes_are_there(schedule, seed):
+    lanes = _core.HostDriver(schedule=schedule, seed=seed)
+    store = _core.SwapStore.slab(lanes, lanes, 1 << 20, slab_bytes=1 << 20, slice_bytes=4096)
+    blocks = [_core.HostBlock(40_960, 4096, 0) for _ in range(2)]
+    source, target = (np.frombuffer(block, dtype=np.uint8) for block in blocks)
+    source[:], target[:] = 7, 0
+    ticket = store.swap_out(blocks[0].address, len(source), 0)
+    ticket.wait_out(0)
+    ticket.prefetch(blocks[1].address, 0, blocks[1])
+    for _ in range(10_000):
+        if ticket.in_done():
+            break
+        torch.zeros(1)  # other threads run meanwhile
+    else:
+        ticket.swap_in(0)
+    assert (target == 7).all(), f"seed {seed}"
+    ticket.release()
+    target[:] = POISON
+    store.quiesce()
+    assert (target == POISON).all(), f"seed {seed}"
