@@ -130,6 +130,8 @@ bool Ticket::in_done() {
   if (store_->lanes_->in_forked_child()) return true;
   store_->lanes_->breathe();
   std::lock_guard lock(store_->mutex_);
+  const State now = state();
+  if (now == State::filling || now == State::copying_in) return false;  // not all issued: the event says nothing yet
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
 }
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-
 SOON_LOOKAHEADS = 3
 
 

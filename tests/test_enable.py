@@ -314,24 +314,23 @@ def test_report_counts_what_was_moved_and_what_was_not():
     torch.manual_seed(0)
     x = torch.rand(100, 100).requires_grad_()
     with offload.enable(model, min_tensor_bytes=1000, exclude=("left_alone",)) as handle:
-        for _ in range(3):
-            model(x).backward()
+        model(x).backward()
         about = handle.report()
     counted = about.to_dict()
     # big, and what tan returns.
-    assert counted["swapped"] == {"tensors": 3 * 2, "bytes": 3 * 2 * 40_000}
+    assert counted["swapped"] == {"tensors": 2, "bytes": 2 * 40_000}
     # cos's input, the two factors.
-    assert counted["deduplicated"]["tensors"] >= 3 * 2
-    assert counted["kept"]["excluded"] == {"tensors": 3, "bytes": 3 * 40_000}
-    assert counted["kept"]["parameter"]["tensors"] == 3 * 2
-    assert counted["kept"]["small"] == {"tensors": 3, "bytes": 3 * 20}
+    assert counted["deduplicated"]["tensors"] >= 2
+    assert counted["kept"]["excluded"] == {"tensors": 1, "bytes": 40_000}
+    assert counted["kept"]["parameter"]["tensors"] == 2
+    assert counted["kept"]["small"] == {"tensors": 3, "bytes": 20}
     assert set(counted["kept"]) == {"excluded", "parameter", "small"}
-    assert counted["steps"] == 3
+    assert counted["steps"] == 1
     assert counted["peak_saved_bytes_unswapped"] == 2 * 40_000
     assert 0 < counted["peak_saved_bytes"] <= counted["peak_saved_bytes_unswapped"]
     lines = str(about).splitlines()
-    assert any(line.startswith("kept: excluded") and "3 tensors" in line for line in lines)
-    assert any(line.startswith("swapped") and "6 tensors" in line for line in lines)
+    assert any(line.startswith("kept: excluded") and "1 tensors" in line for line in lines)
+    assert any(line.startswith("swapped") and "2 tensors" in line for line in lines)
 
 
 def test_report_counts_bytes_that_went_and_came():
