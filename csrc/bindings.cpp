@@ -2,8 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
-
 #include "checksum.h"
 #include "driver.h"
 #include "error.h"
@@ -92,8 +90,8 @@ void register_errors(py::module_& module) {
       instance.attr("code") = error.code;
       PyErr_SetObject(driver_error, instance.ptr());
     } catch (const SpillError& error) {
-      const std::string text = std::string(error.what()) + ": " + std::strerror(error.error_number);
-      py::object instance = py::reinterpret_borrow<py::object>(spill_error)(error.error_number, text, error.path);
+      py::object instance =
+          py::reinterpret_borrow<py::object>(spill_error)(error.error_number, error.what(), error.path);
       instance.attr("offset") = error.offset;
       PyErr_SetObject(spill_error, instance.ptr());
     }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -42,7 +43,7 @@ class DriverError : public std::runtime_error {
 class SpillError : public std::runtime_error {
  public:
   SpillError(int number, std::string file, int64_t at, const std::string& detail)
-      : std::runtime_error(detail + " at offset " + std::to_string(at) + " of " + file),
+      : std::runtime_error(detail + " at offset " + std::to_string(at) + " of " + file + ": " + std::strerror(number)),
         error_number(number),
         path(std::move(file)),
         offset(at) {}

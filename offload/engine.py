@@ -6,6 +6,7 @@ holds the source until the copy has ended, and later puts the same bytes back un
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from offload import _core
+
+log = logging.getLogger("offload")
 
 IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
@@ -464,6 +467,8 @@ class Engine:
         if failed:
             self.failed += 1
             self.failure = departure.ticket.failure
+            if self.failed == 1:
+                log.warning("a tensor stays on the device, and others may: %s", self.failure)
         record, departure.record = departure.record, None
         if failed and record is not None:
             return  # the source stays, as if it had not been swapped

@@ -90,6 +90,8 @@ def _check_bytes(name: str, value: int | str) -> int:
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:
     if isinstance(exclude, str):
         raise ValueError(f'exclude takes several module names: write exclude=("{exclude}",)')
+    if not isinstance(exclude, Iterable):
+        raise ValueError(f'exclude takes module names, such as exclude=("head",), not {exclude!r}')
     names = {name for name, _ in model.named_modules()}
     chosen = tuple(exclude)
     for name in chosen:

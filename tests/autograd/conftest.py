@@ -40,7 +40,7 @@ class Setup:
             store = _core.SwapStore.direct(lanes, options.spill_dir)
         else:
             store = _core.SwapStore.slab(
-                lanes, lanes, self.host_bytes_max, options.spill_dir, slab_bytes=1 << 20, slice_bytes=64 << 10
+                lanes, lanes, self.host_bytes_max, options.spill_dir, slab_bytes=1 << 20, slice_bytes=16 << 10
             )
         return Engine(store, device, self.in_flight_bytes_max)
 

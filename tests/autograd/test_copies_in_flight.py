@@ -65,7 +65,7 @@ def enabled_chain(offloaded):
 
 
 def forward(model):
-    return model(torch.linspace(-1, 1, 64 * 1024).requires_grad_() * 2)
+    return model(torch.linspace(-1, 1, 16 * 1024).requires_grad_() * 2)
 
 
 def assert_untouched(handle, given_up):

@@ -10,8 +10,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
 
-import offload
-
 
 def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
@@ -251,21 +249,6 @@ def test_original_works_on_after_it_was_copied(offloaded, how):
         return results + train(model, step, settle)
 
     assert offloaded.compare(run, make=Net).report().steps == 6
-
-
-def test_shallow_copy_runs_on_its_own_attributes(offloaded):
-    model = Net()
-    offloaded.enable(model)
-    twin = copy.copy(model)
-    twin._modules = dict(model._modules)
-    twin.first = nn.Identity()
-    x = torch.randn(16, 64)
-    found = twin(x)
-    offload.disable(model)
-    plain = copy.copy(model)
-    plain._modules = dict(model._modules)
-    plain.first = nn.Identity()
-    assert torch.equal(found, plain(x))
 
 
 def test_model_dropped_while_enabled(offloaded):

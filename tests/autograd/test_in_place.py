@@ -226,19 +226,6 @@ def test_recurrent_layers(offloaded, make, dtype):
     offloaded.compare(run, make=lambda: make(16, 32, num_layers=2).to(dtype))
 
 
-def test_hidden_write_between_two_saves(offloaded):
-    """`.data` hides a write from autograd. Stock serves what is there last; so must whoever saved after the write."""
-
-    def function(x):
-        between = (x * 2).detach()
-        first = between * x
-        offloaded.settle()
-        between.data.mul_(3)
-        return first.detach() + between * x
-
-    offloaded.differentiate(function, leaf(60, 50))
-
-
 def test_parameter_whose_data_is_replaced_before_backward(offloaded):
     """A convolution saves the parameter itself: stock autograd sees its new data."""
 

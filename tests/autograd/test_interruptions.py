@@ -197,7 +197,7 @@ class Interrupter:
             return None
         if event == "line":
             self.left -= 1
-            # Not while an exception is handled: raised from a trace function there, CPython 3.11 keeps that one for good.
+            # Not while an exception is handled: CPython 3.11 keeps that one for good when a trace function raises.
             if self.left <= 0 and sys.exc_info()[0] is None:
                 sys.settrace(None)
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
