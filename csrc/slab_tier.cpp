@@ -75,6 +75,7 @@ class SlabStore final : public SwapStore {
   void issue_from_slab(const Ref& slot, size_t bytes);
   void pump();
   void fill();
+  void await_bounces();
   void fill_slice(const Ref& slot, std::unique_lock<std::mutex>& lock);
   void count_out(SlabSlot& slot);
   void count_in(SlabSlot& slot);
@@ -351,8 +352,11 @@ void SlabStore::fill() {
   try {
     fill_slice(slot, lock);
   } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    slot->failure = std::current_exception();
+    const std::exception_ptr failure = std::current_exception();
+    if (lock.owns_lock()) lock.unlock();
+    await_bounces();
+    lock.lock();
+    slot->failure = failure;
     advance(*slot, State::on_disk);
   }
   slot->busy = false;
@@ -360,6 +364,16 @@ void SlabStore::fill() {
   remove(from_disk_, *slot);
   lanes_->event_fire(slot->filled.get());
   if (slot->released) free_slot(*slot);
+}
+
+// Slices issued before a failure still write to the target: nobody may hear of the failure, and free it, before them.
+void SlabStore::await_bounces() {
+  try {
+    for (const Bounce& bounce : bounce_)
+      if (bounce.fence != nullptr) device_->event_synchronize(bounce.fence.get());
+  } catch (const DriverError&) {
+    // The context is lost, and its copies with it.
+  }
 }
 
 void SlabStore::fill_slice(const Ref& slot, std::unique_lock<std::mutex>& lock) {
