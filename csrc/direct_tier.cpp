@@ -276,6 +276,7 @@ void DirectStore::free_slot(DirectSlot& slot) {
 }
 
 void DirectStore::quiesce() {
+  if (lanes_->in_forked_child()) return;
   {
     std::lock_guard lock(mutex_);
     for (const Ref& slot : outgoing_) {

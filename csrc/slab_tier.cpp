@@ -206,7 +206,7 @@ void SlabStore::spill(const Ref& slot) {
     count_out(*slot);
     advance(*slot, State::out);
   }
-  if (slot->state != State::out && slot->state != State::ready) return;  // wanted back meanwhile: it stays
+  if (!slot->consumed || (slot->state != State::out && slot->state != State::ready)) return;  // wanted back: it stays
   advance(*slot, State::spilling);
   slot->busy = true;
   const bool written = static_cast<bool>(slot->extent) || write_extent(*slot, lock);
@@ -467,6 +467,7 @@ void SlabStore::remove(std::deque<Ref>& queue, const SlabSlot& slot) {
 }
 
 void SlabStore::quiesce() {
+  if (lanes_->in_forked_child()) return;
   for (const Stream lane : {pump_lane_, spill_lane_, fill_lane_}) lanes_->stream_synchronize(lane);
   for (const Stream stream : {out_stream_, in_stream_}) device_->stream_synchronize(stream);
 }

@@ -149,7 +149,11 @@ void Ticket::release() noexcept {
     static_cast<void>(new SlotRef(slot_));
     static_cast<void>(new std::shared_ptr<SwapStore>(store_));
   } else {
-    store_->release(slot_);
+    try {
+      store_->release(slot_);
+    } catch (const DriverError&) {
+      // The device's context is lost; whoever uses it hears so from its own calls. The slot is leaked with it.
+    }
   }
   slot_ = nullptr;
 }

@@ -23,8 +23,8 @@ IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
 
 Entry = TypeVar("Entry")
-# Identity of the tensor that owns the version counter, its version, first byte, bytes.
-StorageKey = tuple[int, int, int, int]
+# Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
+StorageKey = tuple[int, int, int, int, int]
 
 
 def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> None:
@@ -154,13 +154,14 @@ class SwappedStorage:
     def _begin_return(self) -> None:
         engine = self._engine
         self._storage, self._stream, owner, address = engine.allocate(self.nbytes, self.residue)
+        self._incoming = True
+        engine.resident.add(self.nbytes)
         try:
             self.ticket.prefetch(address, self._stream, owner)
         except BaseException:
-            self._storage = None
+            engine.retire(self.ticket, self._storage)  # an interrupt may come after the copy has begun
+            self._drop_storage()
             raise
-        self._incoming = True
-        engine.resident.add(self.nbytes)
 
     def bring_back(self) -> tuple[torch.UntypedStorage, int]:
         """The bytes on the device, ready for the current stream: a storage and where in it, in bytes, they begin.
@@ -191,6 +192,7 @@ class SwappedStorage:
                 try:
                     self.ticket.swap_in(stream)
                 except BaseException:
+                    engine.retire(self.ticket, storage)
                     self._drop_storage()
                     raise
                 self._incoming = False
@@ -228,7 +230,7 @@ class SwappedStorage:
         if departure is not None:
             engine.resident.add(-self.nbytes)
             departure.record = None
-            if departure.ticket.cancel():
+            if departure.ticket.cancel() or departure.ticket.out_done():
                 departure.source = None
         if self._storage is not None:
             if self._incoming:
@@ -379,7 +381,8 @@ class Engine:
         Views share the version counter of their base; aliases that autograd does not know as views (`unsafe_chunk`,
         `.data`) have their own, so that a write through one goes unnoticed by the others: they are not the same.
         """
-        storage_nbytes = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        storage_nbytes = storage.nbytes()
         base = tensor._base
         owner = int((tensor if base is None else base)._cdata)
         if 2 * tensor.nbytes < storage_nbytes:
@@ -387,8 +390,8 @@ class Engine:
             span_nbytes = int(extent) * tensor.itemsize
             if 2 * span_nbytes < storage_nbytes:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
-                return owner, tensor._version, begin, span_nbytes
-        return owner, tensor._version, 0, storage_nbytes
+                return owner, tensor._version, begin, span_nbytes, storage._cdata
+        return owner, tensor._version, 0, storage_nbytes, storage._cdata
 
     @staticmethod
     def is_untracked_part(tensor: torch.Tensor) -> bool:
@@ -396,13 +399,15 @@ class Engine:
 
         They may be written at any time without its version telling, while its bytes are being copied among theirs.
         """
-        return tensor._base is None and tensor.nbytes < tensor.untyped_storage().nbytes()
+        base = tensor._base
+        owner = tensor if base is None else base
+        return owner.nbytes < owner.untyped_storage().nbytes()
 
     def find(self, tensor: torch.Tensor, key: StorageKey) -> Lease | None:
         """The lease on these bytes, or on the whole storage around them, where they have been swapped out already."""
         reference = self._live.get(key)
         if reference is None:
-            whole = (key[0], key[1], 0, tensor.untyped_storage().nbytes())
+            whole = (key[0], key[1], 0, tensor.untyped_storage().nbytes(), key[4])
             reference = self._live.get(whole) if whole != key else None
         return reference() if reference is not None else None
 
@@ -417,7 +422,7 @@ class Engine:
             The store cannot take them; nothing was begun.
         """
         self.collect()
-        _, _, begin, nbytes = key
+        _, _, begin, nbytes, _ = key
         storage = tensor.untyped_storage()
         address = storage.data_ptr() + begin
         stream = self.current_stream()
@@ -463,14 +468,15 @@ class Engine:
         if not _discard(self._departing, departure):
             return  # another thread was faster
         self.in_flight_bytes -= departure.nbytes
-        failed = departure.ticket.state == "failed"
+        state = departure.ticket.state
+        failed = state == "failed"
         if failed:
             self.failed += 1
             self.failure = departure.ticket.failure
             if self.failed == 1:
                 log.warning("a tensor stays on the device, and others may: %s", self.failure)
         record, departure.record = departure.record, None
-        if failed and record is not None:
+        if record is not None and (failed or state == "cancelled"):
             return  # the source stays, as if it had not been swapped
         departure.source = None
         if record is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from offload import _core
 from offload.engine import Engine, Lease, LeaseReference, SwappedView, raise_changed
 from offload.options import Options
 from offload.profiler import Recorder, Schedule
@@ -108,6 +107,7 @@ class Round:
         if index is not None:
             self._unpacked(index)
         if version is None:
+            self._engine.collect()
             restored: Tensor = held.restore()
             return restored
         tensor: Tensor = held
@@ -143,7 +143,7 @@ class Round:
             return self._keep(tensor, index, reason, nbytes)
         try:
             lease = self._engine.swap_out(tensor, key, self._need(index))
-        except (_core.PoolExhausted, _core.SpillError) as error:
+        except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
             policy.warn_once(error)
             return self._keep(tensor, index, "host limit", nbytes)
         self._leases[index] = self._engine.watch(lease)
@@ -229,5 +229,5 @@ class Round:
         try:
             if lease.record.begin_return():
                 self._counts.prefetched += 1
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             self._counts.prefetches_without_memory += 1  # asked for again on demand, when there may be room

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-SOON_LOOKAHEADS = 3
+SOON_LOOKAHEADS = 2
 
 
 @dataclass

@@ -46,6 +46,9 @@ class ForwardWrapper:
     ) -> None:
         self._module = weakref.ref(module)
         self._around = around
+        own = module.__dict__.get("forward")
+        if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
+            del module.__dict__["forward"]  # what a copy of an enabled module carries: the plain one
         self._was_own = "forward" in module.__dict__
         self._inner = module.__dict__.get("forward") or type(module).forward
         functools.update_wrapper(self, module.forward)
@@ -73,7 +76,9 @@ class ForwardWrapper:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._was_own:
             return self._inner
-        copied: nn.Module = memo[id(self._module())]
+        module = self._module()
+        assert module is not None
+        copied: nn.Module = memo.get(id(module), module)
         return types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> Any:
@@ -158,6 +163,7 @@ class Session:
         if model is not None:
             _sessions.pop(model, None)
         self.engine.drain()
+        self.engine.store.trim()
 
     def __enter__(self) -> Session:
         return self

@@ -321,3 +321,15 @@ def test_freed_addresses_that_come_back_are_other_tensors(offloaded):
 
     handle = offloaded.differentiate(function, leaf(60, 50), again=True)
     assert handle.report().deduplicated.tensors == 0
+
+
+def test_view_of_an_untracked_part_stays(offloaded):
+    """What `unsafe_chunk` cuts off may be written unseen while it is copied; a view of it too."""
+
+    def function(x):
+        first, second = (x * 2).unsafe_chunk(2, 1)
+        result = first.t().tanh() * first.t()
+        second.sigmoid_()
+        return result
+
+    offloaded.differentiate(function, leaf(60, 50), swaps=False)
