@@ -359,7 +359,8 @@ class Engine:
             # Not torch.empty: that fills its memory where algorithms shall be deterministic.
             storage = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
             return storage, self.current_stream(), None, storage.data_ptr()
-        block = _core.HostBlock(nbytes, self._alignment, residue)
+        # At least 64, as torch aligns its own: vendor kernels may round otherwise on less.
+        block = _core.HostBlock(nbytes, max(self._alignment, 64), residue)
         return torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, block, block.address
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
