@@ -125,7 +125,6 @@ class CudaDriver final : public Driver {
   CudaDriver(const Api& api, cuda::Device device) : api_(api), device_(device), pid_(getpid()) {}
 
   const char* name() const noexcept override { return "cuda"; }
-  bool compute_is_host() const noexcept override { return false; }
   void require_same_process() const override { require_same_process("CUDA"); }
   bool in_forked_child() const noexcept override { return getpid() != pid_; }
 

@@ -29,8 +29,6 @@ class Driver {
   virtual ~Driver() = default;
 
   virtual const char* name() const noexcept = 0;
-  // True where the compute stream is the calling thread and device memory is plain RAM.
-  virtual bool compute_is_host() const noexcept = 0;
   // Throws DriverError in a forked child: threads, contexts and registrations did not survive the fork.
   virtual void require_same_process() const = 0;
   virtual bool in_forked_child() const noexcept = 0;

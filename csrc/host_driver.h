@@ -29,7 +29,6 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   static std::shared_ptr<HostDriver> create(Schedule schedule = Schedule::threads, uint64_t seed = 0, int niceness = 0);
 
   const char* name() const noexcept override { return "host"; }
-  bool compute_is_host() const noexcept override { return true; }
   void require_same_process() const override;
   bool in_forked_child() const noexcept override;
 
