@@ -5,7 +5,7 @@ Beside the data path: sessions count here, and people read it as a table or as a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,23 @@ class Count:
         return {"tensors": self.tensors, "bytes": self.nbytes}
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """One step that was measured, from the beginning of forward to the end of backward."""
+
+    profiled: bool  # a signature's first step, which moves everything and waits for it
+    predicted_seconds: float | None
+    seconds: float
+    paused_seconds: float  # of it: within the engine, waiting included
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return dict(vars(self))
+
+
+STEP_RECORDS_MAX = 256
+
+
 class Counts(defaultdict[str, Count]):
     """What a session's hooks met: by reason for what stayed, and what moved."""
 
@@ -34,6 +51,8 @@ class Counts(defaultdict[str, Count]):
         self.prefetched = 0
         self.prefetches_without_memory = 0
         self.steps = 0
+        self.profiled_steps = 0
+        self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,11 @@ class Report:
     store: dict[str, float]
     misses: int
     prefetched: int
+    profiled_steps: int = 0
+    predicted_step_seconds: float | None = None
+    measured_step_seconds: float | None = None
+    peak_bytes_planned: int | None = None
+    steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
