@@ -30,7 +30,7 @@ class SavedBytes:
     """One storage that the recorded step saved, as far as memory is concerned."""
 
     id: int
-    address: int
+    place: int  # where its storage begins
     nbytes: int
     packed: int  # node that ended with its (last) pack
     last_forward: int  # node after which nobody but the engine held it
@@ -50,7 +50,7 @@ class HostAllocations:
         self._thread = threading.get_ident()
         self._profile: Any = None
         self._events: list[tuple[str, int, int]] = []
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             log.warning("another profiler is running: the bytes of temporaries stay unknown to the plan")
             return
         self._quiet = _Quiet()
@@ -96,7 +96,7 @@ class HostAllocations:
                 node = which
             elif kind == "saved" and which in wanted:
                 tensor = wanted[which]
-                found = live.get(tensor.address)
+                found = live.get(tensor.place)
                 if found is not None and tensor.produced < 0:
                     owned[found[0]] = owned.get(found[0], 0) + tensor.nbytes
                     tensor.produced = found[1]

@@ -22,7 +22,9 @@ class Follower(Protocol):
     def watches(self, pack_index: int) -> bool:
         """Whether the unpack of a tensor that stayed is to be told."""
 
-    caps_in_flight: bool  # whether sources that wait for their copy-out are to be few, by the engine's own limit
+    @property
+    def caps_in_flight(self) -> bool:
+        """Whether sources that wait for their copy-out are to be few, by the engine's own limit."""
 
     def begin(self) -> None:
         """A hook that may wait begins."""
@@ -228,7 +230,7 @@ class Course:
         if self.on_course and self.schedule.plan is not None:
             node = self.schedule.order.node_after_pack.get(pack_index)
             if node is not None:
-                self._arrive(node, None)
+                self._arrive(node)
         if self.stopwatch is not None:
             self.stopwatch.end(None)
 
@@ -247,14 +249,14 @@ class Course:
         if node < self._node:
             self._start_over(node, pack_index)
         self._used.add(pack_index)
-        self._arrive(node, pack_index)
+        self._arrive(node)
 
     def unpacked(self, pack_index: int) -> None:
         """The tensor of this pack is there."""
         if self.stopwatch is not None:
             self.stopwatch.end(pack_index)
 
-    def _arrive(self, node: int, wanted: int | None) -> None:
+    def _arrive(self, node: int) -> None:
         if node > self._node and self.stopwatch is not None:
             self.stopwatch.arrive(node)
         self._node = node
@@ -268,8 +270,7 @@ class Course:
         while self._next_return < len(returns) and returns[self._next_return][0] <= node:
             pack_index = returns[self._next_return][2]
             self._next_return += 1
-            if pack_index != wanted:
-                self._begin_return(pack_index)
+            self._begin_return(pack_index)
 
     def _start_over(self, node: int, pack_index: int) -> None:
         """Backward went back: a second pass over a retained graph, or another order than the recorded one."""

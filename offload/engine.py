@@ -384,7 +384,7 @@ class Engine:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
@@ -398,11 +398,11 @@ class Engine:
     @staticmethod
     def watch_storage(tensor: torch.Tensor) -> StorageWeakRef:
         """Something whose `expired()` tells when nobody holds the tensor's storage any more."""
-        return StorageWeakRef(tensor.untyped_storage())
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def address_of(tensor: torch.Tensor) -> int:
-        """Where its storage begins."""
+    def place_of(tensor: torch.Tensor) -> int:
+        """Where its storage begins, as allocators tell it."""
         return tensor.untyped_storage().data_ptr()
 
     @staticmethod

@@ -57,7 +57,9 @@ def check_options(
         raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
     for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
         if value is not None and n_tensors is not None:
-            raise ValueError(f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one")
+            raise ValueError(
+                f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one"
+            )
     if memory_limit is None and max_slowdown is None and n_tensors is None:
         max_slowdown = MAX_SLOWDOWN_DEFAULT
     return Options(

@@ -67,9 +67,7 @@ class ByHand:
         if recorder is not None and recorder.finished:
             del self._recorders[signature]
             assert self._options.n_tensors is not None
-            self.schedules[signature] = by_hand(
-                recorder.order, self._options.n_tensors, self._options.lookahead_nodes
-            )
+            self.schedules[signature] = by_hand(recorder.order, self._options.n_tensors, self._options.lookahead_nodes)
         schedule = self.schedules.get(signature)
         for table in (self.schedules, self._recorders):
             while len(table) > SIGNATURES_MAX:
@@ -149,7 +147,7 @@ class ByPlan:
             pursuit = self.pursuits.get(signature) or self._begin_pursuit(signature)
             for table in (self.pursuits, self._profilers):
                 while len(table) > SIGNATURES_MAX:
-                    table.popitem(last=False)  # type: ignore[attr-defined]
+                    table.popitem(last=False)
             if pursuit is None:
                 profiler = self._profilers[signature] = Profiler(self._engine, model, held_bytes)
                 self._counts.profiled_steps += 1

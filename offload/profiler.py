@@ -5,16 +5,16 @@ On the data path: a signature's first step is recorded here; later steps follow 
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.course import Stopwatch
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from offload.engine import Engine, Lease, LeaseReference
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
@@ -105,7 +105,7 @@ class Group:
     """All that was saved of one storage: it leaves and comes back as one."""
 
     alive: StorageWeakRef
-    address: int
+    place: int
     entries: list[int] = field(default_factory=list)  # pack indices
     last_forward: int | None = None  # node after which nobody but the engine held it
 
@@ -144,6 +144,12 @@ class Profiler(Recorder):
         self._held_bytes = held_bytes
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._names = [_ROOT]
+        self._running: list[str] = []
+        self._thread = threading.get_ident()
+        self._module_hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
@@ -156,7 +162,9 @@ class Profiler(Recorder):
         return self.stopwatch.finished
 
     def stop(self) -> bool:
-        """Watch allocations no longer. False where another thread has to do it."""
+        """Watch allocations and modules no longer. False where another thread has to do it."""
+        while self._module_hooks:
+            self._module_hooks.pop().remove()
         return self._memory.stop()
 
     def watches(self, pack_index: int) -> bool:
@@ -174,7 +182,7 @@ class Profiler(Recorder):
         identity = self._engine.identity(tensor)
         group = self._groups.get(identity)
         if group is None or group.last_forward is not None:
-            group = self._groups[identity] = Group(self._engine.watch_storage(tensor), self._engine.address_of(tensor))
+            group = self._groups[identity] = Group(self._engine.watch_storage(tensor), self._engine.place_of(tensor))
             self._all_groups.append(group)
         group.entries.append(pack_index)
         self._memory.saved(group.entries[0])
@@ -194,6 +202,7 @@ class Profiler(Recorder):
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
+        self._running.clear()
         self.stopwatch.begin()
         self.stopwatch.listen_for_the_end()
         nodes = self.order.node_count
@@ -207,7 +216,7 @@ class Profiler(Recorder):
 
     def _advance(self) -> None:
         for identity, group in list(self._groups.items()):
-            if group.alive.expired():
+            if group.alive.expired():  # type: ignore[no-untyped-call]
                 group.last_forward = self._node
                 del self._groups[identity]
         super()._advance()
@@ -217,14 +226,17 @@ class Profiler(Recorder):
         self._names.append(self._module_name())
 
     def _module_name(self) -> str:
-        """The module whose forward is running: the innermost that belongs to the model."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if owner is not None and frame.f_code.co_name == "forward" and id(owner) in self._module_names:
-                return self._module_names[id(owner)] or _ROOT
-            frame = frame.f_back  # type: ignore[assignment]
-        return _ROOT
+        """The model's innermost module whose forward is running."""
+        return self._running[-1] if self._running else _ROOT
+
+    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
+        if threading.get_ident() == self._thread:
+            known = self._module_names.get(id(module))
+            self._running.append(known or self._module_name())
+
+    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
+        if threading.get_ident() == self._thread and self._running:
+            self._running.pop()
 
     def profile(self) -> Profile | None:
         """What was recorded. None where the step is not over yet."""
@@ -248,9 +260,7 @@ class Profiler(Recorder):
             ),
             base_bytes=tuple(self._held_bytes + nbytes for nbytes in others),
             tensors=tuple(
-                SavedTensor(
-                    row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_use, row.last_use
-                )
+                SavedTensor(row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_use, row.last_use)
                 for row in saved
             ),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
@@ -269,7 +279,7 @@ class Profiler(Recorder):
             return None
         return SavedBytes(
             id=group.entries[0],
-            address=group.address,
+            place=group.place,
             nbytes=sum(entry.nbytes for entry in entries),
             packed=packed,
             last_forward=max(last_forward, packed),

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.units import format_bytes
+from offload.units import format_bytes, format_seconds
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Report:
     profiled_steps: int = 0
     predicted_step_seconds: float | None = None
     measured_step_seconds: float | None = None
-    peak_bytes_planned: int | None = None
+    planned_peak_bytes: int | None = None
     steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -105,6 +105,11 @@ class Report:
             "spill_file_bytes": store["spill_file_bytes"],
             "host_bytes_held": store["pool_held_bytes"],
             "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
+            "profiled_steps": self.profiled_steps,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "measured_step_seconds": self.measured_step_seconds,
+            "planned_peak_bytes": self.planned_peak_bytes,
+            "steps_measured": [record.to_dict() for record in self.steps_measured],
             "notes": list(self.notes),
         }
 
@@ -119,6 +124,7 @@ class Report:
                 "peak of what could move",
                 f"{format_bytes(self.peak_saved_bytes)} instead of {format_bytes(self.peak_saved_bytes_unswapped)}",
             ),
+            *self._promise(),
             ("copy-out", _rate(about["copy_out"])),
             ("copy-in", _rate(about["copy_in"])),
             ("stalled", f"{self.store['stall_seconds']:.3f} s in all"),
@@ -131,6 +137,18 @@ class Report:
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _promise(self) -> list[tuple[str, str]]:
+        if self.predicted_step_seconds is None or self.planned_peak_bytes is None:
+            return []
+        measured = "not measured yet"
+        if self.measured_step_seconds is not None:
+            measured = f"{format_seconds(self.measured_step_seconds)} measured"
+        return [
+            ("forward and backward", f"{format_seconds(self.predicted_step_seconds)} predicted, {measured}"),
+            ("peak planned", format_bytes(self.planned_peak_bytes)),
+            ("steps profiled", f"{self.profiled_steps}"),
+        ]
 
 
 def _direction(store: dict[str, float], name: str) -> dict[str, float]:

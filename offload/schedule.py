@@ -48,7 +48,9 @@ class Schedule:
     order: StepOrder
     swapped: frozenset[int]  # pack indices of entries
     releases: tuple[tuple[int, int], ...]  # (node that waits until it has left, pack index), in order
-    returns: tuple[tuple[int, int, int], ...]  # (node at whose start its copy-in begins, first use, pack index), in order
+    returns: tuple[
+        tuple[int, int, int], ...
+    ]  # (node at whose start its copy-in begins, first use, pack index), in order
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
 
