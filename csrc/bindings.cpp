@@ -48,6 +48,8 @@ py::dict to_dict(const StoreStats& stats) {
   result["in_bytes"] = stats.in_bytes;
   result["out_copies"] = stats.out_copies;
   result["in_copies"] = stats.in_copies;
+  result["out_transfers"] = stats.out_transfers;
+  result["in_transfers"] = stats.in_transfers;
   result["out_seconds"] = stats.out_seconds;
   result["in_seconds"] = stats.in_seconds;
   result["stall_seconds"] = stats.stall_seconds;
@@ -120,6 +122,7 @@ void register_store(py::module_& module) {
       .def(
           "swap_in", [](Ticket& ticket, uintptr_t compute) { ticket.swap_in(pointer(compute)); }, py::arg("compute"),
           ReleaseGil())
+      .def("settle", &Ticket::settle, ReleaseGil())
       .def("release", &Ticket::release);
 
   py::class_<SwapStore, std::shared_ptr<SwapStore>>(module, "SwapStore")

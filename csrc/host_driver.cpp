@@ -243,6 +243,16 @@ void HostDriver::copy_in(void* device, const void* host, size_t bytes, Stream st
   call(stream, [=] { std::memcpy(device, host, bytes); });
 }
 
+void HostDriver::copy_out_batch(const Copy* copies, size_t count, Stream stream) {
+  call(stream, [batch = std::vector<Copy>(copies, copies + count)] {
+    for (const Copy& copy : batch) std::memcpy(copy.to, copy.from, copy.bytes);
+  });
+}
+
+void HostDriver::copy_in_batch(const Copy* copies, size_t count, Stream stream) {
+  copy_out_batch(copies, count, stream);
+}
+
 DeviceMemory HostDriver::device_memory() {
   struct sysinfo info{};
   sysinfo(&info);

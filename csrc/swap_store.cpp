@@ -13,7 +13,7 @@ constexpr uint16_t bit(State state) { return static_cast<uint16_t>(1U << static_
 uint16_t successors(State state) {
   switch (state) {
     case State::queued:
-      return bit(State::copying_out) | bit(State::out) | bit(State::cancelled);
+      return bit(State::copying_out) | bit(State::out) | bit(State::cancelled) | bit(State::failed);
     case State::copying_out:
       return bit(State::out) | bit(State::on_disk) | bit(State::copying_in) | bit(State::failed);
     case State::out:
@@ -120,6 +120,8 @@ bool Ticket::out_done() {
 void Ticket::wait_out(Stream compute) {
   if (out_done()) return;
   const Stopwatch watch;
+  store_->issue_out(*slot_);
+  if (state() == State::cancelled || state() == State::failed) return;
   store_->device_->stream_wait(compute, slot_->out_event.get());
   store_->add_stall(watch.seconds());
 }
@@ -160,6 +162,11 @@ void Ticket::swap_in(Stream compute) {
   const Stopwatch watch;
   store_->finish_in(slot_, compute);
   store_->add_stall(watch.seconds());
+}
+
+void Ticket::settle() {
+  store_->lanes_->require_same_process();
+  store_->settle(slot_);
 }
 
 void Ticket::release() noexcept {

@@ -37,7 +37,8 @@ def random_walk(store, seed, steps, tier):
         if action == "out":
             try:
                 residue = choose.choice([0, 0, 64])
-                waiting.append(Source(store, generator, choose.randrange(1, 200_000), residue))
+                nbytes = choose.randrange(1, choose.choice([20_000, 200_000]))  # coalesced, or sliced
+                waiting.append(Source(store, generator, nbytes, residue))
             except _core.PoolExhausted:
                 if tier != "slab" and not returning:
                     raise  # blocks on their way back cannot be spilled; all others make room
