@@ -474,7 +474,8 @@ class Engine:
     def _depart(self, departure: Departure) -> None:
         if not _discard(self._departing, departure):
             return  # another thread was faster
-        self.in_flight_bytes -= departure.nbytes
+        # An interrupt in swap_out may leave a departure uncounted: an empty queue says zero whatever was added up.
+        self.in_flight_bytes = self.in_flight_bytes - departure.nbytes if self._departing else 0
         state = departure.ticket.state
         failed = state == "failed"
         if failed:
