@@ -28,7 +28,14 @@ CHECKS = [
     "registration_is_rolled_back",
     "threads_share_a_driver",
 ]
-OPTIONAL = ("cuEventElapsedTime", "cuStreamIsCapturing", "cuGetErrorName", "cuGetErrorString")
+OPTIONAL = (
+    "cuEventElapsedTime",
+    "cuStreamIsCapturing",
+    "cuMemcpyBatchAsync",
+    "cuDeviceGetPCIBusId",
+    "cuGetErrorName",
+    "cuGetErrorString",
+)
 
 
 @pytest.fixture(scope="module")
