@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "error.h"
+#include "mutants.h"
 #include "swap_store.h"
 
 namespace offload {
@@ -152,7 +153,7 @@ void DirectStore::copy_out(DirectSlot& slot) {
 
 bool DirectStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
-  if (slot.state != State::queued) return false;
+  if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
   advance(slot, State::cancelled);
   ++stats_.cancelled;
   return true;

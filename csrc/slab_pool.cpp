@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <new>
 #include <thread>
 
 #include "error.h"
+#include "mutants.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -107,7 +109,7 @@ bool SlabPool::grow(size_t bytes) {
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
-  if (fence != nullptr && !driver_->event_done(fence.get())) {
+  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read") && !driver_->event_done(fence.get())) {
     fenced_.push_back({block, std::move(fence)});
   } else {
     give_back(block);
@@ -116,6 +118,9 @@ void SlabPool::release(const Block& block, EventRef fence) {
 
 void SlabPool::give_back(const Block& block) {
   Slab& slab = slabs_[block.slab];
+#ifdef OFFLOAD_MUTANTS
+  std::memset(block.data, mutants::kPoison, block.bytes);
+#endif
   slab.free.release(static_cast<uint64_t>(block.data - slab.data), block.bytes);
   stats_.used_bytes -= slab.free.round_up(std::max<size_t>(block.bytes, 1));
   stats_.requested_bytes -= block.bytes;

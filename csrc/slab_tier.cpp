@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "mutants.h"
 #include "swap_store.h"
 
 namespace offload {
@@ -141,7 +142,7 @@ SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, u
   std::unique_lock lock(mutex_);
   slot->block = obtain_block(lock, bytes);
   try {
-    device_->stream_wait(out_stream_, produced.get());
+    OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, produced.get()));
     slot->out_begin = events_->record(out_stream_);
     for (size_t at = 0; at < bytes; at += slice_bytes_)
       device_->copy_out(slot->block.data + at, static_cast<const char*>(source) + at,
@@ -189,9 +190,11 @@ EventRef SlabStore::spill_coldest(size_t bytes) {
     slot->spill_queued = true;
     leaving_bytes += slot->bytes;
     if (lanes_ == device_) {
-      lanes_->stream_wait(spill_lane_, slot->out_event.get());
+      OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
     } else {
-      lanes_->call(spill_lane_, [device = device_, done = slot->out_event] { device->event_synchronize(done.get()); });
+      OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
+                     device->event_synchronize(done.get());
+                   }));
     }
     lanes_->call(spill_lane_, [store = self(), slot] { store->spill(slot); });
   }
@@ -288,6 +291,7 @@ void SlabStore::begin_in(const SlotRef& base, Stream compute) {
     advance(*slot, State::filling);
     slot->crc_in = 0;
     slot->filled = lane_events_->take();
+    if (OFFLOAD_BROKEN("extent outlives its fill")) file_->release(slot->extent);
     lanes_->event_arm(slot->filled.get());
     from_disk_.push_back(slot);
   }
@@ -302,8 +306,8 @@ void SlabStore::begin_in(const SlotRef& base, Stream compute) {
 
 void SlabStore::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   if (slot.issued_bytes == 0) {
-    device_->stream_wait(in_stream_, slot.target_free.get());
-    device_->stream_wait(in_stream_, slot.out_event.get());
+    OFFLOAD_EDGE("copy-in waits for compute", device_->stream_wait(in_stream_, slot.target_free.get()));
+    OFFLOAD_EDGE("copy-in waits for its copy-out", device_->stream_wait(in_stream_, slot.out_event.get()));
     slot.in_begin = events_->record(in_stream_);
   }
   if (bytes > 0) device_->copy_in(static_cast<char*>(slot.target) + slot.issued_bytes, from, bytes, in_stream_);
@@ -354,7 +358,7 @@ void SlabStore::fill() {
   } catch (...) {
     const std::exception_ptr failure = std::current_exception();
     if (lock.owns_lock()) lock.unlock();
-    await_bounces();
+    OFFLOAD_EDGE("failure is told after the slices before it", await_bounces());
     lock.lock();
     slot->failure = failure;
     advance(*slot, State::on_disk);
@@ -383,7 +387,7 @@ void SlabStore::fill_slice(const Ref& slot, std::unique_lock<std::mutex>& lock) 
   const size_t bytes = std::min(bounce_bytes_, slot->bytes - at);
   const EventRef fence = bounce.fence;
   lock.unlock();
-  if (fence != nullptr) device_->event_synchronize(fence.get());
+  if (fence != nullptr) OFFLOAD_EDGE("bounce waits for its last read", device_->event_synchronize(fence.get()));
   const size_t sectors_bytes = std::min<size_t>(bounce_bytes_, slot->extent.bytes - at);
   slot->crc_in = file_->read(slot->extent, at, bounce.block.data, sectors_bytes, slot->crc_in);
   if (at + bytes == slot->bytes) file_->verify(slot->extent, slot->crc_out, slot->crc_in);
@@ -409,7 +413,7 @@ void SlabStore::finish_in(const SlotRef& base, Stream compute) {
   require_brought_back(*slot);
   const EventRef in_event = slot->in_event;
   lock.unlock();
-  if (in_event != nullptr) device_->stream_wait(compute, in_event.get());
+  if (in_event != nullptr) OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 
 void SlabStore::release(const SlotRef& base) {
@@ -434,7 +438,7 @@ void SlabStore::free_slot(SlabSlot& slot) {
     pool_.release(slot.block, last_copy(slot));
     slot.block = {};
   }
-  if (file_) file_->release(slot.extent);
+  if (file_) OFFLOAD_EDGE("extent outlives its fill", file_->release(slot.extent));
   slot.extent = {};
   slot.target_owner = nullptr;
   --stats_.live_tickets;
