@@ -256,7 +256,7 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
 
 // The event after which no copy touches the slot's block any more.
 EventRef SlabStore::last_copy(const SlabSlot& slot) {
-  if (slot.issued_bytes == 0) return slot.out_event;
+  if (slot.in_begin == nullptr) return slot.out_event;  // nothing was ever brought back
   return slot.issued_bytes == slot.bytes ? slot.in_event : events_->record(in_stream_);
 }
 
