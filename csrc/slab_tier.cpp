@@ -291,9 +291,9 @@ void SlabStore::begin_in(const SlotRef& base, Stream compute) {
     advance(*slot, State::filling);
     slot->crc_in = 0;
     slot->filled = lane_events_->take();
-    if (OFFLOAD_BROKEN("extent outlives its fill")) file_->release(slot->extent);
     lanes_->event_arm(slot->filled.get());
     from_disk_.push_back(slot);
+    if (OFFLOAD_BROKEN("extent outlives its fill")) file_->release(slot->extent);
   }
   for (size_t slice = 0; slice < slices; ++slice) {
     if (in_slab) {

@@ -19,6 +19,7 @@ struct Saved {
   std::shared_ptr<Ticket> ticket;
   Block target;
   std::shared_ptr<void> owner;  // direct tier: frees the target
+  bool failed_at_end = false;
 
   bool holds_source() const { return source.data != nullptr; }
 };
@@ -171,7 +172,8 @@ class Walk {
       saved.ticket->swap_in(saved.target.stream);
     } catch (const SpillError& error) {
       world_->note(2);
-      if (faults_ == 0) throw;
+      if (faults_ == 0 || (is_ending_ && saved.failed_at_end)) throw;
+      saved.failed_at_end = is_ending_;  // a fault of before, that nobody has asked about until now
       free_target(saved);
       away_.push_back(std::move(saved));
       return;
@@ -277,6 +279,7 @@ class Walk {
 
   // Everything comes back or goes, and nothing may be left.
   void finish() {
+    is_ending_ = true;
     Fault none;
     none.nth = 0;
     if (store_->spill_file() != nullptr) store_->spill_file()->inject(none);
@@ -295,7 +298,7 @@ class Walk {
         try {
           saved.ticket->swap_in(saved.target.stream);
         } catch (const SpillError&) {
-          if (faults_ == 0) throw;  // else a fault of before, that nobody has asked about until now
+          if (faults_ == 0) throw;
         }
         free_target(saved);
       }
@@ -339,6 +342,7 @@ class Walk {
   uint64_t patterns_ = 0;
   uint64_t returned_ = 0;
   uint64_t faults_ = 0;
+  bool is_ending_ = false;
   List departing_;  // the source is held
   List away_;
   List coming_;   // prefetched
