@@ -151,7 +151,7 @@ class World {
     bool used_before = false;
     {
       const std::lock_guard lock(mutex_);
-      auto& idle = idle_[{stream, block.capacity}];
+      auto& idle = idle_[{index_of(stream), block.capacity}];
       used_before = !idle.empty();
       if (used_before) {
         block.data = idle.back();
@@ -170,13 +170,13 @@ class World {
     run(block.stream, "poison", {}, range_of(block.data, block.capacity),
         [block] { std::memset(block.data, kPoison, block.capacity); });
     const std::lock_guard lock(mutex_);
-    idle_[{block.stream, block.capacity}].push_back(block.data);
+    idle_[{index_of(block.stream), block.capacity}].push_back(block.data);
   }
 
   // What freed memory held until the end: nobody may have written to it.
   void expect_all_idle_poisoned() {
     for (const auto& [kind, idle] : idle_)
-      for (char* data : idle) expect_poison({data, kind.second, kind.first});
+      for (char* data : idle) expect_poison({data, kind.second, streams_[kind.first]});
   }
 
   void fill(const Block& block, char* data, size_t bytes, uint64_t pattern) {
@@ -217,6 +217,13 @@ class World {
     return static_cast<char>((pattern * 0x9E3779B97F4A7C15 + i / 8 * 0xBF58476D1CE4E5B9) >> (8 * (i % 8)));
   }
 
+  // By order of first use: addresses differ from run to run, and a seed must replay. Caller holds the lock.
+  size_t index_of(Stream stream) {
+    const auto found = std::find(streams_.begin(), streams_.end(), stream);
+    if (found == streams_.end()) return streams_.push_back(stream), streams_.size() - 1;
+    return static_cast<size_t>(found - streams_.begin());
+  }
+
   void run(Stream stream, const char* what, Range read, Range written, std::function<void()> kernel) {
     const uint64_t number = ++launched_;
     auto work = [this, number, kernel = std::move(kernel)] {
@@ -238,7 +245,8 @@ class World {
   std::mutex mutex_;
   char* base_ = nullptr;
   char* next_ = nullptr;
-  std::map<std::pair<Stream, size_t>, std::vector<char*>> idle_;
+  std::vector<Stream> streams_;
+  std::map<std::pair<size_t, size_t>, std::vector<char*>> idle_;  // by stream and capacity
   std::string failure_;
   std::atomic<uint64_t> launched_{0};
   uint64_t digest_ = 0xCBF29CE484222325;
