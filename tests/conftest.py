@@ -21,6 +21,7 @@ def pytest_addoption(parser):
         help="run PyTorch's whole operator and module databases (also: OFFLOAD_ALL_DATABASES=1)",
     )
     parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
+    parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
     parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
 
 

@@ -110,7 +110,16 @@ def run_apart(core: Path, first: int, count: int, edge: str = "", timeout: float
     with tempfile.TemporaryDirectory(dir=spill_directory()) as directory:
         children = []
         for part in slices(first, count, workers):
-            command = [sys.executable, "-m", "campaign.seeds", str(core), directory, str(part.start), str(len(part)), edge]
+            command = [
+                sys.executable,
+                "-m",
+                "campaign.seeds",
+                str(core),
+                directory,
+                str(part.start),
+                str(len(part)),
+                edge,
+            ]
             pipe = subprocess.PIPE
             children.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
         for child in children:
