@@ -43,7 +43,6 @@ def reports(log: Iterable[Entry]) -> list[str]:
 def _replay(log: Iterable[Entry]) -> Iterable[str]:
     handler = _sanitizer.EventHandler()
     registered: dict[int, int] = {}
-    names: dict[int, str] = {}
     for kind, stream, event, read, written, what in log:
         if kind == "stream_create":
             handler._handle_stream_creation(stream)
@@ -64,8 +63,7 @@ def _replay(log: Iterable[Entry]) -> Iterable[str]:
         else:
             writes = pages(written)
             reads = pages(read) - writes
-            names[handler.seq_num + 1] = what
             aliases = {page: [what] for page in reads | writes}
             for error in handler._handle_kernel_launch(stream, reads, writes, set(), what, aliases):
                 now, before = error.current_access, error.previous_access
-                yield f"{now.operator} {now.type} page {error.data_ptr} unordered with {before.operator} {before.type} it"
+                yield f"{now.operator} {now.type} a page, unordered with {before.operator} {before.type} it"
