@@ -24,6 +24,12 @@ struct DeviceMemory {
   size_t total_bytes = 0;
 };
 
+struct Copy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  size_t bytes = 0;
+};
+
 class Driver {
  public:
   virtual ~Driver() = default;
@@ -54,6 +60,11 @@ class Driver {
   // Asynchronous copies, ordered by `stream`. `host` lies in memory given to host_register.
   virtual void copy_out(void* host, const void* device, size_t bytes, Stream stream) = 0;
   virtual void copy_in(void* device, const void* host, size_t bytes, Stream stream) = 0;
+
+  // The same for several blocks that do not overlap, in any order among themselves. Where it throws, any of them may
+  // have been queued: synchronize the stream before telling what came of them.
+  virtual void copy_out_batch(const Copy* copies, size_t count, Stream stream) = 0;
+  virtual void copy_in_batch(const Copy* copies, size_t count, Stream stream) = 0;
 
   // Pins a page-aligned range for DMA (on the host driver: nothing to do).
   virtual void host_register(void* address, size_t bytes) = 0;

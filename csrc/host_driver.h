@@ -47,6 +47,8 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
 
   void copy_out(void* host, const void* device, size_t bytes, Stream stream) override;
   void copy_in(void* device, const void* host, size_t bytes, Stream stream) override;
+  void copy_out_batch(const Copy* copies, size_t count, Stream stream) override;
+  void copy_in_batch(const Copy* copies, size_t count, Stream stream) override;
   void host_register(void*, size_t) override {}
   void host_unregister(void*) noexcept override {}
   DeviceMemory device_memory() override;
@@ -56,7 +58,8 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   // An event that work fires by hand: pending from arm to fire.
   void event_arm(Event event);
   void event_fire(Event event);
-  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no lock.
+  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no
+  // lock.
   void breathe();
 
  private:

@@ -21,7 +21,8 @@ namespace offload {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;
-constexpr size_t kPiecesInFlight = 4;
+constexpr size_t kPiecesInFlight = 4;  // of one large transfer
+constexpr size_t kQueueDepth = 32;
 #ifdef OFFLOAD_MUTANTS
 constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // thousands of stores in a run
 #else
@@ -36,7 +37,7 @@ constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfer
 class SpillFile::Queue {
  public:
   Queue() {
-    if (syscall(SYS_io_setup, kPiecesInFlight, &context_) != 0) context_ = 0;
+    if (syscall(SYS_io_setup, kQueueDepth, &context_) != 0) context_ = 0;
   }
   ~Queue() {
     if (context_ != 0) syscall(SYS_io_destroy, context_);
@@ -47,6 +48,11 @@ class SpillFile::Queue {
   bool valid() const { return context_ != 0; }
 
   bool submit(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
+    prepare(slot, descriptor, writing, data, bytes, offset);
+    return submit_prepared(slot, 1) == 1;
+  }
+
+  void prepare(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
     iocb& block = blocks_[slot];
     std::memset(&block, 0, sizeof block);
     block.aio_data = slot;
@@ -55,11 +61,17 @@ class SpillFile::Queue {
     block.aio_buf = reinterpret_cast<uint64_t>(data);
     block.aio_nbytes = bytes;
     block.aio_offset = static_cast<int64_t>(offset);
-    iocb* list[] = {&block};
     done_[slot] = false;
-    if (syscall(SYS_io_submit, context_, 1L, list) != 1) return false;
-    ++in_flight_;
-    return true;
+  }
+
+  // In one system call; returns how many of them the kernel took.
+  size_t submit_prepared(size_t first_slot, size_t count) {
+    std::array<iocb*, kQueueDepth> list{};
+    for (size_t each = 0; each < count; ++each) list[each] = &blocks_[first_slot + each];
+    const long taken = syscall(SYS_io_submit, context_, static_cast<long>(count), list.data());
+    if (taken <= 0) return 0;
+    in_flight_ += static_cast<size_t>(taken);
+    return static_cast<size_t>(taken);
   }
 
   int64_t wait(size_t slot) {
@@ -83,9 +95,20 @@ class SpillFile::Queue {
 
   aio_context_t context_ = 0;
   size_t in_flight_ = 0;
-  std::array<iocb, kPiecesInFlight> blocks_{};
-  std::array<int64_t, kPiecesInFlight> results_{};
-  std::array<bool, kPiecesInFlight> done_{};
+  std::array<iocb, kQueueDepth> blocks_{};
+  std::array<int64_t, kQueueDepth> results_{};
+  std::array<bool, kQueueDepth> done_{};
+};
+
+// One for each lane thread: setting one up costs a system call, and lanes live as long as the store.
+SpillFile::Queue& SpillFile::queue_of_this_thread() {
+  thread_local Queue queue;
+  return queue;
+}
+
+struct SpillFile::Drain {
+  Queue& queue;
+  ~Drain() { queue.drain(); }
 };
 
 SpillFile::SpillFile(const std::string& directory) : path_(directory) {
@@ -127,7 +150,7 @@ void SpillFile::probe_alignment() {
   if (!direct_) return;
   alignment_bytes_ = kExtentBytes;
 #ifdef STATX_DIOALIGN
-  struct statx about {};
+  struct statx about{};
   if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
   if (about.stx_dio_mem_align == 0) {  // opened with O_DIRECT, but the file system would not honour it
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
@@ -170,6 +193,18 @@ Extent SpillFile::allocate(uint64_t bytes) {
   return {*offset, bytes};
 }
 
+std::vector<Extent> SpillFile::allocate_adjacent(const std::vector<uint64_t>& bytes) {
+  uint64_t total_bytes = 0;
+  for (const uint64_t each : bytes) total_bytes += free_.round_up(each);
+  uint64_t offset = allocate(total_bytes).offset;
+  std::vector<Extent> extents;
+  for (const uint64_t each : bytes) {
+    extents.push_back({offset, each});
+    offset += free_.round_up(each);
+  }
+  return extents;
+}
+
 void SpillFile::release(const Extent& extent) {
   if (!extent) return;
 #ifdef OFFLOAD_MUTANTS
@@ -199,12 +234,8 @@ uint32_t SpillFile::transfer(FileOperation operation, uint64_t offset, char* dat
   const bool writing = operation == FileOperation::write;
   const size_t pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
   const auto piece_bytes = [&](size_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
-  // A context per lane thread: setting one up costs a system call, and lanes live as long as the store.
-  thread_local Queue queue;
-  struct Drain {
-    Queue& queue;
-    ~Drain() { queue.drain(); }
-  } const drain{queue};
+  Queue& queue = queue_of_this_thread();
+  const Drain drain{queue};
   const bool asynchronous = direct_ && queue.valid();
   std::array<bool, kPiecesInFlight> submitted{};
   const auto submit = [&](size_t piece) {
@@ -226,6 +257,44 @@ uint32_t SpillFile::transfer(FileOperation operation, uint64_t offset, char* dat
     if (!writing) crc = crc32c(crc, piece_data, piece_bytes(piece));
   }
   return crc;
+}
+
+void SpillFile::write_together(std::vector<Piece>& pieces) {
+  for (size_t at = 0; at < pieces.size(); at += kQueueDepth)
+    transfer_together(FileOperation::write, &pieces[at], std::min(kQueueDepth, pieces.size() - at));
+}
+
+void SpillFile::read_together(std::vector<Piece>& pieces) {
+  for (size_t at = 0; at < pieces.size(); at += kQueueDepth)
+    transfer_together(FileOperation::read, &pieces[at], std::min(kQueueDepth, pieces.size() - at));
+}
+
+void SpillFile::transfer_together(FileOperation operation, Piece* pieces, size_t count) {
+  const bool writing = operation == FileOperation::write;
+  Queue& queue = queue_of_this_thread();
+  const Drain drain{queue};
+  for (size_t each = 0; each < count; ++each)
+    queue.prepare(each, descriptor_, writing, pieces[each].data, pieces[each].bytes, pieces[each].extent.offset);
+  const size_t submitted = direct_ && queue.valid() ? queue.submit_prepared(0, count) : 0;
+  uint64_t done_bytes = 0;
+  for (size_t each = 0; each < count; ++each) {
+    Piece& piece = pieces[each];
+    if (writing) piece.crc = crc32c(piece.crc, piece.data, piece.bytes);
+    const int64_t result = each < submitted ? queue.wait(each) : 0;
+#ifdef OFFLOAD_MUTANTS
+    mutants::pause();
+#endif
+    try {
+      finish_piece(operation, piece.extent.offset, piece.data, piece.bytes, result);
+    } catch (...) {
+      piece.failure = std::current_exception();
+      continue;
+    }
+    if (!writing) piece.crc = crc32c(piece.crc, piece.data, piece.bytes);
+    done_bytes += piece.bytes;
+  }
+  std::lock_guard lock(mutex_);
+  (writing ? stats_.written_bytes : stats_.read_bytes) += done_bytes;
 }
 
 // Completes a piece of which `result` bytes are done, or that failed with -errno.
@@ -255,6 +324,18 @@ void SpillFile::finish_piece(FileOperation operation, uint64_t offset, char* dat
 void SpillFile::verify(const Extent& extent, uint32_t expected, uint32_t found) const {
   if (expected != found && !OFFLOAD_BROKEN("checksum is verified"))
     fail(EIO, extent.offset, "spilled bytes came back changed (checksum differs)");
+}
+
+uint64_t SpillFile::trim() {
+  std::lock_guard lock(mutex_);
+  const uint64_t tail_bytes = free_.cut_tail(stats_.file_bytes);
+  if (tail_bytes == 0) return 0;
+  if (ftruncate(descriptor_, static_cast<off_t>(stats_.file_bytes - tail_bytes)) != 0) {
+    free_.grow(stats_.file_bytes - tail_bytes, tail_bytes);
+    return 0;
+  }
+  stats_.file_bytes -= tail_bytes;
+  return tail_bytes;
 }
 
 SpillStats SpillFile::stats() const {

@@ -25,6 +25,11 @@ log = logging.getLogger("offload")
 IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
 
+# What a store adds up over its life; its other figures are those of the moment.
+_SUMS = frozenset(
+    f"{direction}_{figure}" for direction in ("out", "in") for figure in ("bytes", "copies", "transfers", "seconds")
+) | {"stall_seconds", "spilled_bytes", "spill_written_bytes", "spill_read_bytes", "cancelled", "failed"}
+
 Entry = TypeVar("Entry")
 # Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
 StorageKey = tuple[int, int, int, int, int]
@@ -352,6 +357,7 @@ class Engine:
         self.failed = 0
         self.failure: str = ""
         self._is_cuda = device.type == "cuda"
+        self._stats_before = store.stats()
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, LeaseReference] = {}
         self._departing: deque[Departure] = deque()
@@ -510,7 +516,8 @@ class Engine:
     def _depart(self, departure: Departure) -> None:
         if not _discard(self._departing, departure):
             return  # another thread was faster
-        self.in_flight_bytes -= departure.nbytes
+        # An interrupt in swap_out may leave a departure uncounted: an empty queue says zero whatever was added up.
+        self.in_flight_bytes = self.in_flight_bytes - departure.nbytes if self._departing else 0
         state = departure.ticket.state
         failed = state == "failed"
         if failed:
@@ -537,16 +544,21 @@ class Engine:
         record.tear_down()
 
     def drain(self) -> None:
-        """Wait until every copy begun so far has ended, and let go of what they held."""
+        """Wait until every copy that this engine has begun has ended, and let go of what they held."""
         while self._departing:
             self._await_oldest()
         self.in_flight_bytes = 0
-        if self._retired:
-            self.store.quiesce()
-            self.collect()
+        while (entry := _oldest(self._retired)) is not None:
+            entry[0].settle()
+            _discard(self._retired, entry)
         for reference in list(self._live.values()):
             if reference() is None:  # an interrupt hit its teardown
                 self._gone(reference)
+
+    def store_stats(self) -> dict[str, float]:
+        """The store's figures; those that add up count from this engine's beginning, as other sessions may share it."""
+        now: dict[str, float] = self.store.stats()
+        return {name: value - self._stats_before[name] if name in _SUMS else value for name, value in now.items()}
 
     @property
     def live_records(self) -> int:

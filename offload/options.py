@@ -15,6 +15,7 @@ from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
 MAX_SLOWDOWN_DEFAULT = 0.05
+HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Options:
     exclude: tuple[str, ...]
     host_limit: int
     spill_dir: str  # empty: no disk tier
+    host_limit_is_given: bool = False
 
 
 def check_options(
@@ -69,7 +71,8 @@ def check_options(
         lookahead_nodes=_check_lookahead(lb),
         min_tensor_bytes=_check_bytes("min_tensor_bytes", min_tensor_bytes),
         exclude=_check_exclude(model, exclude),
-        host_limit=default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit),
+        host_limit=_check_host_limit(device, host_limit),
+        host_limit_is_given=host_limit is not None,
         spill_dir=_check_spill_dir(device, spill_dir),
     )
 
@@ -139,27 +142,64 @@ def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str,
     return chosen
 
 
-def default_host_limit() -> int:
-    """The smaller of half of the available RAM and what the control group leaves, in bytes."""
+def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int:
+    limit = default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit)
+    if device.type == "cuda" and limit < HOST_LIMIT_MIN:
+        whose = "this machine and its control group leave" if host_limit is None else "you gave"
+        raise ValueError(
+            f"host_limit: {whose} {limit} bytes of host memory to swap into, and the least is {HOST_LIMIT_MIN}; "
+            'free some, raise the limit of the control group, or write a size that fits, such as host_limit="1GiB"'
+        )
+    return limit
+
+
+def default_host_limit(root: Path = Path("/")) -> int:
+    """The smaller of half of the available RAM and what the process's control groups leave, in bytes.
+
+    Parameters
+    ----------
+    root
+        Where ``proc`` and ``sys`` are.
+    """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _read("/proc/meminfo").splitlines():
+    for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    return min([available // 2, *(max(limit - usage, 0) for limit, usage in _control_group_bytes())])
+    return min([available // 2, *_control_group_rooms(root)])
 
 
-def _control_group_bytes() -> Iterator[tuple[int, int]]:
-    """Memory limit and usage of this process's control group, where it has one."""
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            yield int(limit), int(usage)
+def _control_group_rooms(root: Path) -> Iterator[int]:
+    """What each control group that the process is in may still take, in bytes."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files = ("memory.max", "memory.current", "inactive_file")
+            tops = [mount, mount / "unified"]
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            tops = [mount / "memory", mount / controllers]
+        else:
+            continue
+        # In a container the path may be that of the host, of which only the top is to be seen here.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for top in tops:
+            for depth in range(len(parts) + 1):
+                yield from _room(top.joinpath(*parts[:depth]), *files)
 
 
-def _read(path: str) -> str:
+def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[int]:
+    limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
+    if not (limit.isdigit() and usage.isdigit()):
+        return  # "max", or a group that has no such file
+    # Cached files that nobody has looked at lately give way.
+    cached = sum(
+        int(line.split()[1]) for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{cache_name} ")
+    )
+    yield max(int(limit) - max(int(usage) - cached, 0), 0)
+
+
+def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:

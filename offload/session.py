@@ -156,7 +156,7 @@ class Session:
             deduplicated=replace(self.counts.duplicates),
             peak_saved_bytes=self.engine.resident.peak,
             peak_saved_bytes_unswapped=self.engine.unswapped.peak,
-            store=self.engine.store.stats(),
+            store=self.engine.store_stats(),
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
             profiled_steps=self.counts.profiled_steps,
@@ -207,7 +207,10 @@ class Session:
         if model is not None:
             _sessions.pop(model, None)
         self.engine.drain()
-        self.engine.store.trim()
+        store = self.engine.store
+        if not any(session.engine.store is store for session in list(_sessions.values())):
+            store.quiesce()
+            store.trim()
 
     def __enter__(self) -> Session:
         return self
@@ -417,17 +420,31 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _make_engine(device: torch.device, options: Options) -> Engine:
-    lanes = _core.HostDriver(niceness=LANE_NICENESS)
-    if device.type == "cpu":
-        store = _core.SwapStore.direct(lanes, options.spill_dir)
-    else:
-        driver = _core.cuda_driver(device.index or 0)
-        store = _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
-    engine = Engine(store, device)
+    engine = Engine(_shared_store(device, options), device)
     _engines.add(engine)
     return engine
 
 
+def _shared_store(device: torch.device, options: Options) -> _core.SwapStore:
+    """One store per process and device, hence one spill file, as long as the wishes of its sessions agree."""
+    limit = options.host_limit if options.host_limit_is_given else 0
+    # The pid: what a forked child inherits is no store to it.
+    key = (os.getpid(), str(device), os.path.realpath(options.spill_dir) if options.spill_dir else "", limit)
+    with _stores_lock:
+        store = _stores.get(key)
+        if store is None:
+            lanes = _core.HostDriver(niceness=LANE_NICENESS)
+            if device.type == "cpu":
+                store = _core.SwapStore.direct(lanes, options.spill_dir)
+            else:
+                driver = _core.cuda_driver(device.index or 0)
+                store = _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
+            _stores[key] = store
+        return store
+
+
+_stores: weakref.WeakValueDictionary[tuple[int, str, str, int], _core.SwapStore] = weakref.WeakValueDictionary()
+_stores_lock = threading.Lock()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 

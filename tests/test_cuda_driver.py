@@ -29,7 +29,14 @@ CHECKS = [
     "threads_share_a_driver",
     "waits_keep_their_record",
 ]
-OPTIONAL = ("cuEventElapsedTime", "cuStreamIsCapturing", "cuGetErrorName", "cuGetErrorString")
+OPTIONAL = (
+    "cuEventElapsedTime",
+    "cuStreamIsCapturing",
+    "cuMemcpyBatchAsync",
+    "cuDeviceGetPCIBusId",
+    "cuGetErrorName",
+    "cuGetErrorString",
+)
 
 
 @pytest.fixture(scope="module")

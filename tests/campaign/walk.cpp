@@ -131,11 +131,12 @@ class Walk {
     saved.source = {};
   }
 
-  // The source may go: by what was seen, or by making its stream wait. A failed copy-out leaves it whole.
+  // The source may go: by what was seen, or by making its stream wait. Where nothing was copied it is whole.
   void has_departed(Saved saved) {
-    if (saved.ticket->state() == State::failed) {
-      if (faults_ == 0) world_->fail("a copy-out failed although nothing was injected");
-      world_->expect(saved.source, saved.source.data + saved.residue, saved.bytes, saved.pattern, "after a failed copy-out");
+    const State state = saved.ticket->state();
+    if (state == State::failed || state == State::cancelled) {
+      if (state == State::failed && faults_ == 0) world_->fail("a copy-out failed although nothing was injected");
+      world_->expect(saved.source, saved.source.data + saved.residue, saved.bytes, saved.pattern, "that never left");
       free_source(saved);
       return;
     }
@@ -246,8 +247,7 @@ class Walk {
   }
 
   void quiet() {
-    if (is_direct_) return;  // quiesce would cancel what has not begun
-    store_->quiesce();
+    store_->quiesce();  // cancels what has not begun
     for (Saved& saved : limbo_) world_->free(saved.target);
     limbo_.clear();
   }

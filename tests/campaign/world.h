@@ -102,6 +102,12 @@ class LoggingDriver final : public Driver {
     log_.push_back({Kind::kernel, stream, nullptr, range_of(host, bytes), range_of(device, bytes), "copy_in"});
     base_->copy_in(device, host, bytes, stream);
   }
+  void copy_out_batch(const Copy* copies, size_t count, Stream stream) override {
+    for (size_t each = 0; each < count; ++each) copy_out(copies[each].to, copies[each].from, copies[each].bytes, stream);
+  }
+  void copy_in_batch(const Copy* copies, size_t count, Stream stream) override {
+    for (size_t each = 0; each < count; ++each) copy_in(copies[each].to, copies[each].from, copies[each].bytes, stream);
+  }
   void host_register(void* address, size_t bytes) override {
     append({Kind::allocate, nullptr, nullptr, {}, range_of(address, bytes)});
   }

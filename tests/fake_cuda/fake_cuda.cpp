@@ -111,6 +111,34 @@ Result cuMemcpyDtoHAsync_v2(void* host, DeviceAddress device, size_t bytes, Stre
   return queue_copy(call, host, reinterpret_cast<const void*>(device), host, bytes, stream);
 }
 
+Result cuMemcpyBatchAsync(DeviceAddress* targets, DeviceAddress* sources, size_t* bytes, size_t count,
+                          CopyAttributes* attributes, size_t* first_of_attributes, size_t attributes_count,
+                          size_t* failed, StreamHandle stream) {
+  FAKE_ENTRY("cuMemcpyBatchAsync");
+  if (stream == reinterpret_cast<StreamHandle>(uintptr_t{kStreamLegacy}))
+    return call.violate("with the legacy stream", kInvalidHandle);
+  if (count == 0 || attributes_count != 1 || *first_of_attributes != 0 ||
+      attributes->source_access_order != kSourceInStreamOrder)
+    return call.violate("with an empty batch or other attributes", kInvalidValue);
+  for (size_t each = 0; each < count; ++each) {
+    *failed = each;
+    void* const target = reinterpret_cast<void*>(targets[each]);
+    const void* const source = reinterpret_cast<const void*>(sources[each]);
+    const bool outward = find_registration(target, bytes[each]) != nullptr;
+    const Result result = queue_copy(call, target, source, outward ? target : source, bytes[each], stream);
+    if (result != kSuccess) return result;
+  }
+  return kSuccess;
+}
+
+Result cuDeviceGetPCIBusId(char* text, int text_bytes, Device device) {
+  FAKE_ENTRY("cuDeviceGetPCIBusId", Call::kInit);
+  constexpr char kBusId[] = "0000:C1:00.0";
+  if (device < 0 || device >= state.devices || text_bytes < static_cast<int>(sizeof kBusId)) return kInvalidValue;
+  std::copy(std::begin(kBusId), std::end(kBusId), text);
+  return kSuccess;
+}
+
 Result cuStreamCreate(StreamHandle* stream, unsigned flags) {
   FAKE_ENTRY("cuStreamCreate");
   if (flags != kStreamNonBlocking) return call.violate("of a stream that blocks on the default stream", kInvalidValue);
