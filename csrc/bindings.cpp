@@ -12,6 +12,10 @@
 namespace py = pybind11;
 using namespace offload;
 
+#ifdef OFFLOAD_MUTANTS
+void register_campaign(py::module_& module);
+#endif
+
 namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
@@ -251,6 +255,9 @@ PYBIND11_MODULE(_core, module) {
 
   register_parts(module);
   register_store(module);
+#ifdef OFFLOAD_MUTANTS
+  register_campaign(module);
+#endif
   module.def(
       "crc32c",
       [](const py::bytes& data, uint32_t crc) {
