@@ -17,7 +17,7 @@ LAYERS = [
     {"trace", "allocator"},
     {"plan"},
     {"engine", "report", "options"},
-    {"profiler"},
+    {"profiler", "calibration"},
     {"hooks"},
     {"session"},
     {"__init__"},
