@@ -21,7 +21,8 @@ LAYERS = [
     {"hooks"},
     {"session"},
     {"__init__"},
-    {"plan_page", "demo_model", "demo_memory", "demo_page"},
+    {"checkup"},
+    {"doctor", "plan_page", "demo_model", "demo_memory", "demo_page"},
     {"plan_cli", "demo_worker"},
     {"demo"},
     {"cli"},
@@ -108,7 +109,7 @@ def test_nothing_is_swallowed_or_printed(path):
             broad = ast.unparse(node.type) in ("Exception", "BaseException")
             reraises = any(isinstance(each, ast.Raise) for each in ast.walk(node))
             assert not broad or reraises, f"{path}:{node.lineno}: swallows everything"
-        is_front = path.stem in ("demo", "demo_worker", "cli", "plan_cli", "__main__")
+        is_front = path.stem in ("demo", "demo_worker", "doctor", "cli", "plan_cli", "__main__")
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
             assert is_front, f"{path}:{node.lineno}: the library never prints"
 
