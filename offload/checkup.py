@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from offload import __version__, _core, allocator
 from offload.calibration import Calibration, calibrate
+from offload.device_memory import control_group
 from offload.options import default_host_limit, default_spill_dir, free_disk_bytes, is_in_memory
 from offload.session import enable
 from offload.units import format_bandwidth, format_bytes, format_seconds
@@ -181,19 +182,12 @@ def _host_memory() -> Iterator[Finding]:
 
 
 def _control_group() -> Finding:
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = Path(limit_file).read_text(encoding="utf-8").strip()
-            used = int(Path(usage_file).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            text = f"{format_bytes(used)} of {format_bytes(int(limit))} used"
-            return Finding("host memory", "control group", text, {"used_bytes": used, "limit_bytes": int(limit)})
-    return Finding("host memory", "control group", "no memory limit", None)
+    found = control_group()
+    if found is None:
+        return Finding("host memory", "control group", "no memory limit", None)
+    limit, left = found
+    value = {"limit_bytes": limit, "left_bytes": left}
+    return Finding("host memory", "control group", f"{format_bytes(left)} left of {format_bytes(limit)}", value)
 
 
 def _disk() -> Iterator[Finding]:

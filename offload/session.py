@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from offload import _core, allocator
+from offload import _core, allocator, oom
+from offload.device_memory import peak_bytes, watch_refusals
 from offload.engine import LANE_NICENESS, Engine
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.profiler import Recorder, Schedule
 from offload.report import Counts, Report
+from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
 
@@ -151,6 +153,48 @@ class Session:
             notes=tuple(self._notes()),
         )
 
+    def postfix(self) -> dict[str, str]:
+        """What a progress bar may show: peak memory so far, bytes swapped out and seconds stalled since `enable`.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> handle = offload.enable(torch.nn.Linear(4, 1))
+        >>> sorted(handle.postfix())  # for tqdm: bar.set_postfix(handle.postfix())
+        ['peak', 'stalled', 'swapped']
+        """
+        return {
+            "peak": format_bytes(peak_bytes(self._device)),
+            "swapped": format_bytes(self.counts.swapped.nbytes),
+            "stalled": format_seconds(self.engine.store.stats()["stall_seconds"]),
+        }
+
+    @contextmanager
+    def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+        """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
+
+        `step`, and the model's forward by itself, add the note too; this also covers backward and the optimizer.
+        Before Python 3.11, whose exceptions take no notes, the note is logged.
+
+        Parameters
+        ----------
+        path
+            Where to write the page, self-contained HTML. Default: none.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with offload.enable(model) as handle, handle.explain_oom("oom.html"):
+        ...     model(torch.ones(2, 4)).sum().backward()
+        """
+        watch_refusals()
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            self._explain(error, path)
+            raise
+
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
         if not self._enabled:
@@ -234,8 +278,13 @@ class Session:
     def _round(self) -> Iterator[Round]:
         current = Round(self)
         self._local.excluded = 0
+        self.counts.begin_round()
         with saved_tensors_hooks(current.pack, current.unpack):
-            yield current
+            try:
+                yield current
+            except (MemoryError, RuntimeError) as error:
+                self._explain(error)
+                raise
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies() or _checkpoint_is_innermost():
@@ -293,6 +342,11 @@ class Session:
             return
         held = [*model.parameters(), *model.buffers()]
         self._parameters = {Engine.identity(tensor) for tensor in held if _has_storage(tensor)}
+
+    def _explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
+        swapped, kept = self.counts.in_round()
+        subject = oom.Subject(self._model(), self.engine, self.options, swapped, kept)
+        oom.tell(error, subject, path)
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -357,10 +411,15 @@ def _make_engine(device: torch.device, options: Options) -> Engine:
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
+def engines() -> list[Engine]:
+    """Those that are alive: of enabled models, and of graphs that outlive theirs."""
+    return list(_engines)
+
+
 @atexit.register
 def _quiesce_at_exit() -> None:
     """No copy may read a tensor that interpreter shutdown is about to free."""
-    for engine in list(_engines):
+    for engine in engines():
         engine.store.quiesce()
 
 
@@ -437,6 +496,7 @@ def enable(
         host_limit=host_limit,
         spill_dir=spill_dir,
     )
+    watch_refusals()
     session = Session(model, device, options, _make_engine(device, options))
     _sessions[model] = session
     return session

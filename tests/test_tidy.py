@@ -14,12 +14,13 @@ ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref
 # Layers from the bottom up: a module may import from its own layer and from those below.
 LAYERS = [
     {"units", "_core"},
-    {"trace", "allocator"},
+    {"trace", "allocator", "device_memory", "oom_page"},
     {"plan"},
     {"engine", "report", "options"},
     {"profiler", "calibration"},
-    {"hooks"},
+    {"hooks", "oom"},
     {"session"},
+    {"recovery"},
     {"__init__"},
     {"checkup"},
     {"doctor", "plan_page", "demo_model", "demo_memory", "demo_page"},
