@@ -118,7 +118,12 @@ class DeviceMemory:
                 ("not torch's", self.foreign_bytes),
             ]
         else:
-            parts.append(("other processes, or mapped and not resident", max(self.total_bytes - self.free_bytes - self.used_bytes, 0)))
+            parts.append(
+                (
+                    "other processes, or mapped and not resident",
+                    max(self.total_bytes - self.free_bytes - self.used_bytes, 0),
+                )
+            )
         return [*parts, ("free", self.free_bytes), ("short", self.short_bytes or 0)]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from offload.engine import Engine, Lease, LeaseReference, SwappedView, raise_changed
+from offload.engine import Engine, Lease, LeaseReference, StorageKey, SwappedView, raise_changed
 from offload.options import Options
 from offload.profiler import Recorder, Schedule
 from offload.report import Counts
@@ -66,6 +66,7 @@ class Round:
         self._recorder: Recorder | None = None
         self._watched: dict[int, int] = {}
         self._packs = 0
+        self._kept: set[StorageKey] = set()
         self._leases: dict[int, LeaseReference] = {}
         self._next_use = 0
         self._node = -1
@@ -140,7 +141,9 @@ class Round:
             return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
         reason = policy.why_held(tensor) or self._reason_to_keep(index, key[3])
         if reason is not None:
-            return self._keep(tensor, index, reason, nbytes)
+            again = key in self._kept  # a storage that is saved twice takes its bytes once
+            self._kept.add(key)
+            return self._keep(tensor, index, reason, 0 if again else nbytes)
         try:
             lease = self._engine.swap_out(tensor, key, self._need(index))
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them

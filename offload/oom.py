@@ -31,8 +31,8 @@ log = logging.getLogger("offload")
 _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _MIN_TENSOR_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
-# Why a saved tensor stayed → whether another setting would move it.
-_MOVABLE = {"needed soon", "n_tensors", "host limit", "small", "excluded"}
+# Why a saved tensor stayed where no setting would move it; for the other reasons one would.
+_FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage"}
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Explanation:
     @property
     def movable_bytes(self) -> int:
         """Of what was saved in this step and stayed: bytes that another setting would move."""
-        return sum(count.nbytes for reason, count in self.kept.items() if reason in _MOVABLE)
+        return _movable_bytes(self.kept)
 
     def saved_rows(self) -> list[tuple[str, str, str]]:
         """What autograd saved in this step: reason, amount, and whether it can move."""
         rows = [("swapped out", _words(self.swapped), "moved")] if self.swapped.tensors else []
         for reason, count in sorted(self.kept.items(), key=lambda item: -item[1].nbytes):
-            rows.append((f"kept: {reason}", _words(count), "could move" if reason in _MOVABLE else "cannot move"))
+            rows.append((f"kept: {reason}", _words(count), "cannot move" if reason in _FIXED else "could move"))
         return rows
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
     asked = asked_bytes(str(error))
     memory = last_refusal(engine.device, asked) or look(engine.device, asked)
     kept = {reason: count for reason, count in subject.kept.items() if count.tensors}
-    movable = sum(count.nbytes for reason, count in kept.items() if reason in _MOVABLE)
+    movable = _movable_bytes(kept)
     leaving = engine.resident.now
     return Explanation(
         error=f"{type(error).__name__}: {error}",
@@ -206,7 +206,7 @@ def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         holder = frame.f_locals.get("self")
         if module.startswith("torch.autograd") and frame.f_code.co_name in ("backward", "grad"):
             where = "backward"
-        elif module.startswith("torch.optim") and frame.f_code.co_name == "step":
+        elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"
         elif id(holder) in names and isinstance(holder, nn.Module):
             name = names[id(holder)]
@@ -216,6 +216,10 @@ def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _movable_bytes(kept: Mapping[str, Count]) -> int:
+    return sum(count.nbytes for reason, count in kept.items() if reason not in _FIXED)
 
 
 def _words(count: Count) -> str:
@@ -270,8 +274,8 @@ def _enable_line(kept: Mapping[str, Count], options: Options, engine: Engine) ->
         return sum(kept[reason].nbytes for reason in reasons if reason in kept)
 
     arguments: dict[str, object] = {"n_tensors": -1, "lb": 1}
-    unchosen, small, excluded, unhoused = map(stayed, ("needed soon", "small", "excluded", "host limit"))
-    unchosen += stayed("n_tensors")
+    small, excluded, unhoused = map(stayed, ("small", "excluded", "host limit"))
+    unchosen = _movable_bytes(kept) - small - excluded - unhoused
     back_early = options.lookahead_nodes > 1 and engine.resident.now > engine.in_flight_bytes
     small = small if options.min_tensor_bytes > _SMALL_BYTES else 0
     if not (options.n_tensors == 0 or unchosen or back_early or small >= _MIN_TENSOR_BYTES or excluded or unhoused):
