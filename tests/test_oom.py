@@ -116,21 +116,23 @@ class RefusingOptimizer(torch.optim.SGD):
         raise MemoryError
 
 
-@pytest.mark.parametrize(
-    "place", ["backward", "the optimizer's step", "forward of 0 (Linear)", "the caller's own code"]
-)
+def refuse_in_forward(model: nn.Sequential, x: torch.Tensor) -> None:
+    model[0].forward = lambda x: bytearray(1 << 62)
+    model(x)
+
+
+PLACES: dict[str, Any] = {
+    "backward": lambda model, x: Refuses.apply(model(x)).sum().backward(),
+    "the optimizer's step": lambda model, x: RefusingOptimizer(model.parameters()).step(),
+    "forward of 0 (Linear)": refuse_in_forward,
+    "the caller's own code": lambda model, x: bytearray(1 << 62),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_the_place_is_told(place: str, handle: Any) -> None:
-    model, x = handle.model, torch.ones(2, 8)
     with pytest.raises(MemoryError) as caught, handle.explain_oom():
-        if place == "backward":
-            Refuses.apply(model(x)).sum().backward()
-        elif place == "the optimizer's step":
-            RefusingOptimizer(model.parameters()).step()
-        elif place == "forward of 0 (Linear)":
-            model[0].forward = lambda x: bytearray(1 << 62)
-            model(x)
-        else:
-            bytearray(1 << 62)
+        PLACES[place](handle.model, torch.ones(2, 8))
     assert caught.value.offload_explanation.where.startswith(place)
 
 
