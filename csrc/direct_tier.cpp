@@ -1,6 +1,5 @@
 // The direct tier: blocks of plain RAM ↔ the spill file, with no buffer in between.
 #include <algorithm>
-#include <chrono>
 #include <deque>
 #include <stdexcept>
 #include <vector>
@@ -11,11 +10,9 @@
 namespace offload {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 struct DirectSlot final : Slot {
-  size_t head_bytes = 0;    // before the first aligned address
-  size_t middle_bytes = 0;  // on disk
+  size_t head_bytes = 0;     // before the first aligned address
+  size_t middle_bytes = 0;   // on disk
   std::vector<char> ragged;  // head, then tail
   Extent extent;
   uint32_t crc_out = 0;
@@ -23,6 +20,7 @@ struct DirectSlot final : Slot {
   size_t middle_done = 0;  // of the copy-in under way
   bool busy = false;       // a lane is transferring
   bool urgent = false;     // somebody waits for it
+  double in_began_seconds = 0;
 };
 
 class DirectStore final : public SwapStore {
@@ -85,6 +83,7 @@ void DirectStore::restore_ragged(const DirectSlot& slot) {
 
 SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_t need) {
   auto slot = std::make_shared<DirectSlot>();
+  slot->id = ++last_id_;
   slot->bytes = bytes;
   slot->need = need;
   slot->source = source;
@@ -95,7 +94,9 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
     std::lock_guard lock(mutex_);
     ++stats_.live_tickets;
     if (slot->middle_bytes == 0) {
+      const double begin = now_seconds();
       save_ragged(*slot);
+      log_.add(CopyKind::out, slot->id, bytes, begin);
       advance(*slot, State::out);
       return slot;
     }
@@ -103,9 +104,8 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
   }
-  lanes_->call(out_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this()), slot] {
-    store->write_out(slot);
-  });
+  lanes_->call(out_lane_,
+               [store = std::static_pointer_cast<DirectStore>(shared_from_this()), slot] { store->write_out(slot); });
   return slot;
 }
 
@@ -122,7 +122,7 @@ void DirectStore::write_out(const Ref& slot) {
 }
 
 void DirectStore::copy_out(DirectSlot& slot) {
-  const auto begin = Clock::now();
+  const double begin = now_seconds();
   Extent extent;
   std::exception_ptr failure;
   try {
@@ -135,7 +135,7 @@ void DirectStore::copy_out(DirectSlot& slot) {
     file_.release(extent);
   }
   std::lock_guard lock(mutex_);
-  stats_.out_seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+  stats_.out_seconds += now_seconds() - begin;
   if (failure != nullptr) {
     slot.failure = failure;
     ++stats_.failed;
@@ -145,6 +145,7 @@ void DirectStore::copy_out(DirectSlot& slot) {
     ++stats_.out_copies;
     stats_.out_bytes += slot.bytes;
     stats_.spilled_bytes += slot.middle_bytes;
+    log_.add(CopyKind::out, slot.id, slot.bytes, begin);
     advance(slot, State::on_disk);
   }
   if (slot.released) free_slot(slot);
@@ -166,7 +167,9 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
   if (slot->middle_bytes == 0) {
     std::lock_guard lock(mutex_);
     advance(*slot, State::copying_in);
+    const double begin = now_seconds();
     restore_ragged(*slot);
+    log_.add(CopyKind::in, slot->id, slot->bytes, begin);
     advance(*slot, State::ready);
     return;
   }
@@ -200,9 +203,10 @@ void DirectStore::read_slice() {
     slot = next == incoming_.end() ? incoming_.front() : *next;
     slot->busy = true;
   }
-  const auto begin = Clock::now();
+  const double begin = now_seconds();
   const size_t at = slot->middle_done;
   const size_t bytes = std::min(slice_bytes_, slot->middle_bytes - at);
+  if (at == 0) slot->in_began_seconds = begin;
   std::exception_ptr failure;
   try {
     char* middle = static_cast<char*>(slot->target) + slot->head_bytes;
@@ -212,7 +216,7 @@ void DirectStore::read_slice() {
     failure = std::current_exception();
   }
   std::lock_guard lock(mutex_);
-  stats_.in_seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+  stats_.in_seconds += now_seconds() - begin;
   slot->busy = false;
   slot->middle_done += bytes;
   if (failure != nullptr) {
@@ -224,12 +228,14 @@ void DirectStore::read_slice() {
     restore_ragged(*slot);
     ++stats_.in_copies;
     stats_.in_bytes += slot->bytes;
+    log_.add(CopyKind::in, slot->id, slot->bytes, slot->in_began_seconds);
     end_in(*slot, State::ready);
   }
 }
 
 void DirectStore::end_in(DirectSlot& slot, State state) {
-  incoming_.erase(std::find_if(incoming_.begin(), incoming_.end(), [&](const Ref& each) { return each.get() == &slot; }));
+  incoming_.erase(
+      std::find_if(incoming_.begin(), incoming_.end(), [&](const Ref& each) { return each.get() == &slot; }));
   slot.target_owner = nullptr;
   advance(slot, state);
   lanes_->event_fire(slot.in_event.get());

@@ -13,14 +13,11 @@
 #include <cstring>
 #include <thread>
 
+#include "copy_log.h"
 #include "error.h"
 
 namespace offload {
 namespace {
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Python delivers signals to its main thread; ours must never be picked for them.
 void become_lane(int niceness) {
@@ -247,7 +244,7 @@ void HostDriver::copy_in(void* device, const void* host, size_t bytes, Stream st
 }
 
 DeviceMemory HostDriver::device_memory() {
-  struct sysinfo info {};
+  struct sysinfo info{};
   sysinfo(&info);
   return {info.freeram * info.mem_unit, info.totalram * info.mem_unit};
 }

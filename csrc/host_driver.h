@@ -56,7 +56,8 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   // An event that work fires by hand: pending from arm to fire.
   void event_arm(Event event);
   void event_fire(Event event);
-  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no lock.
+  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no
+  // lock.
   void breathe();
 
  private:

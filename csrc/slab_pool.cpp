@@ -122,9 +122,8 @@ void SlabPool::give_back(const Block& block) {
 }
 
 void SlabPool::sweep() {
-  auto still_pending = std::stable_partition(fenced_.begin(), fenced_.end(), [&](const Fenced& entry) {
-    return driver_->event_done(entry.fence.get());
-  });
+  auto still_pending = std::stable_partition(
+      fenced_.begin(), fenced_.end(), [&](const Fenced& entry) { return driver_->event_done(entry.fence.get()); });
   for (auto entry = fenced_.begin(); entry != still_pending; ++entry) give_back(entry->block);
   fenced_.erase(fenced_.begin(), still_pending);
 }

@@ -1,7 +1,6 @@
 // The slab tier: device ↔ pinned slab over the device's own copy streams, slab ↔ spill file over host lanes.
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <deque>
 #include <limits>
 #include <set>
@@ -12,8 +11,6 @@
 
 namespace offload {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr size_t kSlicesInFlight = 2;  // enough to keep a copy engine busy, few enough for an urgent block to overtake
 
@@ -33,6 +30,7 @@ struct SlabSlot final : Slot {
   bool urgent = false;
   bool consumed = true;  // no copy-in pending: swap_in has been called since the last prefetch
   bool timed = false;
+  double fill_began_seconds = 0;
 };
 using Ref = std::shared_ptr<SlabSlot>;
 
@@ -89,9 +87,9 @@ class SlabStore final : public SwapStore {
   SlabPool pool_;
   const Stream out_stream_;
   const Stream in_stream_;
-  const Stream pump_lane_;   // feeds the copy-in stream slice by slice
-  const Stream spill_lane_;  // slab → file
-  const Stream fill_lane_;   // file → bounce → copy-in stream
+  const Stream pump_lane_;                // feeds the copy-in stream slice by slice
+  const Stream spill_lane_;               // slab → file
+  const Stream fill_lane_;                // file → bounce → copy-in stream
   std::set<Ref, ColdestFirst> resident_;  // in a slab, with no copy-in or spill pending
   std::deque<Ref> from_slab_;
   std::deque<Ref> from_disk_;
@@ -134,6 +132,7 @@ SlabStore::~SlabStore() {
 SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
   device_->require_not_capturing(compute);
   auto slot = std::make_shared<SlabSlot>();
+  slot->id = ++last_id_;
   slot->bytes = bytes;
   slot->need = need;
   slot->source = source;
@@ -154,6 +153,7 @@ SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, u
     pool_.release(slot->block, nullptr);
     throw;
   }
+  log_.add(CopyKind::out, slot->id, bytes, slot->out_begin, slot->out_event);
   advance(*slot, State::copying_out);
   make_spillable(slot);
   ++stats_.live_tickets;
@@ -230,6 +230,7 @@ void SlabStore::make_spillable(const Ref& slot) {
 // Writes the block out with the lock released meanwhile. False where that failed: the block stays in RAM for good.
 bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
+  const double begin = now_seconds();
   Extent extent;
   uint32_t crc = 0;
   bool written = true;
@@ -248,6 +249,7 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
   slot.spill_failed = !written;
   stats_.failed += written ? 0 : 1;
   stats_.spilled_bytes += written ? slot.bytes : 0;
+  if (written) log_.add(CopyKind::spill, slot.id, slot.bytes, begin);
   return written;
 }
 
@@ -311,6 +313,7 @@ void SlabStore::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   if (slot.issued_bytes == slot.bytes) {
     device_->event_record(slot.in_event.get(), in_stream_);
     slot.timed = false;
+    log_.add(CopyKind::in, slot.id, slot.bytes, slot.in_begin, slot.in_event);
     ++stats_.in_copies;
     stats_.in_bytes += slot.bytes;
     advance(slot, State::ready);
@@ -384,10 +387,12 @@ void SlabStore::fill_slice(const Ref& slot, std::unique_lock<std::mutex>& lock) 
   const EventRef fence = bounce.fence;
   lock.unlock();
   if (fence != nullptr) device_->event_synchronize(fence.get());
+  if (at == 0) slot->fill_began_seconds = now_seconds();
   const size_t sectors_bytes = std::min<size_t>(bounce_bytes_, slot->extent.bytes - at);
   slot->crc_in = file_->read(slot->extent, at, bounce.block.data, sectors_bytes, slot->crc_in);
   if (at + bytes == slot->bytes) file_->verify(slot->extent, slot->crc_out, slot->crc_in);
   lock.lock();
+  if (at + bytes == slot->bytes) log_.add(CopyKind::fill, slot->id, slot->bytes, slot->fill_began_seconds);
   if (slot->released) return;
   issue_slice(*slot, bounce.block.data, bytes);
   bounce.fence = events_->record(in_stream_);

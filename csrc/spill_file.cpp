@@ -121,7 +121,7 @@ void SpillFile::probe_alignment() {
   if (!direct_) return;
   alignment_bytes_ = kExtentBytes;
 #ifdef STATX_DIOALIGN
-  struct statx about {};
+  struct statx about{};
   if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
   if (about.stx_dio_mem_align == 0) {  // opened with O_DIRECT, but the file system would not honour it
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);

@@ -75,6 +75,26 @@ void SwapStore::add_stall(double seconds) {
   stats_.stall_seconds += seconds;
 }
 
+void SwapStore::record_copies(size_t limit) {
+  lanes_->require_same_process();
+  const auto anchor = limit > 0 ? Anchor::measure(*device_, *events_) : nullptr;
+  std::lock_guard lock(mutex_);
+  log_.start(limit, anchor);
+}
+
+std::vector<CopyEntry> SwapStore::take_copies() {
+  lanes_->require_same_process();
+  std::unique_lock lock(mutex_);
+  std::vector<CopyEntry> ended = log_.take();
+  const bool is_old = log_.is_on() && log_.anchor()->is_old();
+  lock.unlock();
+  if (!is_old) return ended;
+  const auto anchor = Anchor::measure(*device_, *events_);
+  lock.lock();
+  if (log_.is_on()) log_.set_anchor(anchor);
+  return ended;
+}
+
 std::string Ticket::failure_text() const {
   std::lock_guard lock(store_->mutex_);
   if (slot_->failure == nullptr) return "";
