@@ -31,6 +31,7 @@ from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.profiler import Recorder, Schedule
 from offload.report import Counts, Report
+from offload.step_recording import StepRecording, WatchedRound
 from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
@@ -103,6 +104,7 @@ class Session:
         self._schedules: OrderedDict[object, Schedule] = OrderedDict()
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self._warned: set[type] = set()
+        self._recording: StepRecording | None = None
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
         if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
@@ -195,6 +197,47 @@ class Session:
             self._explain(error, path)
             raise
 
+    def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
+        """Record what happens from now on and write it as a timeline: when compute ran and waited, when bytes moved.
+
+        In a `with` block the recording ends with the block, so put one training step inside. Without one it covers the
+        next step: it ends when the second forward pass from now on begins, or at `disable`. A recorded step is slower;
+        it computes the same.
+
+        Parameters
+        ----------
+        path
+            ``"step.html"``: a self-contained page. ``"step.json"``: trace events for ui.perfetto.dev.
+
+        Returns
+        -------
+        StepRecording
+            A context manager.
+
+        Raises
+        ------
+        ValueError
+            The path ends in something else, or a recording is under way already.
+        OSError
+            The file cannot be written.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile, torch, offload
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+        >>> with handle.timeline(pathlib.Path(tempfile.mkdtemp()) / "step.html"):
+        ...     model(torch.ones(32, 64)).sum().backward()
+        >>> handle.disable()
+        """
+        model = self._model()
+        if not self._enabled or model is None:
+            raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
+        if self._recording is not None and self._recording.is_on:
+            raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
+        self._recording = StepRecording(model, self.engine, self._device, self._tier(), path)
+        return self._recording
+
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
         if not self._enabled:
@@ -206,6 +249,8 @@ class Session:
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
+        if self._recording is not None:
+            self._recording.finish()
         self.engine.drain()
         self.engine.store.trim()
 
@@ -276,7 +321,10 @@ class Session:
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
-        current = Round(self)
+        recording = self._recording
+        if recording is not None:
+            recording.forward_begins()
+        current = WatchedRound(self, recording) if recording is not None and recording.is_on else Round(self)
         self._local.excluded = 0
         self.counts.begin_round()
         with saved_tensors_hooks(current.pack, current.unpack):

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from page_check import check_page
 from torch import nn
 
 import offload
@@ -237,37 +237,6 @@ def test_fragments_and_other_processes_have_remedies(handle: Any, monkeypatch: p
     assert re.search(r"not torch's +2\.50 GiB", text)
     assert re.search(r"reserved by torch, unused +4\.00 GiB", text)
     check_page(found.html())
-
-
-class PageChecker(HTMLParser):
-    """Counts what a page refers to outside of itself, and checks that what is opened is closed."""
-
-    VOID = frozenset({"meta", "br", "rect", "line", "path", "circle", "polyline"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.outside += [str(value) for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.outside += [str(value) for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def check_page(text: str) -> None:
-    checker = PageChecker()
-    checker.feed(text)
-    checker.close()
-    assert checker.open == []
-    assert checker.outside == []
-    assert "$" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)
 
 
 # -- what counts as running out, and what must not happen -------------------------------------------------------------

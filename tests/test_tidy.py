@@ -14,11 +14,13 @@ ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref
 # Layers from the bottom up: a module may import from its own layer and from those below.
 LAYERS = [
     {"units", "_core"},
-    {"trace", "allocator", "device_memory", "oom_page"},
+    {"trace", "allocator", "device_memory", "oom_page", "timeline"},
+    {"timeline_page"},
     {"plan"},
     {"engine", "report", "options"},
     {"profiler", "calibration"},
     {"hooks", "oom"},
+    {"step_recording"},
     {"session"},
     {"recovery"},
     {"__init__"},
