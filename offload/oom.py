@@ -249,7 +249,7 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
 
 def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> list[Remedy]:
     found = []
-    call = _enable_line(kept, options, engine)
+    call = _enable_line(memory, kept, options, engine)
     if call is not None:
         found.append(call)
     unused = memory.reserved_bytes - memory.used_bytes
@@ -267,19 +267,20 @@ def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options,
     return found
 
 
-def _enable_line(kept: Mapping[str, Count], options: Options, engine: Engine) -> Remedy | None:
+def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> Remedy | None:
     """The call of `offload.enable` that moves more than the present one; None where there is no such call."""
 
     def stayed(*reasons: str) -> int:
         return sum(kept[reason].nbytes for reason in reasons if reason in kept)
 
-    arguments: dict[str, object] = {"n_tensors": -1, "lb": 1}
     small, excluded, unhoused = map(stayed, ("small", "excluded", "host limit"))
     unchosen = _movable_bytes(kept) - small - excluded - unhoused
     back_early = options.lookahead_nodes > 1 and engine.resident.now > engine.in_flight_bytes
     small = small if options.min_tensor_bytes > _SMALL_BYTES else 0
     if not (options.n_tensors == 0 or unchosen or back_early or small >= _MIN_TENSOR_BYTES or excluded or unhoused):
         return None
+    limit = _limit_to_plan(memory, options) if options.n_tensors is None and unchosen else None
+    arguments: dict[str, object] = {"memory_limit": limit} if limit else {"n_tensors": -1, "lb": 1}
     if small >= _MIN_TENSOR_BYTES:
         arguments["min_tensor_bytes"] = "64KiB"
     elif options.min_tensor_bytes != _MIN_TENSOR_BYTES:
@@ -294,4 +295,15 @@ def _enable_line(kept: Mapping[str, Count], options: Options, engine: Engine) ->
     moved = unchosen + small + excluded + unhoused
     why = "moves what it can" if options.n_tensors == 0 else "brings tensors back later, so that fewer are here at once"
     why = f"moves up to {format_bytes(moved)} more" if moved else why
+    why = "plans the fastest step that stays below it, or refuses beforehand" if limit else why
     return Remedy(f"offload.enable(model, {words})", why + "; the step takes longer")
+
+
+def _limit_to_plan(memory: DeviceMemory, options: Options) -> str | None:
+    """The `memory_limit` that the device has room for, less a margin for fragments; None where planning has no say."""
+    if not memory.is_cuda:
+        return None  # a process holds more than its tensors
+    room = 0.95 * (memory.total_bytes - memory.foreign_bytes)
+    if options.memory_limit is not None:
+        room = min(room, 0.9 * options.memory_limit)
+    return f"{int(room * 10 / (1 << 30)) / 10}GiB" if room >= 0.1 * (1 << 30) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -10,16 +11,20 @@ from pathlib import Path
 
 import torch
 
+from offload.device_memory import control_group
 from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
+MAX_SLOWDOWN_DEFAULT = 0.05
 
 
 @dataclass(frozen=True)
 class Options:
     """The checked arguments of `offload.enable`; sizes in bytes."""
 
-    n_tensors: int | None  # None: all but those that backward wants at once
+    memory_limit: int | None
+    max_slowdown: float | None
+    n_tensors: int | None  # None: by plan
     lookahead_nodes: int
     min_tensor_bytes: int
     exclude: tuple[str, ...]
@@ -49,12 +54,18 @@ def check_options(
     OSError
         `spill_dir` cannot hold the spill file.
     """
-    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
-        if value is not None:
-            raise ValueError(f"{name} is not there yet; until then write n_tensors=-1 (all) or a number, and lb")
     if lb is not None and n_tensors is None:
         raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
+    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
+        if value is not None and n_tensors is not None:
+            raise ValueError(
+                f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one"
+            )
+    if memory_limit is None and max_slowdown is None and n_tensors is None:
+        max_slowdown = MAX_SLOWDOWN_DEFAULT
     return Options(
+        memory_limit=None if memory_limit is None else _check_memory_limit(device, memory_limit),
+        max_slowdown=None if max_slowdown is None else _check_slowdown(max_slowdown),
         n_tensors=_check_n_tensors(n_tensors),
         lookahead_nodes=_check_lookahead(lb),
         min_tensor_bytes=_check_bytes("min_tensor_bytes", min_tensor_bytes),
@@ -62,6 +73,34 @@ def check_options(
         host_limit=default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit),
         spill_dir=_check_spill_dir(device, spill_dir),
     )
+
+
+def _check_memory_limit(device: torch.device, limit: object) -> int:
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(
+                f"memory_limit: a float is a fraction of the device, above 0 and at most 1, not {limit!r}; "
+                'write bytes as an integer or as in "12GiB"'
+            )
+        return int(limit * device_bytes(device))
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise ValueError(f'memory_limit takes bytes, "12GiB" or a fraction such as 0.4, not {limit!r}')
+    return _check_bytes("memory_limit", limit)
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a device: of the GPU, or the RAM that this process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    group = control_group()
+    return min([*limits, group[0]] if group is not None else limits)
+
+
+def _check_slowdown(slowdown: object) -> float:
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+        raise ValueError(f"max_slowdown is a fraction of the step time of at least 0, such as 0.05, not {slowdown!r}")
+    return float(slowdown)
 
 
 def _check_n_tensors(n_tensors: int | None) -> int | None:
@@ -107,15 +146,8 @@ def default_host_limit() -> int:
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limits = [available // 2]
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            limits.append(max(int(limit) - int(usage), 0))
-    return min(limits)
+    group = control_group()
+    return available // 2 if group is None else min(available // 2, group[1])
 
 
 def _read(path: str) -> str:

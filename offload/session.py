@@ -13,30 +13,32 @@ import os
 import threading
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from offload import _core, allocator, oom
-from offload.device_memory import peak_bytes, watch_refusals
+from offload import _core, allocator
+from offload.answers import Answers
+from offload.calibration import calibrate
+from offload.device_memory import watch_refusals
 from offload.engine import LANE_NICENESS, Engine
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
-from offload.profiler import Recorder, Schedule
+from offload.plan import Link, Plan
+from offload.planning import ByHand, ByPlan
 from offload.report import Counts, Report
-from offload.step_recording import StepRecording, WatchedRound
-from offload.units import format_bytes, format_seconds
+from offload.trace import Trace
 
 log = logging.getLogger("offload")
-
-SIGNATURES_MAX = 64
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -90,7 +92,7 @@ class ForwardWrapper:
         return getattr, (self._module(), "forward")
 
 
-class Session:
+class Session(Answers):
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
 
     def __init__(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> None:
@@ -101,10 +103,15 @@ class Session:
         self._device = device
         self._local = threading.local()
         self._parameters: set[int] = set()
-        self._schedules: OrderedDict[object, Schedule] = OrderedDict()
-        self._recorders: OrderedDict[object, Recorder] = OrderedDict()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizer_hooks: list[RemovableHandle] = []
+        self._planning: ByHand | ByPlan
+        if options.n_tensors is not None:
+            self._planning = ByHand(options, engine, self.counts)
+        else:
+            self._planning = ByPlan(options, engine, self.counts, self._measure_link, self._held_bytes)
+            self._optimizer_hooks = _listen_to_optimizers(self)
         self._warned: set[type] = set()
-        self._recording: StepRecording | None = None
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
         if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
@@ -139,6 +146,8 @@ class Session:
         """What has been moved since `enable`, what has not and why."""
         self.engine.collect()
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
+        pursuit = self._planning.settle() if isinstance(self._planning, ByPlan) else None
+        plan = pursuit.plan if pursuit is not None else None
         return Report(
             steps=self.counts.steps,
             device=str(self._device),
@@ -152,91 +161,38 @@ class Session:
             store=self.engine.store.stats(),
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
+            profiled_steps=self.counts.profiled_steps,
+            predicted_step_seconds=plan.step_seconds if plan is not None else None,
+            measured_step_seconds=median(pursuit.step_seconds)
+            if pursuit is not None and pursuit.step_seconds
+            else None,
+            planned_peak_bytes=plan.peak_bytes if plan is not None else None,
+            steps_measured=tuple(self.counts.steps_measured),
             notes=tuple(self._notes()),
         )
 
-    def postfix(self) -> dict[str, str]:
-        """What a progress bar may show: peak memory so far, bytes swapped out and seconds stalled since `enable`.
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest signature; None before its second step, and by hand."""
+        pursuit = self._planning.settle() if isinstance(self._planning, ByPlan) else None
+        return pursuit.plan if pursuit is not None else None
 
-        Examples
-        --------
-        >>> import torch, offload
-        >>> handle = offload.enable(torch.nn.Linear(4, 1))
-        >>> sorted(handle.postfix())  # for tqdm: bar.set_postfix(handle.postfix())
-        ['peak', 'stalled', 'swapped']
-        """
-        return {
-            "peak": format_bytes(peak_bytes(self._device)),
-            "swapped": format_bytes(self.counts.swapped.nbytes),
-            "stalled": format_seconds(self.engine.store.stats()["stall_seconds"]),
-        }
-
-    @contextmanager
-    def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-        """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
-
-        `step`, and the model's forward by itself, add the note too; this also covers backward and the optimizer.
-        Before Python 3.11, whose exceptions take no notes, the note is logged.
-
-        Parameters
-        ----------
-        path
-            Where to write the page, self-contained HTML. Default: none.
-
-        Examples
-        --------
-        >>> import torch, offload
-        >>> model = torch.nn.Linear(4, 1)
-        >>> with offload.enable(model) as handle, handle.explain_oom("oom.html"):
-        ...     model(torch.ones(2, 4)).sum().backward()
-        """
-        watch_refusals()
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            self._explain(error, path)
-            raise
-
-    def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
-        """Record what happens from now on and write it as a timeline: when compute ran and waited, when bytes moved.
-
-        In a `with` block the recording ends with the block, so put one training step inside. Without one it covers the
-        next step: it ends when the second forward pass from now on begins, or at `disable`. A recorded step is slower;
-        it computes the same.
-
-        Parameters
-        ----------
-        path
-            ``"step.html"``: a self-contained page. ``"step.json"``: trace events for ui.perfetto.dev.
-
-        Returns
-        -------
-        StepRecording
-            A context manager.
+    def trace(self) -> Trace:
+        """The latest signature's step as it was profiled, with the durations measured since.
 
         Raises
         ------
-        ValueError
-            The path ends in something else, or a recording is under way already.
-        OSError
-            The file cannot be written.
-
-        Examples
-        --------
-        >>> import pathlib, tempfile, torch, offload
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
-        >>> handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
-        >>> with handle.timeline(pathlib.Path(tempfile.mkdtemp()) / "step.html"):
-        ...     model(torch.ones(32, 64)).sum().backward()
-        >>> handle.disable()
+        RuntimeError
+            No step has been profiled: none is over yet, or the engine works by hand.
         """
-        model = self._model()
-        if not self._enabled or model is None:
-            raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
-        if self._recording is not None and self._recording.is_on:
-            raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
-        self._recording = StepRecording(model, self.engine, self._device, self._tier(), path)
-        return self._recording
+        if not isinstance(self._planning, ByPlan):
+            raise RuntimeError("n_tensors is by hand and profiles nothing; enable without it for a trace")
+        pursuit = self._planning.settle()
+        if pursuit is None:
+            raise RuntimeError(
+                "no step has been profiled yet: run one forward and backward pass in training mode first"
+            )
+        return self._planning.trace(pursuit)
 
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
@@ -246,6 +202,9 @@ class Session:
         for wrapper in reversed(self._wrappers):
             wrapper.undo()
         self._wrappers.clear()
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._planning.pause()
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
@@ -291,10 +250,6 @@ class Session:
         """Whether the module now running in this thread is one of `exclude`."""
         return getattr(self._local, "excluded", 0) > 0
 
-    def forget_schedule(self, signature: object) -> None:
-        """This signature behaves otherwise than recorded: record it anew at its next step."""
-        self._schedules.pop(signature, None)
-
     def warn_once(self, error: Exception) -> None:
         """Say, once per kind of error, that a tensor stays because the store cannot take it."""
         if type(error) not in self._warned:
@@ -321,10 +276,7 @@ class Session:
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
-        recording = self._recording
-        if recording is not None:
-            recording.forward_begins()
-        current = WatchedRound(self, recording) if recording is not None and recording.is_on else Round(self)
+        current = self._make_round(self)
         self._local.excluded = 0
         self.counts.begin_round()
         with saved_tensors_hooks(current.pack, current.unpack):
@@ -336,6 +288,7 @@ class Session:
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies() or _checkpoint_is_innermost():
+            self._planning.pause()
             return nullcontext()
         current = self._current_round()
         if current is None:
@@ -362,22 +315,9 @@ class Session:
         self.engine.collect()
         self._refresh_parameters()
         self.counts.steps += 1
-        signature = self._signature(args, kwargs)
-        recorder = self._recorders.get(signature)
-        if recorder is not None and recorder.uses:
-            del self._recorders[signature]
-            self._schedules[signature] = recorder.schedule(self.options.n_tensors, self.options.lookahead_nodes)
-        schedule = self._schedules.get(signature)
-        if schedule is not None:
-            self._schedules.move_to_end(signature)
-            current.attach(signature, schedule, None)
-        else:
-            recorder = Recorder()
-            self._recorders[signature] = recorder
-            current.attach(signature, None, recorder)
-        for table in (self._schedules, self._recorders):
-            while len(table) > SIGNATURES_MAX:
-                table.popitem(last=False)
+        model = self._model()
+        assert model is not None  # its forward is running
+        current.attach(self._planning.follower(self._signature(args, kwargs), model))
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         leaves = tree_leaves((args, kwargs))
@@ -391,10 +331,34 @@ class Session:
         held = [*model.parameters(), *model.buffers()]
         self._parameters = {Engine.identity(tensor) for tensor in held if _has_storage(tensor)}
 
-    def _explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
-        swapped, kept = self.counts.in_round()
-        subject = oom.Subject(self._model(), self.engine, self.options, swapped, kept)
-        oom.tell(error, subject, path)
+    # -- what planning asks -------------------------------------------------------------------------------------------
+
+    def _measure_link(self) -> Link:
+        # A store of its own: the report tells of the training's copies alone.
+        store = _make_engine(self._device, self.options).store
+        return calibrate(store, self._device, self.options.spill_dir).link()
+
+    def _held_bytes(self) -> int:
+        """Bytes on the device before a step begins: parameters, gradients, optimizer state; on CUDA all there are."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        model = self._model()
+        held = [*model.parameters(), *model.buffers()] if model is not None else []
+        held += [tensor.grad for tensor in held if tensor.grad is not None]
+        for optimizer in list(self._optimizers):
+            held += [value for state in optimizer.state.values() for value in _tensors_in(state)]
+        storages = {Engine.identity(t): t.untyped_storage().nbytes() for t in held if _has_storage(t)}
+        return sum(storages.values()) + self.engine.resident.now
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: backward is over."""
+        self._planning.pause()
+        if optimizer in self._optimizers:
+            return
+        model = self._model()
+        own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._optimizers.add(optimizer)
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -419,6 +383,23 @@ class Session:
             yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
         if self.options.spill_dir and is_in_memory(self.options.spill_dir):
             yield f"{self.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
+
+
+def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
+    """Have the session told before any optimizer steps: its state is part of what is on the device."""
+    listener = weakref.WeakMethod(session._optimizer_steps)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tell = listener()
+        if tell is not None:
+            tell(optimizer)
+
+    return [register_optimizer_step_pre_hook(before_step)]
+
+
+def _tensors_in(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, dict):
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -489,11 +470,14 @@ def enable(
     ----------
     model
         On one device, ``cpu`` or ``cuda``. Its parameters and buffers are never moved.
-    memory_limit, max_slowdown
-        Automatic planning; not there yet.
+    memory_limit
+        The fastest step that fits: bytes, a string such as ``"12GiB"``, or, as a float, a fraction of the device. Hard.
+        It counts the tensors on the device: parameters, gradients, optimizer state, temporaries, saved tensors.
+    max_slowdown
+        The least memory within this slowdown of the unswapped step, as a fraction. The default, with 0.05, where
+        nothing is asked for. Beside `memory_limit`: the least memory within both.
     n_tensors
-        Storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all). Default: all but
-        those that backward wants at once.
+        By hand: storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all).
     lb
         Lead: backward nodes between the start of a copy-in and its use, at least 1, or ``"auto"``.
     min_tensor_bytes
@@ -514,7 +498,8 @@ def enable(
     Raises
     ------
     ValueError, OSError
-        An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then.
+        An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then. A
+        `memory_limit` that no plan keeps is refused by the model's second forward, with the least feasible one.
     RuntimeError
         The CUDA driver refuses.
 

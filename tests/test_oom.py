@@ -203,7 +203,8 @@ def test_verdicts(
     ("options", "kept", "line"),
     [
         ({"n_tensors": 3}, {"n_tensors": Count(9, GIB)}, "n_tensors=-1, lb=1"),
-        ({}, {"needed soon": Count(9, GIB)}, "n_tensors=-1, lb=1"),
+        ({}, {"kept by plan": Count(9, GIB)}, 'memory_limit="20.4GiB"'),
+        ({"memory_limit": "8GiB"}, {"kept by plan": Count(9, GIB)}, 'memory_limit="7.2GiB"'),
         ({"n_tensors": 0}, {}, "n_tensors=-1, lb=1"),
         ({"n_tensors": -1, "lb": 1}, {"small": Count(900, GIB)}, 'n_tensors=-1, lb=1, min_tensor_bytes="64KiB"'),
         ({"n_tensors": -1, "lb": 1, "exclude": ("0",)}, {"excluded": Count(1, GIB)}, "n_tensors=-1, lb=1"),
