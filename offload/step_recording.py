@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from offload import timeline_page
@@ -72,7 +73,7 @@ class Clock:
 class _Mark:
     """One moment: what begins or ends then."""
 
-    kind: str  # enter, exit (of a module); pack, packed; unpack, unpacked; backward end
+    kind: str  # enter, exit (of a module); pack, packed; unpack, unpacked; backward end; optimizer, optimizer end
     moment: Any
     name: str
     memory: tuple[int, int, int]
@@ -148,6 +149,8 @@ class StepRecording:
         self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._hooks += self._watch(module, name or type(module).__name__)
+        self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self.mark("optimizer")))
+        self._hooks.append(register_optimizer_step_post_hook(lambda *_: self.mark("optimizer end")))
         engine.store.record_copies(COPIES_MAX)
         self._clock = Clock(device)
         self.mark("start")
@@ -252,7 +255,7 @@ class StepRecording:
         )
 
     def _compute(self, times: list[float]) -> list[Span]:
-        """The innermost module in forward, the graph node that last asked for a tensor in backward."""
+        """The innermost module in forward, the graph node that last asked for a tensor in backward, the optimizer."""
         spans: list[Span] = []
         running: list[str] = []
         node, since = "", 0.0
@@ -269,6 +272,10 @@ class StepRecording:
                 if node and at > since:
                     spans.append(Span("compute", "backward", node, since, at))
                 node, since = (mark.name if mark.kind == "unpack" else ""), at
+            elif mark.kind == "optimizer":
+                since = at
+            elif mark.kind == "optimizer end":
+                spans.append(Span("compute", "optimizer", "step", since, at))
         return merged(spans)
 
     def _waits(self, times: list[float]) -> list[Span]:
@@ -283,6 +290,7 @@ class StepRecording:
 
 def _bytes_in_use(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
+        stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_allocated flattens all of it first
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

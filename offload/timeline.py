@@ -19,8 +19,8 @@ LANES = ("compute", "waiting", "copy out", "copy in", "disk")
 class Span(NamedTuple):
     """Something that took time: on which lane, of which kind, called what, from when to when, moving how much.
 
-    `kind` is ``"forward"``, ``"backward"``, ``"wait"``, ``"out"``, ``"in"``, ``"spill"`` or ``"fill"``; times are
-    seconds from the start of the recording.
+    `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"wait"``, ``"out"``, ``"in"``, ``"spill"`` or
+    ``"fill"``; times are seconds from the start of the recording.
     """
 
     lane: str

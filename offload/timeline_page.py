@@ -28,11 +28,11 @@ _PAGE = Template("""<!DOCTYPE html>
 <title>offload: one step</title>
 <style>
 :root { color-scheme: light dark; --page: #fafaf8; --ink: #1c2024; --faint: #5d656e; --line: #d9dce0; --card: #fff;
-  --forward: #4a8f5c; --backward: #8a6fb5; --wait: #d9480f; --out: #b7791f; --in: #1667b7; --spill: #b7791f;
-  --fill: #1667b7; --unswapped: #8a939d; --resident: #1667b7; --use: #4a8f5c; }
+  --forward: #4a8f5c; --backward: #8a6fb5; --optimizer: #58677a; --wait: #d9480f; --out: #b7791f; --in: #1667b7;
+  --spill: #b7791f; --fill: #1667b7; --unswapped: #8a939d; --resident: #1667b7; --use: #4a8f5c; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e6e8eb; --faint: #9ba4ae; --line: #343b43;
-  --card: #1b1f24; --forward: #7cc48f; --backward: #b9a2e3; --wait: #ff9a5c; --out: #e3b25c; --in: #6cb2f5;
-  --spill: #e3b25c; --fill: #6cb2f5; --unswapped: #8f99a4; --resident: #6cb2f5; --use: #7cc48f; } }
+  --card: #1b1f24; --forward: #7cc48f; --backward: #b9a2e3; --optimizer: #8796a8; --wait: #ff9a5c; --out: #e3b25c;
+  --in: #6cb2f5; --spill: #e3b25c; --fill: #6cb2f5; --unswapped: #8f99a4; --resident: #6cb2f5; --use: #7cc48f; } }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 1240px; margin: 0 auto; padding: 26px 18px 36px; }
@@ -46,7 +46,8 @@ svg { display: block; width: 100%; min-width: 700px; height: auto; }
 svg text { fill: var(--faint); font-size: 12.5px; }
 svg text.strong { fill: var(--ink); font-weight: 600; }
 .grid { stroke: var(--line); }
-.forward { fill: var(--forward); } .backward { fill: var(--backward); } .wait { fill: var(--wait); }
+.forward { fill: var(--forward); } .backward { fill: var(--backward); }
+.optimizer { fill: var(--optimizer); } .wait { fill: var(--wait); }
 .out { fill: var(--out); } .in { fill: var(--in); } .spill { fill: var(--spill); } .fill { fill: var(--fill); }
 .curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .unswapped { stroke: var(--unswapped); } .resident { stroke: var(--resident); } .use { stroke: var(--use); }
@@ -91,8 +92,8 @@ def render(step: StepTimeline) -> str:
     str
         One HTML document; it loads nothing and needs no server.
     """
-    kinds = [("forward", "forward"), ("backward", "backward"), ("wait", "compute waits for a copy")]
-    kinds += [("out", "copy out"), ("in", "copy in")]
+    kinds = [("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer")]
+    kinds += [("wait", "compute waits for a copy"), ("out", "copy out"), ("in", "copy in")]
     saved = [("unswapped", "had they stayed"), ("resident", "as it was")]
     moments = [sample.at for sample in step.memory]
     return _PAGE.substitute(
@@ -163,6 +164,7 @@ def _boxes(spans: Sequence[Span], end: float, lane: int) -> list[str]:
 def _chart(end: float, moments: Sequence[float], curves: dict[str, list[int]], floor: int) -> str:
     """Draw bytes over time, from about `floor` up."""
     top = max((count for counts in curves.values() for count in counts), default=0)
+    floor = min(floor, int(0.9 * top))  # what hardly changes shall look so
     unit, scale = ("GiB", 1 << 30) if top - floor >= 4 << 30 else ("MiB", 1 << 20)
     step = _tick(max(top - floor, scale) / scale)
     lowest = math.floor(floor / scale / step)

@@ -94,6 +94,21 @@ def test_the_lanes_show_what_happened(
     check_page((tmp_path / "step.html").read_text(encoding="utf-8"))
 
 
+def test_the_optimizer_is_told_from_the_rest(
+    model: nn.Module, handle: Any, written: list[StepTimeline], tmp_path: Path
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    with handle.timeline(tmp_path / "step.html"):
+        step(model)
+        optimizer.step()
+    optimizer.step()
+    (found,) = written
+    kinds = [span.kind for span in found.on("compute")]
+    assert kinds[0] == "forward"
+    assert kinds[-1] == "optimizer"
+    assert kinds.count("optimizer") == 1
+
+
 def test_recording_changes_no_bit_and_leaves_nothing(model: nn.Module, handle: Any, tmp_path: Path) -> None:
     expected = step(make_model())
     hooks = [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()]
