@@ -58,7 +58,8 @@ class Answers:
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
         """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
 
-        `step`, and the model's forward by itself, add the note too; this also covers backward and the optimizer.
+        `step`, the model's forward, and backward where it brings a tensor back add the note by themselves; this covers
+        all of backward and the optimizer too.
         Before Python 3.11, whose exceptions take no notes, the note is logged.
 
         Parameters
@@ -77,7 +78,7 @@ class Answers:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            self._explain(error, path)
+            self.explain(error, path)
             raise
 
     def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
@@ -130,7 +131,8 @@ class Answers:
                 return WatchedRound(policy, recording)
         return Round(policy)
 
-    def _explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
+    def explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
+        """Note on `error`, where it says that memory ran out, why; and write a page of it where `path` is given."""
         swapped, kept = self.counts.in_round()
         subject = oom.Subject(self._model(), self.engine, self.options, swapped, kept)
         oom.tell(error, subject, path)

@@ -40,6 +40,13 @@ def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> No
     )
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, with one storage of its own or shared with others of its kind."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    )
+
+
 @dataclass
 class ByteCounter:
     """Bytes of saved storages at one moment, and the most there ever were."""

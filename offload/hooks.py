@@ -44,6 +44,9 @@ class Policy(Protocol):
     def warn_once(self, error: Exception) -> None:
         """Say that the store could not take a tensor."""
 
+    def explain(self, error: BaseException) -> None:
+        """Note on `error`, where it says that memory ran out, why."""
+
 
 class Round:
     """One forward pass and the backward passes over it.
@@ -99,7 +102,11 @@ class Round:
             self._follower.unpacking(index)
         if version is None:
             self._engine.collect()
-            tensor: Tensor = held.restore()
+            try:
+                tensor: Tensor = held.restore()
+            except (MemoryError, RuntimeError) as error:
+                self.policy.explain(error)
+                raise
         else:
             tensor = held
             if tensor._version != version:

@@ -204,7 +204,8 @@ def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         frame = traceback.tb_frame
         module = frame.f_globals.get("__name__", "")
         holder = frame.f_locals.get("self")
-        if module.startswith("torch.autograd") and frame.f_code.co_name in ("backward", "grad"):
+        called = (module, frame.f_code.co_name)  # a GPU's backward runs in a thread that has no caller
+        if called == ("offload.hooks", "unpack") or (module == "torch.autograd" and called[1] in ("backward", "grad")):
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"

@@ -136,6 +136,23 @@ def test_the_place_is_told(place: str, handle: Any) -> None:
     assert caught.value.offload_explanation.where.startswith(place)
 
 
+def test_a_tensor_that_finds_no_room_to_come_back_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
+        loss = model(torch.randn(64, 64)).sum()
+        handle.engine.drain()
+
+        def refuse(nbytes: int, residue: int) -> Any:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(handle.engine, "allocate", refuse)
+            with pytest.raises(MemoryError) as caught:
+                loss.backward()
+        assert caught.value.offload_explanation.where == "backward"
+        loss.backward()  # the tensors are safe below
+
+
 def test_the_training_goes_on_after_a_smaller_batch() -> None:
     body = """
     try:
