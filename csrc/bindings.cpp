@@ -252,6 +252,15 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "cuda_device_count", [](const std::string& library) { return cuda_device_count(library.c_str()); },
       py::arg("library") = "libcuda.so.1");
+  module.def(
+      "cuda_symbols",
+      [](const std::string& library) {
+        py::list symbols;
+        for (const DriverSymbol& symbol : cuda_symbols(library.c_str()))
+          symbols.append(py::make_tuple(symbol.name, symbol.required, symbol.found));
+        return symbols;
+      },
+      py::arg("library") = "libcuda.so.1");
 
   register_parts(module);
   register_store(module);

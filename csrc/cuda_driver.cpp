@@ -379,4 +379,17 @@ int cuda_device_count(const char* library) noexcept {
   }
 }
 
+std::vector<DriverSymbol> cuda_symbols(const char* library) {
+  void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return {};
+  std::vector<DriverSymbol> symbols;
+#define OFFLOAD_CUDA_LIST(symbol, parameters) symbols.push_back({#symbol, true, dlsym(handle, #symbol) != nullptr});
+  OFFLOAD_CUDA_REQUIRED(OFFLOAD_CUDA_LIST)
+#undef OFFLOAD_CUDA_LIST
+#define OFFLOAD_CUDA_LIST(symbol, parameters) symbols.push_back({#symbol, false, dlsym(handle, #symbol) != nullptr});
+  OFFLOAD_CUDA_OPTIONAL(OFFLOAD_CUDA_LIST)
+#undef OFFLOAD_CUDA_LIST
+  return symbols;
+}
+
 }  // namespace offload

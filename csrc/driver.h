@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace offload {
 
@@ -80,5 +81,14 @@ std::shared_ptr<Driver> make_cuda_driver(int device, const char* library = "libc
 
 // Number of CUDA devices, without creating a context; 0 where there is no driver.
 int cuda_device_count(const char* library = "libcuda.so.1") noexcept;
+
+struct DriverSymbol {
+  const char* name;
+  bool required;  // without one of these there is no engine on the GPU; without another, its feature is missing
+  bool found;
+};
+
+// The entry points that the engine wants of `library`, for diagnoses. Empty where it cannot be opened.
+std::vector<DriverSymbol> cuda_symbols(const char* library = "libcuda.so.1");
 
 }  // namespace offload

@@ -296,6 +296,11 @@ class SwappedView:
         begin = lease.record.key[2]
         return cls(tensor, lease, int(tensor.storage_offset()) - begin // tensor.itemsize)
 
+    @property
+    def ticket_id(self) -> int:
+        """Which copies of the store's log are those of these bytes."""
+        return self._lease.record.ticket.id
+
     def restore(self) -> torch.Tensor:
         """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from offload.course import Follower, Idle
-from offload.engine import Engine, Lease, SwappedView, raise_changed
+from offload.engine import Engine, Lease, StorageKey, SwappedView, raise_changed
 from offload.options import Options
 from offload.report import Counts
 
@@ -44,6 +44,9 @@ class Policy(Protocol):
     def warn_once(self, error: Exception) -> None:
         """Say that the store could not take a tensor."""
 
+    def explain(self, error: BaseException) -> None:
+        """Note on `error`, where it says that memory ran out, why."""
+
 
 class Round:
     """One forward pass and the backward passes over it.
@@ -59,6 +62,7 @@ class Round:
         self.attached = False
         self._follower: Follower = Idle()
         self._packs = 0
+        self._kept: set[StorageKey] = set()
 
     def attach(self, follower: Follower) -> None:
         """Let `follower` listen from here on; packs are numbered from here."""
@@ -98,7 +102,11 @@ class Round:
             self._follower.unpacking(index)
         if version is None:
             self._engine.collect()
-            tensor: Tensor = held.restore()
+            try:
+                tensor: Tensor = held.restore()
+            except (MemoryError, RuntimeError) as error:
+                self.policy.explain(error)
+                raise
         else:
             tensor = held
             if tensor._version != version:
@@ -133,7 +141,9 @@ class Round:
         reason = policy.why_held(tensor) or ("excluded" if policy.is_excluded() else None)
         reason = reason or self._follower.reason_to_keep(index, key[3])
         if reason is not None:
-            return self._keep(tensor, index, reason, nbytes)
+            again = key in self._kept  # a storage that is saved twice takes its bytes once
+            self._kept.add(key)
+            return self._keep(tensor, index, reason, 0 if again else nbytes)
         try:
             lease = self._engine.swap_out(tensor, key, self._follower.need(index))
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them

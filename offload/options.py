@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from offload.control_group import control_groups
 from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
@@ -95,7 +96,7 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    limits += [limit for limit, _ in _control_groups(Path("/"))]
+    limits += [limit for limit, _ in control_groups()]
     return min(limits)
 
 
@@ -165,38 +166,7 @@ def default_host_limit(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    return min([available // 2, *(room for _, room in _control_groups(root))])
-
-
-def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Of each control group that the process is in: its limit, and what it may still take, in bytes."""
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files = ("memory.max", "memory.current", "inactive_file")
-            tops = [mount, mount / "unified"]
-        elif "memory" in controllers.split(","):
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            tops = [mount / "memory", mount / controllers]
-        else:
-            continue
-        # In a container the path may be that of the host, of which only the top is to be seen here.
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for top in tops:
-            for depth in range(len(parts) + 1):
-                yield from _room(top.joinpath(*parts[:depth]), *files)
-
-
-def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[tuple[int, int]]:
-    limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
-    if not (limit.isdigit() and usage.isdigit()):
-        return  # "max", or a group that has no such file
-    # Cached files that nobody has looked at lately give way.
-    cached = sum(
-        int(line.split()[1]) for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{cache_name} ")
-    )
-    yield int(limit), max(int(limit) - max(int(usage) - cached, 0), 0)
+    return min([available // 2, *(room for _, room in control_groups(root))])
 
 
 def _read(path: str | Path) -> str:

@@ -6,7 +6,7 @@ Beside the data path: sessions count here, and people read it as a table or as a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.units import format_bytes, format_seconds
@@ -18,6 +18,10 @@ class Count:
 
     tensors: int = 0
     nbytes: int = 0
+
+    def minus(self, other: Count) -> Count:
+        """What this counts beyond `other`."""
+        return Count(self.tensors - other.tensors, self.nbytes - other.nbytes)
 
     def to_dict(self) -> dict[str, int]:
         """As plain numbers."""
@@ -53,6 +57,18 @@ class Counts(defaultdict[str, Count]):
         self.steps = 0
         self.profiled_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
+        self._swapped_before = Count()
+        self._kept_before: dict[str, Count] = {}
+
+    def begin_round(self) -> None:
+        """A forward pass begins: what follows is `in_round`."""
+        self._swapped_before = replace(self.swapped)
+        self._kept_before = {reason: replace(count) for reason, count in self.items()}
+
+    def in_round(self) -> tuple[Count, dict[str, Count]]:
+        """What has moved since the last forward pass began, and by reason what has stayed."""
+        kept = {reason: count.minus(self._kept_before.get(reason, Count())) for reason, count in self.items()}
+        return self.swapped.minus(self._swapped_before), kept
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import _core, allocator, planning
 from offload.allocations import HeldBytes
+from offload.answers import Answers
 from offload.calibration import calibrate
+from offload.device_memory import watch_refusals
 from offload.engine import LANE_NICENESS, Engine, has_storage
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
@@ -92,7 +94,7 @@ class ForwardWrapper:
         return getattr, (self._module(), "forward")
 
 
-class Session:
+class Session(Answers):
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
 
     def __init__(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> None:
@@ -213,6 +215,8 @@ class Session:
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
+        if self._recording is not None:
+            self._recording.finish()
         self.engine.drain()
         store = self.engine.store
         if not any(session.engine.store is store for session in list(_sessions.values())):
@@ -276,10 +280,15 @@ class Session:
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
-        current = Round(self)
+        current = self._make_round(self)
         self._local.excluded = 0
+        self.counts.begin_round()
         with saved_tensors_hooks(current.pack, current.unpack):
-            yield current
+            try:
+                yield current
+            except (MemoryError, RuntimeError) as error:
+                self.explain(error)
+                raise
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies() or _checkpoint_is_innermost():
@@ -450,10 +459,15 @@ _stores_lock = threading.Lock()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
+def engines() -> list[Engine]:
+    """Those that are alive: of enabled models, and of graphs that outlive theirs."""
+    return list(_engines)
+
+
 @atexit.register
 def _quiesce_at_exit() -> None:
     """No copy may read a tensor that interpreter shutdown is about to free."""
-    for engine in list(_engines):
+    for engine in engines():
         engine.store.quiesce()
 
 
@@ -534,6 +548,7 @@ def enable(
         host_limit=host_limit,
         spill_dir=spill_dir,
     )
+    watch_refusals()
     session = Session(model, device, options, _make_engine(device, options))
     _sessions[model] = session
     if planning.on_profile is not None:
