@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
-from offload.units import parse_bytes
+from offload.processes import local_processes
+from offload.units import format_bytes, parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
+FREE_DISK_BYTES_MIN = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str,
 
 
 def default_host_limit() -> int:
-    """The smaller of half of the available RAM and what the control group leaves, in bytes."""
+    """This process's share of the smaller of half of the available RAM and what the control group leaves, in bytes."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -115,7 +117,7 @@ def default_host_limit() -> int:
         limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
         if limit.isdigit() and usage.isdigit():
             limits.append(max(int(limit) - int(usage), 0))
-    return min(limits)
+    return min(limits) // local_processes()
 
 
 def _read(path: str) -> str:
@@ -135,8 +137,10 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
         raise NotADirectoryError(20, "spill_dir is not a folder", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
-    if free_disk_bytes(path) < 64 << 20:
-        raise OSError(28, "spill_dir has less than 64 MiB free; name a folder on another disk", str(path))
+    processes = local_processes()
+    if free_disk_bytes(path) < processes * FREE_DISK_BYTES_MIN:
+        needed = format_bytes(FREE_DISK_BYTES_MIN) + (f" for each of {processes} processes" if processes > 1 else "")
+        raise OSError(28, f"spill_dir has less than {needed} free; name a folder on another disk", str(path))
     return str(path)
 
 

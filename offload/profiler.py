@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.compiled import is_compiled_node
+
 SOON_LOOKAHEADS = 2
 
 
@@ -50,6 +52,7 @@ class Recorder:
     entries: dict[int, SavedEntry] = field(default_factory=dict)
     duplicates: dict[int, int] = field(default_factory=dict)
     uses: list[tuple[int, int]] = field(default_factory=list)  # (node, pack index), as they came
+    compiled_nodes: set[int] = field(default_factory=set)  # those that are graphs of torch.compile
     _node: object = None
     _nodes: int = -1
 
@@ -70,6 +73,8 @@ class Recorder:
         if identity != self._node:
             self._node = identity
             self._nodes += 1
+            if is_compiled_node(identity[0]):
+                self.compiled_nodes.add(self._nodes)
         self.uses.append((self._nodes, pack_index))
         entry = self.entries.get(self.duplicates.get(pack_index, pack_index))
         if entry is not None and entry.first_use is None:

@@ -6,15 +6,12 @@ On the data path: the model's forward passes through here; each becomes a round 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
-import operator
 import os
 import threading
-import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,11 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from offload import _core, allocator
+from offload import _core, allocator, compiled
 from offload.engine import LANE_NICENESS, Engine
+from offload.forward_wrapper import ForwardWrapper
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.profiler import Recorder, Schedule
+from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Report
 
 log = logging.getLogger("offload")
@@ -36,55 +35,6 @@ log = logging.getLogger("offload")
 SIGNATURES_MAX = 64
 
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
-
-
-class ForwardWrapper:
-    """Stands in for a module's `forward` while it is enabled; copies and pickles of the module get the plain one."""
-
-    def __init__(
-        self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
-    ) -> None:
-        self._module = weakref.ref(module)
-        self._around = around
-        own = module.__dict__.get("forward")
-        if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
-            del module.__dict__["forward"]  # what a copy of an enabled module carries: the plain one
-        self._was_own = "forward" in module.__dict__
-        self._inner = module.__dict__.get("forward") or type(module).forward
-        functools.update_wrapper(self, module.forward)
-        self.__wrapped__: Callable[..., Any] = (
-            self._inner if self._was_own else functools.partial(type(module).forward, weakref.proxy(module))
-        )
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around(args, kwargs):
-            if self._was_own:
-                return self._inner(*args, **kwargs)
-            return self._inner(self._module(), *args, **kwargs)
-
-    def undo(self) -> None:
-        """Give the module its own `forward` back."""
-        module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        if self._was_own:
-            module.__dict__["forward"] = self._inner
-        else:
-            del module.__dict__["forward"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._was_own:
-            return self._inner
-        module = self._module()
-        assert module is not None
-        copied: nn.Module = memo.get(id(module), module)
-        return types.MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> Any:
-        if self._was_own:
-            return operator.itemgetter(0), ((self._inner,),)
-        return getattr, (self._module(), "forward")
 
 
 class Session:
@@ -101,6 +51,7 @@ class Session:
         self._schedules: OrderedDict[object, Schedule] = OrderedDict()
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self._warned: set[type] = set()
+        self._compiled_demand: compiled.Demand | None = None
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
         if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
@@ -234,7 +185,7 @@ class Session:
     def _round(self) -> Iterator[Round]:
         current = Round(self)
         self._local.excluded = 0
-        with saved_tensors_hooks(current.pack, current.unpack):
+        with hooks_allowed(), saved_tensors_hooks(current.pack, current.unpack):
             yield current
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
@@ -270,6 +221,7 @@ class Session:
         if recorder is not None and recorder.uses:
             del self._recorders[signature]
             self._schedules[signature] = recorder.schedule(self.options.n_tensors, self.options.lookahead_nodes)
+            self._note_compiled(recorder)
         schedule = self._schedules.get(signature)
         if schedule is not None:
             self._schedules.move_to_end(signature)
@@ -281,6 +233,14 @@ class Session:
         for table in (self._schedules, self._recorders):
             while len(table) > SIGNATURES_MAX:
                 table.popitem(last=False)
+
+    def _note_compiled(self, recorder: Recorder) -> None:
+        uses = [(entry.first_use, entry.nbytes) for entry in recorder.entries.values()]
+        demand = compiled.largest_demand(uses, recorder.compiled_nodes)
+        if demand is not None and demand.is_most:
+            if self._compiled_demand is None:
+                log.warning("%s", demand)
+            self._compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         leaves = tree_leaves((args, kwargs))
@@ -306,11 +266,16 @@ class Session:
         if self.options.n_tensors == 0:
             yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
         elif counts.steps == 0:
-            yield "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone)"
+            yield (
+                "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone, and so is a "
+                "compiled wrapper that is called from inside another compiled function: enable the inner model then)"
+            )
         elif counts.swapped.tensors == 0:
             reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
             largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
             yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
+        if self._compiled_demand is not None:
+            yield str(self._compiled_demand)
         if self.engine.failed:
             yield f"{self.engine.failed} tensors stayed because writing them failed: {self.engine.failure}"
         if counts.prefetches_without_memory:
@@ -327,19 +292,6 @@ def _checkpoint_is_innermost() -> bool:
     """Whether non-reentrant checkpointing listens already; hooks of ours inside would undo it."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    if not devices:
-        return torch.device("cpu")
-    if len(devices) > 1:
-        named = ", ".join(sorted(str(device) for device in devices))
-        raise ValueError(f"the model is spread over {named}; move it to one device before offload.enable")
-    device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
-    return device
 
 
 def _make_engine(device: torch.device, options: Options) -> Engine:
@@ -394,8 +346,8 @@ def enable(
     exclude
         Names of submodules, as in ``model.named_modules()``, whose saved tensors stay.
     host_limit
-        Most host memory to pin (CUDA), in bytes or as a string. Default: the smaller of half of the available RAM and
-        what the control group leaves.
+        Most host memory that this process pins (CUDA), in bytes or as a string. Default: the smaller of half of the
+        available RAM and what the control group leaves, divided by the processes of this run on this machine.
     spill_dir
         Folder of the spill file. Default: the folder for temporary files on the CPU, no disk tier on CUDA.
 
@@ -420,11 +372,7 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"offload.enable takes a torch.nn.Module, not {type(model).__name__}")
-    if model in _sessions:
-        raise ValueError("offload is already enabled on this model; call offload.disable(model) first")
-    device = _device_of(model)
+    device = check_model(model, _sessions.keys())
     options = check_options(
         model,
         device,
@@ -437,7 +385,7 @@ def enable(
         host_limit=host_limit,
         spill_dir=spill_dir,
     )
-    session = Session(model, device, options, _make_engine(device, options))
+    session = compiled.untraced(Session, model, device, options, _make_engine(device, options))
     _sessions[model] = session
     return session
 

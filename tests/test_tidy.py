@@ -14,9 +14,9 @@ ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref
 # Layers from the bottom up: a module may import from its own layer and from those below.
 LAYERS = [
     {"units", "_core"},
-    {"trace", "allocator"},
+    {"trace", "allocator", "processes", "compiled", "refusals"},
     {"plan"},
-    {"engine", "report", "options"},
+    {"engine", "report", "options", "forward_wrapper"},
     {"profiler"},
     {"hooks"},
     {"session"},
