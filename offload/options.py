@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from offload.processes import local_processes
-from offload.units import format_bytes, parse_bytes
+from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
 FREE_DISK_BYTES_MIN = 64 << 20
@@ -139,7 +139,7 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
         raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
     processes = local_processes()
     if free_disk_bytes(path) < processes * FREE_DISK_BYTES_MIN:
-        needed = format_bytes(FREE_DISK_BYTES_MIN) + (f" for each of {processes} processes" if processes > 1 else "")
+        needed = f"{FREE_DISK_BYTES_MIN >> 20} MiB" + (f" for each of {processes} processes" if processes > 1 else "")
         raise OSError(28, f"spill_dir has less than {needed} free; name a folder on another disk", str(path))
     return str(path)
 
