@@ -52,6 +52,7 @@ class Session:
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self._warned: set[type] = set()
         self._compiled_demand: compiled.Demand | None = None
+        self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
         if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
@@ -189,7 +190,10 @@ class Session:
             yield current
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        if not self._applies() or _checkpoint_is_innermost():
+        if not self._applies():
+            return nullcontext()
+        if _checkpoint_is_innermost():
+            self._left_to_checkpoint = True
             return nullcontext()
         current = self._current_round()
         if current is None:
@@ -265,6 +269,11 @@ class Session:
         counts = self.counts
         if self.options.n_tensors == 0:
             yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+        elif counts.steps == 0 and self._left_to_checkpoint:
+            yield (
+                "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves its input alone; "
+                "checkpoint blocks inside the model instead, or none"
+            )
         elif counts.steps == 0:
             yield (
                 "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone, and so is a "
