@@ -43,7 +43,7 @@ def opaque(function: Function) -> Function:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
-    code = function.__code__  # type: ignore[attr-defined]
+    code = function.__code__
     if hasattr(frames, "skip_code"):  # older torch
         frames.skip_code(code)
     else:

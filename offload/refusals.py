@@ -81,9 +81,9 @@ def hooks_allowed() -> Iterator[None]:
     RuntimeError
         Hooks are forbidden around this call, or something inside forbids them.
     """
-    autograd = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        raise RuntimeError(_with_remedy(autograd._saved_tensors_hooks_get_disabled_error_message()))
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if forbidden is not None:
+        raise RuntimeError(_with_remedy(forbidden))
     try:
         yield
     except RuntimeError as error:
@@ -97,4 +97,6 @@ def _with_remedy(reason: str) -> str:
         return reason
     if "torch.func" in reason:
         return FUNCTION_TRANSFORMS
-    return f"offload needs saved-tensor hooks, and they are forbidden here ({reason}); call offload.disable(model) first"
+    return (
+        f"offload needs saved-tensor hooks, and they are forbidden here ({reason}); call offload.disable(model) first"
+    )

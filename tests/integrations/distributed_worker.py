@@ -53,7 +53,7 @@ def make_aliasing():
 
 
 def train(model, rank, around):
-    """Losses and gradients of STEPS optimizer steps of ACCUMULATED batches each; `around(last)` is a batch's context."""
+    """Losses and gradients of STEPS optimizer steps of ACCUMULATED batches; `around(last)` is a batch's context."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     results = []
     for step in range(STEPS):
@@ -62,7 +62,9 @@ def train(model, rank, around):
                 loss = model(batch(100 * rank + ACCUMULATED * step + part)).square().mean() / ACCUMULATED
                 loss.backward()
             results.append([loss.detach().clone()])
-        results.append([local(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None])
+        results.append(
+            [local(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+        )
         assert len(results[-1]) > 0
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +146,9 @@ def run_fsdp(rank, spill_dir, make=make_blocks, enable_first=False, **how):
 
     def watched(tensor, *rest):
         gathered = {
-            p._unsharded_param.untyped_storage()._cdata for p in fsdp_parameters(model) if hasattr(p, "_unsharded_param")
+            p._unsharded_param.untyped_storage()._cdata
+            for p in fsdp_parameters(model)
+            if hasattr(p, "_unsharded_param")
         }
         seen["weights_gathered"] = max(seen["weights_gathered"], len(gathered))
         storage = tensor.untyped_storage()
@@ -155,9 +159,7 @@ def run_fsdp(rank, spill_dir, make=make_blocks, enable_first=False, **how):
     found = trained(model)
     loss = model(batch(7)).sum()
     seen["gathered_bytes_after_forward"] = sum(
-        p._unsharded_param.untyped_storage().size()
-        for block in model.blocks
-        for p in fsdp_parameters(block)
+        p._unsharded_param.untyped_storage().size() for block in model.blocks for p in fsdp_parameters(block)
     )
     loss.backward()
     del handle.engine.swap_out, loss
@@ -241,7 +243,7 @@ def main():
     found["machine"] = {
         "host_limit": default_host_limit(),
         "cuda_initialized": torch.cuda.is_initialized(),
-        "files_in_spill_dir": os.listdir(folder),
+        "files_in_spill_dir": [path.name for path in Path(folder).iterdir()],
     }
     (results / str(rank)).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -207,3 +207,30 @@ def test_a_cpu_model_initializes_no_cuda(launched, monkeypatch):
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
         model(torch.ones(16, 64) * 2).sum().backward()
         assert handle.report().swapped.tensors == 1
+
+
+# -- the example ------------------------------------------------------------------------------------------------------
+
+
+def test_example():
+    ran = torchrun(ROOT / "examples" / "ddp_gpt.py", "--quick")
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "2 processes on" in ran.stdout
+    assert "all losses equal to the last bit on every rank: yes" in ran.stdout
+    assert "NOTHING WAS SWAPPED" not in ran.stdout
+    swapped = next(line for line in ran.stdout.splitlines() if line.startswith("swapped "))
+    assert int(swapped.split()[1]) > 0
+
+
+def test_example_without_torchrun_says_how_to_start_it(launched):
+    launched()
+    ran = subprocess.run(
+        [sys.executable, ROOT / "examples" / "ddp_gpt.py", "--quick"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "start it with torchrun --nproc_per_node=2 examples/ddp_gpt.py" in ran.stderr

@@ -1,5 +1,6 @@
 """Hand-written loops: mixed precision with a loss scaler, checkpointing of both kinds, function transforms."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -43,8 +44,6 @@ def train_scaled(model, around, dtype, overflow_at=None):
 @pytest.mark.parametrize("overflow_at", [None, 1])
 def test_autocast_with_grad_scaler(dtype, overflow_at):
     """A step that overflows is skipped by the scaler in both runs alike."""
-    from contextlib import nullcontext
-
     expected = train_scaled(make_blocks(), nullcontext, dtype, overflow_at)
     model = make_blocks()
     with offload.enable(model, **KNOBS) as handle:
@@ -163,8 +162,6 @@ def test_checkpoint_within_a_step(use_reentrant):
             results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
         return results
 
-    from contextlib import nullcontext
-
     expected = trained(make_blocks(), nullcontext)
     model = make_blocks()
     with offload.enable(model, **KNOBS) as handle:
@@ -199,12 +196,10 @@ def test_transforms_that_forbid_hooks_say_what_to_do(name, where):
         with handle.step():
             return model(each)
 
-    with pytest.raises(RuntimeError, match=r"call offload\.disable\(model\) before them") as raised:
-        if where == "within the step":
-            with handle.step():
-                TRANSFORMS[name](model, x)
-        else:
-            TRANSFORMS[name](within if where == "around the step" else model, x)
+    target = within if where == "around the step" else model
+    around = handle.step() if where == "within the step" else nullcontext()
+    with pytest.raises(RuntimeError, match=r"call offload\.disable\(model\) before them") as raised, around:
+        TRANSFORMS[name](target, x)
     assert FUNCTION_TRANSFORMS in str(raised.value)
     assert "Please open an issue" not in str(raised.value)
     # Nothing is left entered, and the remedy is one.

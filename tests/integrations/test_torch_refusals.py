@@ -28,7 +28,9 @@ def test_enabled_twice():
 def test_part_of_an_enabled_model():
     model = make_blocks()
     with offload.enable(model, **KNOBS):
-        with pytest.raises(ValueError, match=r"enabled on a Blocks that this model is a part of \('blocks\.1'\).*disable"):
+        with pytest.raises(
+            ValueError, match=r"enabled on a Blocks that this model is a part of \('blocks\.1'\).*disable"
+        ):
             offload.enable(model.blocks[1], **KNOBS)
         assert "forward" not in model.blocks[1].__dict__
     with offload.enable(model.blocks[1], **KNOBS):
@@ -40,7 +42,9 @@ def test_model_with_an_enabled_part():
     model = make_blocks()
     expected = train(*[make_blocks()] * 2, 2)
     with offload.enable(model.blocks[1], **KNOBS) as handle:
-        with pytest.raises(ValueError, match=r"enabled on 'blocks\.1', a part of this model.*disable on the part first"):
+        with pytest.raises(
+            ValueError, match=r"enabled on 'blocks\.1', a part of this model.*disable on the part first"
+        ):
             offload.enable(model, **KNOBS)
         assert "forward" not in model.__dict__
         assert_same(train(model, model, 2), expected)
@@ -172,7 +176,7 @@ class Stage:
 def test_pipeline_stage_object():
     with pytest.raises(ValueError, match=r"not Stage: enable its own part of the model, stage\.submod"):
         offload.enable(Stage(make_blocks()))
-    with pytest.raises(ValueError, match="takes a torch.nn.Module, not Stage$"):
+    with pytest.raises(ValueError, match=r"takes a torch\.nn\.Module, not Stage$"):
         offload.enable(Stage(None))
 
 
@@ -182,5 +186,5 @@ def test_capture_into_a_cuda_graph_is_refused():
     x = batch(0).cuda()
     with offload.enable(model, **KNOBS):
         model(x).sum().backward()
-        with pytest.raises(RuntimeError, match="captured into a CUDA graph.*capture without offload"):
+        with pytest.raises(RuntimeError, match=r"captured into a CUDA graph.*capture without offload"):
             torch.cuda.make_graphed_callables(model, (x,))
