@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 
 from offload.control_group import control_groups
+from offload.processes import local_processes
 from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
 MAX_SLOWDOWN_DEFAULT = 0.05
 HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
+FREE_DISK_BYTES_MIN = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int
 
 
 def default_host_limit(root: Path = Path("/")) -> int:
-    """The smaller of half of the available RAM and what the process's control groups leave, in bytes.
+    """This process's share of the smaller of half of the available RAM and what its control groups leave, in bytes.
 
     Parameters
     ----------
@@ -166,7 +168,7 @@ def default_host_limit(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    return min([available // 2, *(room for _, room in control_groups(root))])
+    return min([available // 2, *(room for _, room in control_groups(root))]) // local_processes()
 
 
 def _read(path: str | Path) -> str:
@@ -186,8 +188,10 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
         raise NotADirectoryError(20, "spill_dir is not a folder", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
-    if free_disk_bytes(path) < 64 << 20:
-        raise OSError(28, "spill_dir has less than 64 MiB free; name a folder on another disk", str(path))
+    processes = local_processes()
+    if free_disk_bytes(path) < processes * FREE_DISK_BYTES_MIN:
+        needed = f"{FREE_DISK_BYTES_MIN >> 20} MiB" + (f" for each of {processes} processes" if processes > 1 else "")
+        raise OSError(28, f"spill_dir has less than {needed} free; name a folder on another disk", str(path))
     return str(path)
 
 

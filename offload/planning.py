@@ -22,7 +22,7 @@ from offload.options import Options
 from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
 from offload.profiler import Profile, Profiler, Recorder
 from offload.report import Counts, StepRecord
-from offload.schedule import Schedule, by_hand, of_plan
+from offload.schedule import Schedule, StepOrder, by_hand, of_plan
 from offload.trace import Trace
 from offload.units import format_seconds
 
@@ -56,10 +56,11 @@ class Planning(Protocol):
 class ByHand:
     """Swaps `n_tensors`, brings each back `lookahead_nodes` ahead."""
 
-    def __init__(self, options: Options, engine: Engine, counts: Counts) -> None:
+    def __init__(self, options: Options, engine: Engine, counts: Counts, recorded: Callable[[StepOrder], None]) -> None:
         self._options = options
         self._engine = engine
         self._counts = counts
+        self._recorded = recorded
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self.schedules: OrderedDict[object, Schedule] = OrderedDict()
 
@@ -68,6 +69,7 @@ class ByHand:
         recorder = self._recorders.get(signature)
         if recorder is not None and recorder.finished:
             del self._recorders[signature]
+            self._recorded(recorder.order)
             assert self._options.n_tensors is not None
             self.schedules[signature] = by_hand(recorder.order, self._options.n_tensors, self._options.lookahead_nodes)
         schedule = self.schedules.get(signature)
@@ -111,6 +113,8 @@ class ByPlan:
 
     Parameters
     ----------
+    recorded
+        Told of every step that has been recorded.
     link
         Measures the link; called at the first plan.
     held
@@ -122,12 +126,14 @@ class ByPlan:
         options: Options,
         engine: Engine,
         counts: Counts,
+        recorded: Callable[[StepOrder], None],
         link: Callable[[], Link],
         held: Callable[[], HeldBytes],
     ) -> None:
         self._options = options
         self._engine = engine
         self._counts = counts
+        self._recorded = recorded
         self._measure_link = link
         self._held = held
         self._profilers: OrderedDict[object, Profiler] = OrderedDict()
@@ -188,6 +194,7 @@ class ByPlan:
         if profiler is None or profile is None:
             return None
         del self._profilers[signature]
+        self._recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))

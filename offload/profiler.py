@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from offload.allocations import DeviceAllocations, HeldBytes, HostAllocations, SavedBytes, watch_allocations
+from offload.compiled import is_compiled_node
 from offload.course import Stopwatch
 from offload.engine import Engine, Lease, LeaseReference, has_storage
 from offload.schedule import SavedEntry, StepOrder
@@ -84,6 +85,8 @@ class Recorder:
             self._autograd_node = identity
             self._advance()
             self.order.backward_nodes.append(self._node)
+            if is_compiled_node(identity[0]):
+                self.order.compiled_nodes.add(self._node)
         self.order.uses.append((self._node, pack_index))
         entry = self.order.entry_of(pack_index)
         if entry is not None:

@@ -34,6 +34,7 @@ class StepOrder:
     node_after_pack: dict[int, int] = field(default_factory=dict)  # pack index → the node that it begins
     uses: list[tuple[int, int]] = field(default_factory=list)  # (backward node, pack index), as they came
     backward_nodes: list[int] = field(default_factory=list)
+    compiled_nodes: set[int] = field(default_factory=set)  # those of them that are graphs of torch.compile
     node_count: int = 1
 
     def entry_of(self, pack_index: int) -> SavedEntry | None:

@@ -6,14 +6,11 @@ On the data path: the model's forward passes through here; each becomes a round 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
-import operator
 import os
 import threading
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
@@ -26,72 +23,26 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offload import _core, allocator, planning
+from offload import _core, allocator, compiled, planning
 from offload.allocations import HeldBytes
 from offload.answers import Answers
 from offload.calibration import calibrate
 from offload.device_memory import watch_refusals
 from offload.engine import LANE_NICENESS, Engine, has_storage
+from offload.forward_wrapper import ForwardWrapper
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
 from offload.planning import ByHand, ByPlan, Pursuit
+from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Report
+from offload.schedule import StepOrder
 from offload.trace import Trace
 
 log = logging.getLogger("offload")
 
 _kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
-
-
-class ForwardWrapper:
-    """Stands in for a module's `forward` while it is enabled; copies and pickles of the module get the plain one."""
-
-    def __init__(
-        self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
-    ) -> None:
-        self._module = weakref.ref(module)
-        self._around = around
-        own = module.__dict__.get("forward")
-        if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
-            del module.__dict__["forward"]  # what a copy of an enabled module carries: the plain one
-        self._was_own = "forward" in module.__dict__
-        self._inner = module.__dict__.get("forward") or type(module).forward
-        functools.update_wrapper(self, module.forward)
-        self.__wrapped__: Callable[..., Any] = (
-            self._inner if self._was_own else functools.partial(type(module).forward, weakref.proxy(module))
-        )
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around(args, kwargs):
-            if self._was_own:
-                return self._inner(*args, **kwargs)
-            return self._inner(self._module(), *args, **kwargs)
-
-    def undo(self) -> None:
-        """Give the module its own `forward` back."""
-        module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        if self._was_own:
-            module.__dict__["forward"] = self._inner
-        else:
-            del module.__dict__["forward"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._was_own:
-            return self._inner
-        module = self._module()
-        assert module is not None
-        copied: nn.Module = memo.get(id(module), module)
-        return types.MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> Any:
-        if self._was_own:
-            return operator.itemgetter(0), ((self._inner,),)
-        return getattr, (self._module(), "forward")
 
 
 class Session(Answers):
@@ -109,11 +60,15 @@ class Session(Answers):
         self._optimizer_hooks: list[RemovableHandle] = []
         self._planning: ByHand | ByPlan
         if options.n_tensors is not None and planning.on_profile is None:
-            self._planning = ByHand(options, engine, self.counts)
+            self._planning = ByHand(options, engine, self.counts, self._note_compiled)
         else:
-            self._planning = ByPlan(options, engine, self.counts, self._measure_link, self._held_bytes)
+            self._planning = ByPlan(
+                options, engine, self.counts, self._note_compiled, self._measure_link, self._held_bytes
+            )
             self._optimizer_hooks = _listen_to_optimizers(self)
         self._warned: set[type] = set()
+        self._compiled_demand: compiled.Demand | None = None
+        self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
@@ -283,7 +238,7 @@ class Session(Answers):
         current = self._make_round(self)
         self._local.excluded = 0
         self.counts.begin_round()
-        with saved_tensors_hooks(current.pack, current.unpack):
+        with hooks_allowed(), saved_tensors_hooks(current.pack, current.unpack):
             try:
                 yield current
             except (MemoryError, RuntimeError) as error:
@@ -291,8 +246,11 @@ class Session(Answers):
                 raise
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        if not self._applies() or _checkpoint_is_innermost():
+        if not self._applies():
             self._planning.pause()
+            return nullcontext()
+        if _checkpoint_is_innermost():
+            self._left_to_checkpoint = True
             return nullcontext()
         current = self._current_round()
         if current is None:
@@ -322,6 +280,14 @@ class Session(Answers):
         model = self._model()
         assert model is not None  # its forward is running
         current.attach(self._planning.follower(self._signature(args, kwargs), model))
+
+    def _note_compiled(self, order: StepOrder) -> None:
+        uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
+        demand = compiled.largest_demand(uses, order.compiled_nodes)
+        if demand is not None and demand.is_most:
+            if self._compiled_demand is None:
+                log.warning("%s", demand)
+            self._compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         leaves = tree_leaves((args, kwargs))
@@ -374,12 +340,22 @@ class Session(Answers):
         counts = self.counts
         if self.options.n_tensors == 0:
             yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+        elif counts.steps == 0 and self._left_to_checkpoint:
+            yield (
+                "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves its input alone; "
+                "checkpoint blocks inside the model instead, or none"
+            )
         elif counts.steps == 0:
-            yield "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone)"
+            yield (
+                "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone, and so is a "
+                "compiled wrapper that is called from inside another compiled function: enable the inner model then)"
+            )
         elif counts.swapped.tensors == 0:
             reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
             largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
             yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
+        if self._compiled_demand is not None:
+            yield str(self._compiled_demand)
         if self.engine.failed:
             yield f"{self.engine.failed} tensors stayed because writing them failed: {self.engine.failure}"
         if counts.prefetches_without_memory:
@@ -415,19 +391,6 @@ def _checkpoint_is_innermost() -> bool:
     """Whether non-reentrant checkpointing listens already; hooks of ours inside would undo it."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    if not devices:
-        return torch.device("cpu")
-    if len(devices) > 1:
-        named = ", ".join(sorted(str(device) for device in devices))
-        raise ValueError(f"the model is spread over {named}; move it to one device before offload.enable")
-    device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
-    return device
 
 
 def _make_engine(device: torch.device, options: Options) -> Engine:
@@ -504,8 +467,8 @@ def enable(
     exclude
         Names of submodules, as in ``model.named_modules()``, whose saved tensors stay.
     host_limit
-        Most host memory to pin (CUDA), in bytes or as a string. Default: the smaller of half of the available RAM and
-        what the control group leaves.
+        Most host memory that this process pins (CUDA), in bytes or as a string. Default: the smaller of half of the
+        available RAM and what the control group leaves, divided by the processes of this run on this machine.
     spill_dir
         Folder of the spill file. Default: the folder for temporary files on the CPU, no disk tier on CUDA.
 
@@ -531,11 +494,7 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"offload.enable takes a torch.nn.Module, not {type(model).__name__}")
-    if model in _sessions:
-        raise ValueError("offload is already enabled on this model; call offload.disable(model) first")
-    device = _device_of(model)
+    device = check_model(model, _sessions.keys())
     options = check_options(
         model,
         device,
@@ -549,7 +508,7 @@ def enable(
         spill_dir=spill_dir,
     )
     watch_refusals()
-    session = Session(model, device, options, _make_engine(device, options))
+    session = compiled.untraced(Session, model, device, options, _make_engine(device, options))
     _sessions[model] = session
     if planning.on_profile is not None:
         _kept.append(model)
