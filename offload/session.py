@@ -33,7 +33,7 @@ from offload.forward_wrapper import ForwardWrapper
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
-from offload.planning import ByHand, ByPlan, Pursuit
+from offload.planning import ByHand, ByPlan, Pursuit, Signature
 from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Report
 from offload.schedule import StepOrder
@@ -120,6 +120,7 @@ class Session(Answers):
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
             profiled_steps=self.counts.profiled_steps,
+            borrowed_steps=self.counts.borrowed_steps,
             predicted_step_seconds=plan.step_seconds if plan is not None else None,
             measured_step_seconds=median(pursuit.step_seconds)
             if pursuit is not None and pursuit.step_seconds
@@ -166,7 +167,7 @@ class Session(Answers):
         self._wrappers.clear()
         for hook in self._optimizer_hooks:
             hook.remove()
-        self._planning.pause()
+        self._planning.stop()
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
@@ -289,10 +290,12 @@ class Session(Answers):
                 log.warning("%s", demand)
             self._compiled_demand = demand
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        leaves = tree_leaves((args, kwargs))
-        shapes = tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor))
-        return shapes, torch.is_autocast_enabled(self._device.type)
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kinds = tuple((leaf.dtype, leaf.requires_grad) for leaf in leaves)
+        return Signature(
+            tuple(tuple(leaf.shape) for leaf in leaves), (*kinds, torch.is_autocast_enabled(self._device.type))
+        )
 
     def _refresh_parameters(self) -> None:
         model = self._model()
@@ -321,7 +324,7 @@ class Session(Answers):
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: backward is over."""
-        self._planning.pause()
+        self._planning.stop()
         if optimizer in self._optimizers:
             return
         model = self._model()
@@ -356,6 +359,11 @@ class Session(Answers):
             yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
         if self._compiled_demand is not None:
             yield str(self._compiled_demand)
+        if isinstance(self._planning, ByPlan) and not self._planning.knows_temporaries:
+            yield (
+                "a step was profiled while another profiler ran, or left before its backward had ended: its "
+                "temporaries are unknown to the plan, and memory_limit does not count them"
+            )
         if self.engine.failed:
             yield f"{self.engine.failed} tensors stayed because writing them failed: {self.engine.failure}"
         if counts.prefetches_without_memory:
