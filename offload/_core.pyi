@@ -1,5 +1,6 @@
 """Types of the native data plane; what each call orders and throws stands in csrc/*.h."""
 
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import Buffer
@@ -78,7 +79,7 @@ class SwapStore:
         compute: int,
         need: int = 0,
         departure: object = None,
-        departures: Any = None,
+        enter: Callable[[Any], None] | None = None,
     ) -> Ticket: ...
     def quiesce(self) -> None: ...
     def trim(self) -> int: ...
