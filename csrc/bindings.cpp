@@ -2,11 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <functional>
+
 #include "checksum.h"
 #include "driver.h"
 #include "error.h"
 #include "host_block.h"
 #include "host_driver.h"
+#include "numa.h"
 #include "swap_store.h"
 
 namespace py = pybind11;
@@ -253,6 +256,18 @@ PYBIND11_MODULE(_core, module) {
 
   register_parts(module);
   register_store(module);
+  module.def(
+      "numa_node_of_pci",
+      [](std::string bus_id, const std::string& sysfs) { return numa_node_of_pci(std::move(bus_id), sysfs); },
+      py::arg("bus_id"), py::arg("sysfs") = "/sys");
+  module.def(
+      "pages_near",
+      [](size_t bytes, int node) {
+        const std::unique_ptr<char, std::function<void(char*)>> pages(map_pages(bytes, node),
+                                                                      [&](char* data) { unmap_pages(data, bytes); });
+        return py::bytes(pages.get(), bytes);
+      },
+      py::arg("bytes"), py::arg("node"));
   module.def(
       "crc32c",
       [](const py::bytes& data, uint32_t crc) {

@@ -296,7 +296,9 @@ class SwappedView:
         storage, begin = self._lease.record.bring_back()
         # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
         tensor = self._probe.new_empty(0)
-        tensor.set_(storage, self._offset + begin // tensor.itemsize if begin else self._offset, self._shape, self._stride)
+        tensor.set_(
+            storage, self._offset + begin // tensor.itemsize if begin else self._offset, self._shape, self._stride
+        )
         if self._is_conj:
             tensor = torch._conj(tensor)
         if self._is_neg:

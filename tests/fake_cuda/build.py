@@ -33,12 +33,12 @@ def compile_sources(output: Path, sources: list[Path], *options: str) -> Path:
 def build_fake_cuda(output: Path, without: tuple[str, ...] = ()) -> Path:
     """Build the double as a shared library that lacks the entry points named in `without`."""
     renamed = [f"-D{name}=without_{name}" for name in without]
-#The leak sanitizer crashes on the dynamic thread - local storage of a library opened by dlopen.
+    # The leak sanitizer crashes on the dynamic thread - local storage of a library opened by dlopen.
     options = ("-shared", "-fPIC", "-ftls-model=initial-exec", *renamed)
     return compile_sources(output, [HERE / "fake_cuda.cpp"], *options)
 
 
 def build_driver_checks(output: Path, fake_cuda: Path) -> Path:
     """Build driver_checks.cpp with the real cuda_driver.cpp, linked to the double `fake_cuda`."""
-    sources = [HERE / "driver_checks.cpp", CSRC / "cuda_driver.cpp", fake_cuda]
+    sources = [HERE / "driver_checks.cpp", CSRC / "cuda_driver.cpp", CSRC / "numa.cpp", fake_cuda]
     return compile_sources(output, sources, f"-Wl,-rpath,{fake_cuda.parent}", "-ldl")
