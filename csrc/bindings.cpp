@@ -15,6 +15,10 @@
 namespace py = pybind11;
 using namespace offload;
 
+#ifdef OFFLOAD_MUTANTS
+void register_campaign(py::module_& module);
+#endif
+
 namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
@@ -256,6 +260,9 @@ PYBIND11_MODULE(_core, module) {
 
   register_parts(module);
   register_store(module);
+#ifdef OFFLOAD_MUTANTS
+  register_campaign(module);
+#endif
   module.def(
       "numa_node_of_pci",
       [](std::string bus_id, const std::string& sysfs) { return numa_node_of_pci(std::move(bus_id), sysfs); },

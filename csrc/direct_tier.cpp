@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "error.h"
+#include "mutants.h"
 #include "swap_store.h"
 
 namespace offload {
@@ -224,7 +225,7 @@ void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, 
 
 bool DirectStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
-  if (slot.state != State::queued) return false;
+  if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
   withdraw(*std::find_if(outgoing_.begin(), outgoing_.end(), [&](const Ref& each) { return each.get() == &slot; }));
   return true;
 }

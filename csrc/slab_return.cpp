@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "mutants.h"
 #include "slab_tier.h"
 
 namespace offload {
@@ -30,6 +31,7 @@ void SlabStore::begin_in(const SlotRef& base, Stream compute) {
     slot->filled = lane_events_->take();
     lanes_->event_arm(slot->filled.get());
     from_disk_.push_back(slot);
+    if (OFFLOAD_BROKEN("extent outlives its fill")) file_->release(slot->extent);
   }
   for (size_t slice = 0; slice < slices; ++slice) {
     if (in_slab) {
@@ -42,8 +44,8 @@ void SlabStore::begin_in(const SlotRef& base, Stream compute) {
 
 // The copy-in stream waits for the target's last use and for the bytes.
 void SlabStore::await_target(const SlabSlot& slot) {
-  device_->stream_wait(in_stream_, slot.target_free.get());
-  device_->stream_wait(in_stream_, slot.out_event.get());
+  OFFLOAD_EDGE("copy-in waits for compute", device_->stream_wait(in_stream_, slot.target_free.get()));
+  OFFLOAD_EDGE("copy-in waits for its copy-out", device_->stream_wait(in_stream_, slot.out_event.get()));
 }
 
 void SlabStore::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
@@ -103,8 +105,10 @@ void SlabStore::copy_in(const Refs& slots) {
   for (size_t each = 0; each < slots.size(); ++each) {  // later ones cover earlier ones of the same stream, or transfer
     const SlabSlot& slot = *slots[each];
     const SlabSlot* next = each + 1 < slots.size() ? slots[each + 1].get() : nullptr;
-    if (next == nullptr || next->compute != slot.compute) device_->stream_wait(in_stream_, slot.target_free.get());
-    if (next == nullptr || next->out_event != slot.out_event) device_->stream_wait(in_stream_, slot.out_event.get());
+    if (next == nullptr || next->compute != slot.compute)
+      OFFLOAD_EDGE("copy-in waits for compute", device_->stream_wait(in_stream_, slot.target_free.get()));
+    if (next == nullptr || next->out_event != slot.out_event)
+      OFFLOAD_EDGE("copy-in waits for its copy-out", device_->stream_wait(in_stream_, slot.out_event.get()));
     copies.push_back({slot.target, slot.block.data, slot.bytes});
   }
   transfer->begin = events_->record(in_stream_);
@@ -158,7 +162,8 @@ void SlabStore::fill() {
   } catch (...) {
     const std::exception_ptr failure = std::current_exception();
     if (lock.owns_lock()) lock.unlock();
-    settle(in_stream_);  // slices issued before write to the target: nobody may hear of it, and free it, before them
+    // Slices issued before write to the target: nobody may hear of it, and free it, before them.
+    OFFLOAD_EDGE("failure is told after the slices before it", settle(in_stream_));
     lock.lock();
     slot->failure = failure;
     advance(*slot, State::on_disk);
@@ -177,7 +182,7 @@ void SlabStore::fill_slice(const Ref& slot, std::unique_lock<std::mutex>& lock) 
   const size_t bytes = std::min(bounce_bytes_, slot->bytes - at);
   const EventRef fence = bounce.fence;
   lock.unlock();
-  if (fence != nullptr) device_->event_synchronize(fence.get());
+  if (fence != nullptr) OFFLOAD_EDGE("bounce waits for its last read", device_->event_synchronize(fence.get()));
   if (at == 0) slot->fill_began_seconds = now_seconds();
   const size_t sectors_bytes = std::min<size_t>(bounce_bytes_, slot->extent.bytes - at);
   slot->crc_in = file_->read(slot->extent, at, bounce.block.data, sectors_bytes, slot->crc_in);
@@ -219,7 +224,7 @@ void SlabStore::finish_in(const SlotRef& base, Stream compute) {
   require_brought_back(*slot);
   const EventRef in_event = slot->in_event;
   lock.unlock();
-  device_->stream_wait(compute, in_event.get());
+  OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 
 }  // namespace offload

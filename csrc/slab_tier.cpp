@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "mutants.h"
 
 namespace offload {
 
@@ -145,7 +146,8 @@ void SlabStore::issue_out(const Refs& slots) {
 void SlabStore::copy_out(const Refs& slots) {
   for (size_t each = 0; each < slots.size(); ++each) {  // the last record of a stream covers the earlier ones
     const bool covered = each + 1 < slots.size() && slots[each + 1]->compute == slots[each]->compute;
-    if (!covered) device_->stream_wait(out_stream_, slots[each]->produced.get());
+    if (!covered)
+      OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, slots[each]->produced.get()));
   }
   auto transfer = std::make_shared<Transfer>();
   transfer->begin = events_->record(out_stream_);
@@ -195,7 +197,7 @@ void SlabStore::issue_out(Slot& slot) {
 
 bool SlabStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
-  if (slot.state != State::queued) return false;
+  if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
   withdraw(static_cast<SlabSlot&>(slot));
   return true;
 }
@@ -220,9 +222,11 @@ EventRef SlabStore::spill_coldest(size_t bytes) {
     slot->spill_queued = true;
     leaving_bytes += slot->bytes;
     if (lanes_ == device_) {
-      lanes_->stream_wait(spill_lane_, slot->out_event.get());
+      OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
     } else {
-      lanes_->call(spill_lane_, [device = device_, done = slot->out_event] { device->event_synchronize(done.get()); });
+      OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
+        device->event_synchronize(done.get());
+      }));
     }
     lanes_->call(spill_lane_, [store = self(), slot] { store->spill(slot); });
   }
@@ -313,7 +317,7 @@ void SlabStore::free_slot(SlabSlot& slot) {
     pool_.release(slot.block, last_copy(slot));
     slot.block = {};
   }
-  if (file_) file_->release(slot.extent);
+  if (file_) OFFLOAD_EDGE("extent outlives its fill", file_->release(slot.extent));
   slot.extent = {};
   slot.target_owner = nullptr;
   --stats_.live_tickets;

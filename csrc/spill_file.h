@@ -104,7 +104,8 @@ class SpillFile {
   uint32_t transfer(FileOperation operation, uint64_t offset, char* data, size_t bytes, uint32_t crc);
   void transfer_together(FileOperation operation, Piece* pieces, size_t count);
   void finish_piece(FileOperation operation, uint64_t offset, char* data, size_t bytes, int64_t result);
-  int64_t tamper(FileOperation operation, char* data, int64_t result);
+  int64_t tamper(FileOperation operation, uint64_t offset, char* data, int64_t result);
+  void scribble(uint64_t offset, uint64_t bytes) const;
   [[noreturn]] void fail(int error_number, uint64_t offset, const char* what) const;
 
   std::string path_;

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _core
 
@@ -39,6 +42,13 @@ def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> No
         f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, with one storage of its own or shared with others of its kind."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     )
 
 
@@ -222,6 +232,12 @@ class SwappedStorage:
             self.ticket.swap_in(self._stream)
         self._drop_storage()
 
+    def leave(self) -> None:
+        """Wait until the bytes have left. They stay where copying them fails."""
+        departure = self._departure
+        if departure is not None and departure.source is not None:
+            self._engine.see_off(departure)
+
     def has_left(self) -> None:
         """The copy-out no longer reads the source, and the source is gone."""
         self._departure = None
@@ -296,9 +312,7 @@ class SwappedView:
         storage, begin = self._lease.record.bring_back()
         # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
         tensor = self._probe.new_empty(0)
-        tensor.set_(
-            storage, self._offset + begin // tensor.itemsize if begin else self._offset, self._shape, self._stride
-        )
+        tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
         if self._is_conj:
             tensor = torch._conj(tensor)
         if self._is_neg:
@@ -380,6 +394,32 @@ class Engine:
             empty = self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return empty
 
+    def mark(self) -> Any:
+        """A point in time: of the clock on the CPU, of the current stream on a CUDA device."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
+        """Seconds from one mark to others; None while the device has not come that far."""
+        if not self._is_cuda:
+            return [mark - first for mark in marks]
+        if not all(mark.query() for mark in marks):
+            return None
+        return [first.elapsed_time(mark) / 1e3 for mark in marks]
+
+    @staticmethod
+    def watch_storage(tensor: torch.Tensor) -> StorageWeakRef:
+        """Something whose `expired()` tells when nobody holds the tensor's storage any more."""
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def place_of(tensor: torch.Tensor) -> int:
+        """Where its storage begins, as allocators tell it."""
+        return tensor.untyped_storage().data_ptr()
+
     @staticmethod
     def identity(tensor: torch.Tensor) -> int:
         """What tells its storage from every other one alive: the same for all views."""
@@ -453,9 +493,12 @@ class Engine:
         reference.record = record
         self._live[key] = reference
         self.in_flight_bytes += nbytes
+        return lease
+
+    def limit_in_flight(self) -> None:
+        """Wait until the sources that are still held for their copy are few enough."""
         while len(self._departing) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
             self._await_oldest()
-        return lease
 
     def watch(self, lease: Lease) -> LeaseReference:
         """A weak reference to a lease that was just given out."""
@@ -471,8 +514,12 @@ class Engine:
     def _await_oldest(self) -> None:
         departure = _oldest(self._departing)
         if departure is not None:
-            departure.ticket.wait_out(departure.stream)
-            self._depart(departure)
+            self.see_off(departure)
+
+    def see_off(self, departure: Departure) -> None:
+        """Wait until its copy has ended, and let go of the source."""
+        departure.ticket.wait_out(departure.stream)
+        self._depart(departure)
 
     def _depart(self, departure: Departure) -> None:
         if not _discard(self._departing, departure):

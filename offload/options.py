@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ import torch
 from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
+MAX_SLOWDOWN_DEFAULT = 0.05
 HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
 
 
@@ -20,7 +22,9 @@ HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
 class Options:
     """The checked arguments of `offload.enable`; sizes in bytes."""
 
-    n_tensors: int | None  # None: all but those that backward wants at once
+    memory_limit: int | None
+    max_slowdown: float | None
+    n_tensors: int | None  # None: by plan
     lookahead_nodes: int
     min_tensor_bytes: int
     exclude: tuple[str, ...]
@@ -51,12 +55,18 @@ def check_options(
     OSError
         `spill_dir` cannot hold the spill file.
     """
-    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
-        if value is not None:
-            raise ValueError(f"{name} is not there yet; until then write n_tensors=-1 (all) or a number, and lb")
     if lb is not None and n_tensors is None:
         raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
+    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
+        if value is not None and n_tensors is not None:
+            raise ValueError(
+                f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one"
+            )
+    if memory_limit is None and max_slowdown is None and n_tensors is None:
+        max_slowdown = MAX_SLOWDOWN_DEFAULT
     return Options(
+        memory_limit=None if memory_limit is None else _check_memory_limit(device, memory_limit),
+        max_slowdown=None if max_slowdown is None else _check_slowdown(max_slowdown),
         n_tensors=_check_n_tensors(n_tensors),
         lookahead_nodes=_check_lookahead(lb),
         min_tensor_bytes=_check_bytes("min_tensor_bytes", min_tensor_bytes),
@@ -65,6 +75,34 @@ def check_options(
         host_limit_is_given=host_limit is not None,
         spill_dir=_check_spill_dir(device, spill_dir),
     )
+
+
+def _check_memory_limit(device: torch.device, limit: object) -> int:
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(
+                f"memory_limit: a float is a fraction of the device, above 0 and at most 1, not {limit!r}; "
+                'write bytes as an integer or as in "12GiB"'
+            )
+        return int(limit * device_bytes(device))
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise ValueError(f'memory_limit takes bytes, "12GiB" or a fraction such as 0.4, not {limit!r}')
+    return _check_bytes("memory_limit", limit)
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a device: of the GPU, or the RAM that this process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits += [limit for limit, _ in _control_groups(Path("/"))]
+    return min(limits)
+
+
+def _check_slowdown(slowdown: object) -> float:
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+        raise ValueError(f"max_slowdown is a fraction of the step time of at least 0, such as 0.05, not {slowdown!r}")
+    return float(slowdown)
 
 
 def _check_n_tensors(n_tensors: int | None) -> int | None:
@@ -127,11 +165,11 @@ def default_host_limit(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    return min([available // 2, *_control_group_rooms(root)])
+    return min([available // 2, *(room for _, room in _control_groups(root))])
 
 
-def _control_group_rooms(root: Path) -> Iterator[int]:
-    """What each control group that the process is in may still take, in bytes."""
+def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """Of each control group that the process is in: its limit, and what it may still take, in bytes."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -150,7 +188,7 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
                 yield from _room(top.joinpath(*parts[:depth]), *files)
 
 
-def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[int]:
+def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[tuple[int, int]]:
     limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
     if not (limit.isdigit() and usage.isdigit()):
         return  # "max", or a group that has no such file
@@ -158,7 +196,7 @@ def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Ite
     cached = sum(
         int(line.split()[1]) for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{cache_name} ")
     )
-    yield max(int(limit) - max(int(usage) - cached, 0), 0)
+    yield int(limit), max(int(limit) - max(int(usage) - cached, 0), 0)
 
 
 def _read(path: str | Path) -> str:

@@ -27,6 +27,7 @@ CHECKS = [
     "registration_is_chunked",
     "registration_is_rolled_back",
     "threads_share_a_driver",
+    "waits_keep_their_record",
 ]
 OPTIONAL = (
     "cuEventElapsedTime",

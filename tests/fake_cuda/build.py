@@ -33,7 +33,7 @@ def compile_sources(output: Path, sources: list[Path], *options: str) -> Path:
 def build_fake_cuda(output: Path, without: tuple[str, ...] = ()) -> Path:
     """Build the double as a shared library that lacks the entry points named in `without`."""
     renamed = [f"-D{name}=without_{name}" for name in without]
-    # The leak sanitizer crashes on the dynamic thread - local storage of a library opened by dlopen.
+    # The leak sanitizer crashes on the dynamic thread-local storage of a library opened by dlopen.
     options = ("-shared", "-fPIC", "-ftls-model=initial-exec", *renamed)
     return compile_sources(output, [HERE / "fake_cuda.cpp"], *options)
 
