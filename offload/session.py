@@ -41,6 +41,8 @@ from offload.trace import Trace
 
 log = logging.getLogger("offload")
 
+UNHELD_MAX = 4096
+
 _kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -56,6 +58,9 @@ class Session(Answers):
         self._device = device
         self._local = threading.local()
         self._parameters: set[int] = set()
+        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
+        # that became a parameter since is seen at the next forward.
+        self._unheld: set[int] = set()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._planning: ByHand | ByPlan
@@ -208,8 +213,14 @@ class Session(Answers):
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
         if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
+            if storage_id in self._unheld:
+                return None
             self._refresh_parameters()
-            return "parameter" if storage_id in self._parameters else None
+            if storage_id in self._parameters:
+                return "parameter"
+            if len(self._unheld) >= UNHELD_MAX:
+                self._unheld.clear()
+            self._unheld.add(storage_id)
         return None
 
     def is_excluded(self) -> bool:
