@@ -21,9 +21,12 @@ _REASON = (
 )
 _TRACED_NEVER = (
     "offload.compiled",
+    "offload.allocations",
+    "offload.course",
     "offload.engine",
     "offload.forward_wrapper",
     "offload.hooks",
+    "offload.planning",
     "offload.profiler",
     "offload.refusals",
     "offload.session",
