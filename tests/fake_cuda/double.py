@@ -21,6 +21,7 @@ ENTRY_POINTS = (
     "cuEventSynchronize",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemcpyBatchAsync",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuStreamCreate",
@@ -43,6 +44,10 @@ class Double:
     def fail_at(self, name: str, nth: int, code: int = 2) -> None:
         """The `nth` call of `name` from now on fails with `code`."""
         self._library.fake_fail_at(name.encode(), nth, code)
+
+    def hold_streams(self, held: bool) -> None:
+        """While held, what is queued stays queued."""
+        self._library.fake_hold_streams(int(held))
 
     def forget_faults(self) -> None:
         """No call fails any more."""

@@ -1,6 +1,7 @@
 """The swap store over the double of libcuda: every entry point fails at every call, once, and nothing is lost."""
 
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -134,3 +135,18 @@ def test_disk_and_driver_fail_together(tmp_path, double):
     for each in swapped:
         tried(errors, each.come_back)
     assert [error.call for error in errors] == ["cuMemcpyHtoDAsync_v2"]
+
+
+def test_a_failed_wait_spills_nothing_early(tmp_path, double):
+    """Where the spill cannot wait for its copy-out, the block stays: its bytes are not there yet."""
+    store = make_store(str(tmp_path))
+    double.hold_streams(True)
+    swapped = [Swapped(store, number) for number in range(3)]  # all that fit
+    double.fail_at("cuEventSynchronize", 1)
+    threading.Timer(0.3, double.hold_streams, [False]).start()
+    swapped.append(Swapped(store, 3))
+    for each in swapped:
+        each.leave()
+    for each in swapped:
+        each.come_back()
+    assert store.stats()["spilled_bytes"] > 0
