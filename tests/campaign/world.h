@@ -111,7 +111,10 @@ class LoggingDriver final : public Driver {
   void host_register(void* address, size_t bytes) override {
     append({Kind::allocate, nullptr, nullptr, {}, range_of(address, bytes)});
   }
-  void host_unregister(void* address) noexcept override { append({Kind::free, nullptr, nullptr, {}, range_of(address, 0)}); }
+  bool host_unregister(void* address) noexcept override {
+    append({Kind::free, nullptr, nullptr, {}, range_of(address, 0)});
+    return true;
+  }
   DeviceMemory device_memory() override { return base_->device_memory(); }
 
   // The framework's own work, on `stream`.
