@@ -146,7 +146,8 @@ void SlabStore::issue_out(const Refs& slots) {
 void SlabStore::copy_out(const Refs& slots) {
   for (size_t each = 0; each < slots.size(); ++each) {  // the last record of a stream covers the earlier ones
     const bool covered = each + 1 < slots.size() && slots[each + 1]->compute == slots[each]->compute;
-    if (!covered) OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, slots[each]->produced.get()));
+    if (!covered)
+      OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, slots[each]->produced.get()));
   }
   auto transfer = std::make_shared<Transfer>();
   transfer->begin = events_->record(out_stream_);
@@ -224,8 +225,8 @@ EventRef SlabStore::spill_coldest(size_t bytes) {
       OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
     } else {
       OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
-                     device->event_synchronize(done.get());
-                   }));
+        device->event_synchronize(done.get());
+      }));
     }
     lanes_->call(spill_lane_, [store = self(), slot] { store->spill(slot); });
   }

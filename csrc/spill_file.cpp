@@ -29,7 +29,7 @@ constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // thousands of stores in 
 constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
 #endif
 constexpr char kScribble = static_cast<char>(0xDB);  // tests: where bytes are not what was written
-constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfers shorter than a sector
+constexpr int kAttemptsMax = 1000;                   // without progress: EINTR, EAGAIN, transfers shorter than a sector
 
 }  // namespace
 
@@ -308,7 +308,8 @@ void SpillFile::finish_piece(FileOperation operation, uint64_t offset, char* dat
       fail(static_cast<int>(-result), offset + done, writing ? "spill write failed" : "spill read failed");
     if (attempted && result == 0)
       fail(EIO, offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
-    if (result > 0 && (done + static_cast<size_t>(result) >= bytes || OFFLOAD_BROKEN("short write is continued"))) return;
+    if (result > 0 && (done + static_cast<size_t>(result) >= bytes || OFFLOAD_BROKEN("short write is continued")))
+      return;
     if (result >= static_cast<int64_t>(alignment_bytes_)) {
       attempt = 0;
       done += static_cast<size_t>(result) / alignment_bytes_ * alignment_bytes_;  // it may have stopped within a sector
@@ -380,7 +381,8 @@ void SpillFile::scribble(uint64_t offset, uint64_t bytes) const {
     return sector;
   }();
   for (uint64_t at = 0; at < bytes; at += kExtentBytes)
-    if (pwrite(descriptor_, junk.data(), kExtentBytes, static_cast<off_t>(offset + at)) < 0) fail(errno, offset + at, "cannot scribble");
+    if (pwrite(descriptor_, junk.data(), kExtentBytes, static_cast<off_t>(offset + at)) < 0)
+      fail(errno, offset + at, "cannot scribble");
 }
 
 void SpillFile::truncate_for_test(uint64_t bytes) {

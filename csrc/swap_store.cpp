@@ -155,7 +155,8 @@ bool Ticket::in_done() {
   std::lock_guard lock(store_->mutex_);
   const State now = state();
   // Not all issued: the event says nothing yet.
-  if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in)) return false;
+  if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in))
+    return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
 }
 
