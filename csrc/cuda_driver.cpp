@@ -16,6 +16,7 @@
 #include "cuda_api.h"
 #include "driver.h"
 #include "error.h"
+#include "numa.h"
 
 namespace offload {
 namespace {
@@ -261,6 +262,14 @@ class CudaDriver final : public Driver {
     DeviceMemory memory;
     call(api_.cuMemGetInfo_v2, &memory.free_bytes, &memory.total_bytes);
     return memory;
+  }
+
+  int numa_node() noexcept override {
+    char bus_id[32] = {};
+    const auto ask = api_.cuDeviceGetPCIBusId.function;
+    if (in_forked_child() || ask == nullptr) return -1;
+    if (ask(bus_id, static_cast<int>(sizeof bus_id), device_) != cuda::kSuccess) return -1;
+    return numa_node_of_pci(bus_id);
   }
 
  private:

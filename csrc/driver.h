@@ -72,6 +72,8 @@ class Driver {
   virtual bool host_unregister(void* address) noexcept = 0;
 
   virtual DeviceMemory device_memory() = 0;
+  // The NUMA node that is nearest to the device; -1 where there is no choice. Never an error.
+  virtual int numa_node() noexcept { return -1; }
 };
 
 // The GPU's provider. Opens libcuda.so.1 (or `library`, for tests) at the first call; retains `device`'s primary

@@ -10,6 +10,7 @@
 
 #include "error.h"
 #include "mutants.h"
+#include "numa.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -25,10 +26,11 @@ void populate(char* data, size_t bytes) {
 
 }  // namespace
 
-char* map_pages(size_t bytes) {
+char* map_pages(size_t bytes, int node) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(address);
+  prefer_numa_node(data, bytes, node);
   const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 4);
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::vector<std::thread> threads;
@@ -48,7 +50,10 @@ void unmap_pages(char* data, size_t bytes) noexcept {
 }
 
 SlabPool::SlabPool(std::shared_ptr<Driver> driver, size_t max_bytes, size_t slab_bytes)
-    : driver_(std::move(driver)), max_bytes_(max_bytes / kPageBytes * kPageBytes), slab_bytes_(slab_bytes) {
+    : driver_(std::move(driver)),
+      max_bytes_(max_bytes / kPageBytes * kPageBytes),
+      slab_bytes_(slab_bytes),
+      numa_node_(driver_->numa_node()) {
   stats_.max_bytes = max_bytes_;
 }
 
@@ -96,7 +101,7 @@ bool SlabPool::grow(size_t bytes) {
   }
   const size_t slab_bytes = std::max(wanted, std::min(slab_bytes_, max_bytes_ - stats_.held_bytes));
   const auto begin = std::chrono::steady_clock::now();
-  char* data = map_pages(slab_bytes);
+  char* data = map_pages(slab_bytes, numa_node_);
   try {
     driver_->host_register(data, slab_bytes);
   } catch (...) {

@@ -364,7 +364,8 @@ int64_t SpillFile::tamper(FileOperation operation, uint64_t offset, char* data, 
   if (result <= 0) return result;
   const auto moved = static_cast<size_t>(result);
   if (fault_.kind == FaultKind::short_transfer) {
-    const size_t kept = moved / 2 / kExtentBytes * kExtentBytes;  // the rest is really missing
+    // The rest is really missing, and what is said to be there is there.
+    const size_t kept = std::min(moved, (moved / 2 + kExtentBytes - 1) / kExtentBytes * kExtentBytes);
     if (operation == FileOperation::read) std::memset(data + kept, kScribble, moved - kept);
     if (operation == FileOperation::write) scribble(offset + kept, (moved - kept) / kExtentBytes * kExtentBytes);
     return result / 2;

@@ -10,8 +10,9 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,27 @@ log = logging.getLogger("offload")
 _MARK = "offload: node "
 _SAVED = "offload: saved "
 _LOG_ERRORS = 2
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What is on the device before a step begins, in bytes."""
+
+    state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.state + self.gradients
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by node, over those that were there at the start."""
+
+    others: list[int]  # most at any moment, of what no saved tensor accounts for
+    gradients: list[int]  # of those: gradients that were there already when the node began
 
 
 @dataclass
@@ -82,10 +104,11 @@ class HostAllocations:
         self.complete = True
         return True
 
-    def footprint(self, saved: Sequence[SavedBytes], node_count: int) -> list[int]:
-        """Bytes by node, over those at the start, that none of `saved` accounts for; finds their `produced`.
+    def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
+        """What none of `saved` accounts for; finds their `produced`.
 
-        What the engine brings back is no allocation of torch's, so that nothing of it is counted here.
+        What the engine brings back is no allocation of torch's, so that nothing of it is counted here. Gradients are
+        what is alive at the end at one of `gradient_places`.
         """
         wanted = {tensor.id: tensor for tensor in saved}
         owned: dict[int, int] = {}  # number of the allocating event → bytes of it that saved tensors account for
@@ -107,7 +130,11 @@ class HostAllocations:
         for tensor in saved:
             if tensor.produced < 0:
                 tensor.produced = min(tensor.packed, tensor.last_forward)
-        return self._others(owned, node_count)
+        gradients = [0] * (node_count + 1)
+        for place in gradient_places & live.keys():
+            number, node = live[place]
+            gradients[min(node + 1, node_count)] += self._events[number][2]
+        return Footprint(self._others(owned, node_count), list(accumulate(gradients[:node_count])))
 
     def _others(self, owned: dict[int, int], node_count: int) -> list[int]:
         highest = [0] * node_count
@@ -150,8 +177,8 @@ class DeviceAllocations:
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         return True
 
-    def footprint(self, saved: Sequence[SavedBytes], node_count: int) -> list[int]:
-        """Bytes by node, over those at the start, that none of `saved` accounts for.
+    def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
+        """What none of `saved` accounts for. Which of it are gradients is not known.
 
         A storage counts as its own from its pack on; before that it is a temporary.
         """
@@ -166,7 +193,7 @@ class DeviceAllocations:
             own += change[node]
             peak = self._peaks[min(node, len(self._peaks) - 1)]
             rows.append(max(peak - self._base_bytes - own, 0))
-        return rows
+        return Footprint(rows, [0] * node_count)
 
 
 def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocations:

@@ -33,13 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = list(itertools.takewhile(lambda word: word != "--" and word[:1] == "-", words[1:]))
         command = words[1 + len(own) :]
         words = ["run", *own]
+    script_args: list[str] | None = None
+    if words[:1] == ["plan"]:  # what follows a script is the script's
+        script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[:1] != "-"), None)
+        if script is not None:
+            script_args = words[script + 1 :]
+            words = words[: script + 1]
     args = _parser().parse_args(words)
     if args.command == "run":
         return _run(command[command[:1] == ["--"] :], preload=not args.no_preload)
     if args.command == "plan":
         from offload import plan_cli
 
-        return plan_cli.run(args)
+        return plan_cli.run(args) if script_args is None else plan_cli.run_script(args, script_args)
     from offload import demo
 
     return demo.run(args)

@@ -45,6 +45,13 @@ def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> No
     )
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, with one storage of its own or shared with others of its kind."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    )
+
+
 @dataclass
 class ByteCounter:
     """Bytes of saved storages at one moment, and the most there ever were."""
@@ -303,16 +310,16 @@ class SwappedView:
         if found != self._version:
             raise_changed(self._probe.type(), self._shape, found, self._version)
         storage, begin = self._lease.record.bring_back()
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-            tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
-            if self._is_conj:
-                tensor = torch._conj(tensor)
-            if self._is_neg:
-                tensor = torch._neg_view(tensor)
-            # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
-            restored = self._probe.detach()
-            restored.data = tensor
+        # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
+        tensor = self._probe.new_empty(0)
+        tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
+        if self._is_conj:
+            tensor = torch._conj(tensor)
+        if self._is_neg:
+            tensor = torch._neg_view(tensor)
+        # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
+        restored = self._probe.detach()
+        restored.data = tensor
         return restored
 
 
@@ -361,6 +368,8 @@ class Engine:
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, LeaseReference] = {}
         self._departing: deque[Departure] = deque()
+        self._begin_copy = store.swap_out
+        self._enter = self._departing.append
         self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
 
@@ -448,9 +457,8 @@ class Engine:
     def find(self, tensor: torch.Tensor, key: StorageKey) -> Lease | None:
         """The lease on these bytes, or on the whole storage around them, where they have been swapped out already."""
         reference = self._live.get(key)
-        if reference is None:
-            whole = (key[0], key[1], 0, tensor.untyped_storage().nbytes(), key[4])
-            reference = self._live.get(whole) if whole != key else None
+        if reference is None and 2 * key[3] < (whole_nbytes := tensor.untyped_storage().nbytes()):
+            reference = self._live.get((key[0], key[1], 0, whole_nbytes, key[4]))
         return reference() if reference is not None else None
 
     def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
@@ -473,7 +481,7 @@ class Engine:
             tensor.record_stream(torch.cuda.current_stream(self.device))
         departure = Departure(storage, nbytes, stream)
         # The store enters the departure itself: no interrupt can come between the copy's start and the source's hold.
-        ticket = self.store.swap_out(address, nbytes, stream, need, departure, self._departing)
+        ticket = self._begin_copy(address, nbytes, stream, need, departure, self._enter)
         base = tensor._base
         owner = torch._C._WeakTensorRef(tensor if base is None else base)  # type: ignore[attr-defined]
         record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, departure)

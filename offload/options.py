@@ -95,7 +95,7 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    limits += [limit for limit, _ in _control_group_bytes()]
+    limits += [limit for limit, _ in _control_groups(Path("/"))]
     return min(limits)
 
 
@@ -165,11 +165,11 @@ def default_host_limit(root: Path = Path("/")) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    return min([available // 2, *_control_group_rooms(root)])
+    return min([available // 2, *(room for _, room in _control_groups(root))])
 
 
-def _control_group_rooms(root: Path) -> Iterator[int]:
-    """What each control group that the process is in may still take, in bytes."""
+def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """Of each control group that the process is in: its limit, and what it may still take, in bytes."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -188,7 +188,7 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
                 yield from _room(top.joinpath(*parts[:depth]), *files)
 
 
-def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[int]:
+def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[tuple[int, int]]:
     limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
     if not (limit.isdigit() and usage.isdigit()):
         return  # "max", or a group that has no such file
@@ -196,7 +196,7 @@ def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Ite
     cached = sum(
         int(line.split()[1]) for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{cache_name} ")
     )
-    yield max(int(limit) - max(int(usage) - cached, 0), 0)
+    yield int(limit), max(int(limit) - max(int(usage) - cached, 0), 0)
 
 
 def _read(path: str | Path) -> str:

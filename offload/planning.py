@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import nn
 
+from offload.allocations import HeldBytes
 from offload.course import Course, Follower, Measured, Stopwatch
 from offload.engine import Engine
 from offload.options import Options
@@ -34,8 +35,9 @@ _OFF = 0.05  # a prediction that is off by more is worth a new plan
 _LATE_SECONDS = 0.5e-3
 _DEVICE_MEASURED_STEPS = 8
 
-# Told of every profiled step before it is planned, where somebody wants to see the options instead of a run.
-on_profile: Callable[[Trace, Link], None] | None = None
+# Told of every profiled step before it is planned (trace, link, most bytes that host memory takes), where somebody
+# wants to see the options instead of a run. While it is set nothing is done by hand.
+on_profile: Callable[[Trace, Link, int], None] | None = None
 
 
 class Planning(Protocol):
@@ -92,9 +94,9 @@ class Pursuit:
 
     profile: Profile
     link: Link
+    held: HeldBytes  # the most that there ever was before a step
     plan: Plan | None = None
     schedule: Schedule | None = None
-    held_bytes: int = 0
     replans: int = 0
     rounds: int = 0
     courses: deque[Course] = field(default_factory=lambda: deque(maxlen=4))  # whose measurements are still to be read
@@ -111,8 +113,8 @@ class ByPlan:
     ----------
     link
         Measures the link; called at the first plan.
-    held_bytes
-        Bytes on the device that are there before a step begins.
+    held
+        What is on the device before a step begins.
     """
 
     def __init__(
@@ -121,13 +123,13 @@ class ByPlan:
         engine: Engine,
         counts: Counts,
         link: Callable[[], Link],
-        held_bytes: Callable[[], int],
+        held: Callable[[], HeldBytes],
     ) -> None:
         self._options = options
         self._engine = engine
         self._counts = counts
         self._measure_link = link
-        self._held_bytes = held_bytes
+        self._held = held
         self._profilers: OrderedDict[object, Profiler] = OrderedDict()
         self.pursuits: OrderedDict[object, Pursuit] = OrderedDict()
         self.latest: Pursuit | None = None
@@ -143,19 +145,19 @@ class ByPlan:
         """
         with self._lock:
             self.pause()
-            held_bytes = self._held_bytes()
+            held = self._held()
             pursuit = self.pursuits.get(signature) or self._begin_pursuit(signature)
             for table in (self.pursuits, self._profilers):
                 while len(table) > SIGNATURES_MAX:
                     table.popitem(last=False)
             if pursuit is None:
-                profiler = self._profilers[signature] = Profiler(self._engine, model, held_bytes)
+                profiler = self._profilers[signature] = Profiler(self._engine, model, held)
                 self._counts.profiled_steps += 1
                 return profiler
             self.pursuits.move_to_end(signature)
             self._learn(pursuit)
-            if pursuit.plan is None or self._outgrown(pursuit, held_bytes) or self._is_off(pursuit):
-                self._make_plan(pursuit, held_bytes)
+            if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
+                self._make_plan(pursuit, held)
             return self._course(signature, pursuit)
 
     def forget(self, signature: object) -> None:
@@ -189,14 +191,15 @@ class ByPlan:
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
-        pursuit = Pursuit(profile, self._measure_link(), held_bytes=profile.held_bytes)
+        pursuit = Pursuit(profile, self._measure_link(), profile.held)
         self.latest = self.pursuits[signature] = pursuit
         if on_profile is not None:
-            on_profile(profile.trace, pursuit.link)
+            on_cpu = self._engine.device.type == "cpu"
+            on_profile(profile.trace, pursuit.link, 0 if on_cpu else self._options.host_limit)
         return pursuit
 
-    def _make_plan(self, pursuit: Pursuit, held_bytes: int) -> None:
-        pursuit.held_bytes = max(pursuit.held_bytes, held_bytes)
+    def _make_plan(self, pursuit: Pursuit, held: HeldBytes) -> None:
+        pursuit.held = _most(pursuit.held, held)
         trace = self.trace(pursuit)
         limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
         if limit_bytes is not None and slowdown is None:
@@ -214,22 +217,26 @@ class ByPlan:
         pursuit.step_seconds.clear()
         self.latest = pursuit
 
-    def _outgrown(self, pursuit: Pursuit, held_bytes: int) -> bool:
+    def _outgrown(self, pursuit: Pursuit, held: HeldBytes) -> bool:
         """Whether what is on the device before the step has grown so that the plan would exceed the limit."""
         limit_bytes, plan = self._options.memory_limit, pursuit.plan
         if limit_bytes is None or plan is None:
             return False
-        return plan.peak_bytes + max(held_bytes - pursuit.held_bytes, 0) > limit_bytes
+        more = _most(pursuit.held, held).total - pursuit.held.total
+        return plan.peak_bytes + more > limit_bytes
 
     def trace(self, pursuit: Pursuit) -> Trace:
         """The profile's trace with the bytes that are held now and the durations measured since."""
         trace = pursuit.profile.trace
-        more = pursuit.held_bytes - pursuit.profile.held_bytes
+        profile, held = pursuit.profile, pursuit.held
+        # Where gradients are there already, those that the profiled step made are not made a second time.
+        own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
+        more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
         nodes = trace.nodes
         if pursuit.node_seconds:
             seconds = [median(column) for column in zip(*pursuit.node_seconds, strict=True)]
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
-        return replace(trace, nodes=nodes, base_bytes=tuple(nbytes + more for nbytes in trace.base_bytes))
+        return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
 
     def _course(self, signature: object, pursuit: Pursuit) -> Course:
         assert pursuit.schedule is not None
@@ -310,6 +317,10 @@ class ByPlan:
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
             rates[name] = nbytes / seconds if seconds > 0.05 else known
         return Link(rates["out"], rates["in"], link.latency)
+
+
+def _most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
+    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients))
 
 
 def _with_longer_leads(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:

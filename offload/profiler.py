@@ -6,6 +6,7 @@ On the data path: a signature's first step is recorded here; later steps follow 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
+from offload.allocations import DeviceAllocations, HeldBytes, HostAllocations, SavedBytes, watch_allocations
 from offload.course import Stopwatch
-from offload.engine import Engine, Lease, LeaseReference
+from offload.engine import Engine, Lease, LeaseReference, has_storage
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
 
@@ -118,16 +119,21 @@ class Profile:
     ----------
     trace
         With the bytes that were there at its beginning counted in `base_bytes`.
+    gradient_bytes
+        By node: of `base_bytes`, the gradients that the step itself had made before.
     members
         Pack indices of each of the trace's tensors, by id.
-    held_bytes
+    held
         What was there at its beginning.
+    knows_temporaries
+        Whether allocations could be watched.
     """
 
     order: StepOrder
     trace: Trace
     members: Mapping[int, Sequence[int]]
-    held_bytes: int
+    gradient_bytes: Sequence[int]
+    held: HeldBytes
     knows_temporaries: bool
 
 
@@ -137,11 +143,13 @@ class Profiler(Recorder):
     It needs the least memory there is: each storage has left before the pack returns.
     """
 
-    def __init__(self, engine: Engine, model: torch.nn.Module, held_bytes: int) -> None:
+    def __init__(self, engine: Engine, model: torch.nn.Module, held: HeldBytes) -> None:
         super().__init__()
         self.stopwatch = Stopwatch(engine)
         self._engine = engine
-        self._held_bytes = held_bytes
+        self._held = held
+        self._model = weakref.ref(model)
+        self._gradient_places: set[int] = set()
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._names = [_ROOT]
         self._running: list[str] = []
@@ -165,6 +173,10 @@ class Profiler(Recorder):
         """Watch allocations and modules no longer. False where another thread has to do it."""
         while self._module_hooks:
             self._module_hooks.pop().remove()
+        model = self._model()
+        if model is not None and not self._gradient_places:
+            made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            self._gradient_places = {self._engine.place_of(gradient) for gradient in made if has_storage(gradient)}
         return self._memory.stop()
 
     def watches(self, pack_index: int) -> bool:
@@ -251,21 +263,21 @@ class Profiler(Recorder):
             if row is not None:
                 members[row.id] = tuple(group.entries)
                 saved.append(row)
-        others = self._memory.footprint(saved, node_count)
+        found = self._memory.footprint(saved, self._gradient_places, node_count)
         backward = set(self.order.backward_nodes)
         trace = Trace(
             nodes=tuple(
                 Node(name, seconds, number in backward)
                 for number, (name, seconds) in enumerate(zip(self._names, measured.node_seconds, strict=True))
             ),
-            base_bytes=tuple(self._held_bytes + nbytes for nbytes in others),
+            base_bytes=tuple(self._held.total + nbytes for nbytes in found.others),
             tensors=tuple(
                 SavedTensor(row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_use, row.last_use)
                 for row in saved
             ),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
         )
-        return Profile(self.order, trace, members, self._held_bytes, self._memory.complete)
+        return Profile(self.order, trace, members, found.gradients, self._held, self._memory.complete)
 
     def _saved_bytes(self, group: Group) -> SavedBytes | None:
         """What a group means for memory; None where moving it frees nothing, because somebody else holds it too."""

@@ -26,18 +26,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offload import _core, allocator
+from offload import _core, allocator, planning
+from offload.allocations import HeldBytes
 from offload.calibration import calibrate
-from offload.engine import LANE_NICENESS, Engine
+from offload.engine import LANE_NICENESS, Engine, has_storage
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
-from offload.planning import ByHand, ByPlan
+from offload.planning import ByHand, ByPlan, Pursuit
 from offload.report import Counts, Report
 from offload.trace import Trace
 
 log = logging.getLogger("offload")
 
+UNHELD_MAX = 4096
+
+_kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
@@ -101,10 +105,13 @@ class Session:
         self._device = device
         self._local = threading.local()
         self._parameters: set[int] = set()
+        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
+        # that became a parameter since is seen at the next forward.
+        self._unheld: set[int] = set()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._planning: ByHand | ByPlan
-        if options.n_tensors is not None:
+        if options.n_tensors is not None and planning.on_profile is None:
             self._planning = ByHand(options, engine, self.counts)
         else:
             self._planning = ByPlan(options, engine, self.counts, self._measure_link, self._held_bytes)
@@ -112,7 +119,8 @@ class Session:
         self._warned: set[type] = set()
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
-        if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
+        self._wraps = options.n_tensors != 0 or planning.on_profile is not None
+        if self._wraps:  # 0 is a true no-op: nothing is wrapped
             self._wrappers.append(ForwardWrapper(model, self._around_forward))
             modules = dict(model.named_modules())
             for name in options.exclude:
@@ -144,7 +152,7 @@ class Session:
         """What has been moved since `enable`, what has not and why."""
         self.engine.collect()
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
-        pursuit = self._planning.settle() if isinstance(self._planning, ByPlan) else None
+        pursuit = self.settle()
         plan = pursuit.plan if pursuit is not None else None
         return Report(
             steps=self.counts.steps,
@@ -172,8 +180,12 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest signature; None before its second step, and by hand."""
-        pursuit = self._planning.settle() if isinstance(self._planning, ByPlan) else None
+        pursuit = self.settle()
         return pursuit.plan if pursuit is not None else None
+
+    def settle(self) -> Pursuit | None:
+        """Read what the last steps have measured; the pursuit of the latest signature, None by hand."""
+        return self._planning.settle() if isinstance(self._planning, ByPlan) else None
 
     def trace(self) -> Trace:
         """The latest signature's step as it was profiled, with the durations measured since.
@@ -241,8 +253,14 @@ class Session:
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
         if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
+            if storage_id in self._unheld:
+                return None
             self._refresh_parameters()
-            return "parameter" if storage_id in self._parameters else None
+            if storage_id in self._parameters:
+                return "parameter"
+            if len(self._unheld) >= UNHELD_MAX:
+                self._unheld.clear()
+            self._unheld.add(storage_id)
         return None
 
     def is_excluded(self) -> bool:
@@ -259,13 +277,7 @@ class Session:
 
     def _applies(self) -> bool:
         model = self._model()
-        return (
-            self._enabled
-            and self.options.n_tensors != 0
-            and model is not None
-            and model.training
-            and torch.is_grad_enabled()
-        )
+        return self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()
 
     def _current_round(self) -> Round | None:
         """The round whose hooks are on top in this thread, where it is one of ours."""
@@ -323,7 +335,7 @@ class Session:
         if model is None:
             return
         held = [*model.parameters(), *model.buffers()]
-        self._parameters = {Engine.identity(tensor) for tensor in held if _has_storage(tensor)}
+        self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
 
     # -- what planning asks -------------------------------------------------------------------------------------------
 
@@ -332,17 +344,16 @@ class Session:
         store = _make_engine(self._device, self.options).store
         return calibrate(store, self._device, self.options.spill_dir).link()
 
-    def _held_bytes(self) -> int:
-        """Bytes on the device before a step begins: parameters, gradients, optimizer state; on CUDA all there are."""
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
+    def _held_bytes(self) -> HeldBytes:
+        """What is on the device before a step begins."""
         model = self._model()
-        held = [*model.parameters(), *model.buffers()] if model is not None else []
-        held += [tensor.grad for tensor in held if tensor.grad is not None]
-        for optimizer in list(self._optimizers):
-            held += [value for state in optimizer.state.values() for value in _tensors_in(state)]
-        storages = {Engine.identity(t): t.untyped_storage().nbytes() for t in held if _has_storage(t)}
-        return sum(storages.values()) + self.engine.resident.now
+        parameters = list(model.parameters()) if model is not None else []
+        gradients = _bytes_of(parameter.grad for parameter in parameters)
+        if self._device.type == "cuda":
+            return HeldBytes(torch.cuda.memory_allocated(self._device) - gradients, gradients)
+        buffers = list(model.buffers()) if model is not None else []
+        states = [value for each in self._optimizers for row in each.state.values() for value in _tensors_in(row)]
+        return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self.engine.resident.now, gradients)
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: backward is over."""
@@ -391,13 +402,15 @@ def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
     return [register_optimizer_step_pre_hook(before_step)]
 
 
+def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
+    plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
+    return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
+
+
 def _tensors_in(state: Any) -> Iterator[Tensor]:
     if isinstance(state, dict):
         yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _checkpoint_is_innermost() -> bool:
@@ -534,7 +547,15 @@ def enable(
     )
     session = Session(model, device, options, _make_engine(device, options))
     _sessions[model] = session
+    if planning.on_profile is not None:
+        _kept.append(model)
     return session
+
+
+def settle_all() -> None:
+    """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
+    while _kept:
+        _sessions[_kept.pop()].settle()
 
 
 def disable(model: nn.Module) -> None:
