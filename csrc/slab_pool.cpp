@@ -66,8 +66,7 @@ SlabPool::~SlabPool() {
   }
   for (const Slab& slab : slabs_) {
     if (slab.data == nullptr) continue;
-    driver_->host_unregister(slab.data);
-    unmap_pages(slab.data, slab.bytes);
+    if (driver_->host_unregister(slab.data)) unmap_pages(slab.data, slab.bytes);  // else it is leaked, still pinned
   }
 }
 
@@ -120,7 +119,7 @@ bool SlabPool::grow(size_t bytes) {
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
-  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read") && !driver_->event_done(fence.get())) {
+  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
     fenced_.push_back({block, std::move(fence)});
   } else {
     give_back(block);
@@ -137,11 +136,16 @@ void SlabPool::give_back(const Block& block) {
   stats_.requested_bytes -= block.bytes;
 }
 
+// A driver that fails to answer leaves every block where it is.
 void SlabPool::sweep() {
-  auto still_pending = std::stable_partition(
-      fenced_.begin(), fenced_.end(), [&](const Fenced& entry) { return driver_->event_done(entry.fence.get()); });
-  for (auto entry = fenced_.begin(); entry != still_pending; ++entry) give_back(entry->block);
-  fenced_.erase(fenced_.begin(), still_pending);
+  for (auto entry = fenced_.begin(); entry != fenced_.end();) {
+    if (driver_->event_done(entry->fence.get())) {
+      give_back(entry->block);
+      entry = fenced_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
 }
 
 EventRef SlabPool::oldest_fence() const { return fenced_.empty() ? nullptr : fenced_.front().fence; }
@@ -151,8 +155,7 @@ size_t SlabPool::trim() {
   size_t given_back = 0;
   for (Slab& slab : slabs_) {
     if (slab.data == nullptr || slab.free.free_bytes() < slab.bytes) continue;
-    driver_->host_unregister(slab.data);
-    unmap_pages(slab.data, slab.bytes);
+    if (driver_->host_unregister(slab.data)) unmap_pages(slab.data, slab.bytes);  // else it is leaked, still pinned
     given_back += slab.bytes;
     slab = Slab{};
   }
