@@ -29,7 +29,5 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_json(
-    config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]
-) -> None:
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]) -> None:
     output_json["not_run"] = config.stash[NOT_RUN]

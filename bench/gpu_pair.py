@@ -1,6 +1,6 @@
 """Part of the GPU suite: two offloaded training runs share the device; both give the bits of a plain run alone.
 
-    python bench/gpu_pair.py --json FILE [--rehearse]
+python bench/gpu_pair.py --json FILE [--rehearse]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `instructions.py` runs under callgrind: each subject at N and at 2 N, so that what is fixed cancels out.
 
-    python bench/instructions_worker.py SWITCH.so SUBJECT…      "planted" plants a loop for those behind it
+python bench/instructions_worker.py SWITCH.so SUBJECT…      "planted" plants a loop for those behind it
 """
 
 from __future__ import annotations

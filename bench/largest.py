@@ -27,7 +27,7 @@ from training import Setting
 from offload.units import parse_bytes
 
 MIB = 1 << 20
-TOLERANCE = 0.06
+TOLERANCE = {"tiny": 0.15, "quick": 0.12, "full": 0.05}
 TRIES_MAX = 12
 SHRUNK = {  # where a search begins: so small that plain fits with room to spare
     "tiny": {"gpt:layers": 1, "resnet:batch": 2, "unet:resolution": 16},
@@ -48,8 +48,10 @@ class Try:
     step_seconds: float | None = None
 
 
-def search(probe: Callable[[int], Try], cap_bytes: int, first: int, multiple: int = 1) -> list[Try]:
-    """Try sizes until the largest that fits is known to within `TOLERANCE`, or `TRIES_MAX` have been tried.
+def search(
+    probe: Callable[[int], Try], cap_bytes: int, first: int, *, multiple: int = 1, tolerance: float = 0.05
+) -> list[Try]:
+    """Try sizes until the largest that fits is known well enough, or `TRIES_MAX` have been tried.
 
     Parameters
     ----------
@@ -59,6 +61,10 @@ def search(probe: Callable[[int], Try], cap_bytes: int, first: int, multiple: in
         What growth is compared with to guess the next size.
     first
         The size to begin with.
+    multiple
+        Of which every size is one.
+    tolerance
+        How much larger, as a share, the largest may be that fits but was not tried.
 
     Returns
     -------
@@ -77,7 +83,7 @@ def search(probe: Callable[[int], Try], cap_bytes: int, first: int, multiple: in
         if high is None:
             likely = int(low * cap_bytes / max(growth, 1))
             guess = min(max(likely, low + multiple), 4 * low)
-        elif high - low <= max(multiple, TOLERANCE * low):
+        elif high - low <= max(multiple, tolerance * low):
             break
         else:
             guess = (low + high) // 2
@@ -122,7 +128,7 @@ def measure(what: str, contestant: Contestant, *, size: str, cap_bytes: int) -> 
         return try_apart(setting_at(what, size, value), contestant, cap_bytes, value)
 
     try:
-        tries = search(probe, cap_bytes, SHRUNK[size][what], MULTIPLES.get(what, 1))
+        tries = search(probe, cap_bytes, SHRUNK[size][what], multiple=MULTIPLES.get(what, 1), tolerance=TOLERANCE[size])
     except Inapplicable as reason:
         return {**about, "inapplicable": str(reason)}
     except RuntimeError as error:

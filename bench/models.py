@@ -156,9 +156,7 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.position = nn.Parameter(0.02 * torch.randn((size["resolution"] // patch) ** 2, width))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, size["heads"], 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(width, size["heads"], 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             for _ in range(size["layers"])
         )
         self.head = nn.Linear(width, CLASSES)

@@ -54,7 +54,7 @@ class Runner:
     def __init__(self, setting: Setting, contestant: Contestant, cap_bytes: int | None = None) -> None:
         self.contestant = contestant
         self.steps: list[dict[str, Any]] = []
-        self._complaints: IO[str] = tempfile.TemporaryFile("w+", errors="replace")
+        self._complaints: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - close() does
         task = {"setting": setting.to_dict(), "contestant": contestant.name, "cap_bytes": cap_bytes}
         environment = dict(os.environ) if setting.device == "cuda" else allocator.preload_environment()
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

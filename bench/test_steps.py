@@ -14,7 +14,7 @@ from functools import cached_property
 import contestants
 import models
 import pytest
-from contestants import LEAST, PLAIN, PEERS, SLOWDOWNS, Contestant, Inapplicable
+from contestants import LEAST, PEERS, PLAIN, SLOWDOWNS, Contestant, Inapplicable
 from pytest_benchmark.fixture import BenchmarkFixture
 from race import Race, Runner, setting_of, wrong
 

@@ -66,9 +66,7 @@ def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
     assert set(ran) == {"driver", "copies", "frontier-2048", "largest", "pair", "summary"}  # and no draft is left
     assert ran["driver"]["status"] == "skipped"
     assert ran["driver"]["results"]["device_count"] == {"torch": 0, "offload": 0}
-    copies, frontier, largest, pair = (
-        ran[name]["results"] for name in ("copies", "frontier-2048", "largest", "pair")
-    )
+    copies, frontier, largest, pair = (ran[name]["results"] for name in ("copies", "frontier-2048", "largest", "pair"))
     assert ran["copies"]["machine"]["rehearsal"]
     assert copies["arrived_whole"]
     assert {row["direction"] for row in copies["copies"]} == {"out", "in", "both"}
