@@ -289,12 +289,7 @@ def prepare(
     if contestant.cuda_only and device == "cpu":
         raise Inapplicable(f"{NEEDS_CUDA}: {contestant.cuda_only}")
     options = {**defaults, **contestant.options} if contestant.is_ours else contestant.options
-    try:
-        return KINDS[contestant.kind](model, device, probe, **options)
-    except ValueError as error:
-        if contestant.is_ours and "not there yet" in str(error):
-            raise Inapplicable(str(error)) from None
-        raise
+    return KINDS[contestant.kind](model, device, probe, **options)
 
 
 def select(names: Sequence[str] | None, *, slow: bool) -> list[Contestant]:

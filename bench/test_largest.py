@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("what", "contestant"), CASES)
 def test_largest(benchmark: BenchmarkFixture, what: str, contestant: Contestant) -> None:
     benchmark.group = f"largest {what} in {CAPS['quick'] >> 20} MiB"

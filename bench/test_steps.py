@@ -63,6 +63,7 @@ def field_of(fields: dict[str, Field], family: str) -> Field:
     return fields[family]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "contestant"), CASES)
 def test_steps(benchmark: BenchmarkFixture, fields: dict[str, Field], family: str, contestant: Contestant) -> None:
     if contestant.slow:

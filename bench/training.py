@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offload import allocator
 from offload.demo_memory import MemoryMeter
 
-STEPS_TO_SETTLE = 2  # the first is recorded; the pool pins, or the file grows, in it
+STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it; the next may be planned anew
 
 
 @dataclass(frozen=True)
