@@ -29,7 +29,7 @@ from offload.engine import LANE_NICENESS, Engine
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.profiler import Recorder, Schedule
-from offload.report import Counts, Report
+from offload.report import Counts, Feed, Report
 
 log = logging.getLogger("offload")
 
@@ -102,6 +102,8 @@ class Session:
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self._warned: set[type] = set()
         self._wrappers: list[ForwardWrapper] = []
+        self._feeds: list[Feed] = []
+        self._remarks: list[str] = []
         self._enabled = True
         if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
             self._wrappers.append(ForwardWrapper(model, self._around_forward))
@@ -111,9 +113,20 @@ class Session:
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        """The device that the model was on when it was enabled."""
+        return self._device
+
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *inputs: Any) -> Iterator[None]:
         """Cover everything that autograd saves inside, the loss as well as the model's forward.
+
+        Parameters
+        ----------
+        *inputs
+            The batch, for a step that calls parts of the model and not the model itself: the shapes of its tensors
+            tell then which schedule applies. Otherwise the first forward inside tells.
 
         Examples
         --------
@@ -128,8 +141,19 @@ class Session:
         if not self._applies() or self._current_round() is not None:
             yield
             return
-        with self._round():
+        with self._round() as current:
+            if inputs:
+                self._attach(current, inputs, {})
             yield
+
+    def watch(self, feed: Feed) -> None:
+        """Show in the report what a loader counts."""
+        self._feeds.append(feed)
+
+    def remark(self, text: str) -> None:
+        """Show a note in the report, once."""
+        if text not in self._remarks:
+            self._remarks.append(text)
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
@@ -149,6 +173,7 @@ class Session:
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
             notes=tuple(self._notes()),
+            feed=Feed.total(self._feeds),
         )
 
     def disable(self) -> None:
@@ -317,6 +342,9 @@ class Session:
             yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
         if self.options.spill_dir and is_in_memory(self.options.spill_dir):
             yield f"{self.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
+        for feed in self._feeds:
+            yield from feed.notes()
+        yield from self._remarks
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -440,6 +468,11 @@ def enable(
     session = Session(model, device, options, _make_engine(device, options))
     _sessions[model] = session
     return session
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The session of a model on which `enable` is in force; None where it is not."""
+    return _sessions.get(model)
 
 
 def disable(model: nn.Module) -> None:
