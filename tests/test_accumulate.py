@@ -1,4 +1,4 @@
-"""`GradAccumulator`: what a group of small batches gives, against one large batch; tails, clipping, schedulers, scaler."""
+"""`GradAccumulator`: a group of small batches against one large batch; tails, clipping, schedulers, scaler."""
 
 from __future__ import annotations
 
@@ -229,14 +229,14 @@ def test_wrong_steps(steps):
 def test_wrong_arguments():
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="takes a torch.optim.Optimizer, not Sequential"):
+    with pytest.raises(ValueError, match=r"takes a torch.optim.Optimizer, not Sequential"):
         offload.GradAccumulator(model, steps=2)
     with pytest.raises(ValueError, match="max_norm must be positive, not 0"):
         offload.GradAccumulator(inner, steps=2, max_norm=0)
     optimizer = offload.GradAccumulator(inner, steps=2)
     with pytest.raises(ValueError, match="wrap the optimizer once"):
         offload.GradAccumulator(optimizer, steps=2)
-    with pytest.raises(ValueError, match="items must be the count .* not 0"):
+    with pytest.raises(ValueError, match=r"items must be the count .* not 0"):
         optimizer.scale(torch.ones(()), items=0)
     with pytest.raises(RuntimeError, match=r"step\(\) without a loss: write optimizer.scale"):
         optimizer.step()

@@ -98,9 +98,13 @@ def test_a_loader_that_raises_raises_at_its_batch(error):
     source = Source(fails_at=3, error=error)
     threads = threading.active_count()
     seen = []
-    with pytest.raises(error, match="batch 3 cannot be read"):
+
+    def run() -> None:
         for batch in offload.Prefetcher(source, device="cpu"):
             seen.append(batch[0, 0].item())
+
+    with pytest.raises(error, match="batch 3 cannot be read"):
+        run()
     assert seen == [0.0, 1.0, 2.0]
     assert source.closed == 1
     assert threading.active_count() == threads

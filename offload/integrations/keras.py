@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -61,6 +62,7 @@ class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._switch = Switch(f"a Keras {type(self).__name__}", options)
         self._wrapper: CallWrapper | None = None
+        self._fit: Callable[[], Any] = _nothing
 
     @property
     def handle(self) -> Session:
@@ -74,17 +76,20 @@ class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Enable the engine and wrap `model.train_function`."""
         model = self.model
+        fit = sys._getframe(1).f_locals.get("self")  # the list of callbacks lives as long as `fit` runs
         current = getattr(model.train_function, "callback", None)
         if current is not None:
-            current.undo()  # `fit` tells nobody of the error below
-            raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
-        self.undo()  # what an earlier `fit` left that ended outside of its steps
+            is_of_this_fit = current._fit() is fit
+            current.undo()  # an earlier `fit` ended outside of its steps; or this one will, by the error below
+            if is_of_this_fit:
+                raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
+        self.undo()
         handle = self._switch.turn_on(_as_module(model))
         self._wrapper = CallWrapper(model, "train_function", lambda data: handle.step(*data), self.undo)
         self._wrapper.callback = self  # type: ignore[attr-defined]
-        caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, keras.callbacks.CallbackList):
-            weakref.finalize(caller, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
+        if isinstance(fit, keras.callbacks.CallbackList):
+            self._fit = weakref.ref(fit)
+            weakref.finalize(fit, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Undo it."""
@@ -113,6 +118,10 @@ class LMSCallback(OffloadCallback):
 
     def __init__(self, n_tensors: int = -1, lb: int = 1, **options: Any) -> None:
         super().__init__(n_tensors=n_tensors, lb=lb, **options)
+
+
+def _nothing() -> None:
+    """In place of a weak reference."""
 
 
 def _as_module(model: Any) -> nn.Module:
