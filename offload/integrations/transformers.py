@@ -121,8 +121,9 @@ class OffloadTrainerCallback(TrainerCallback):  # type: ignore[misc]
         trainer = _calling_trainer()
         current = getattr(vars(trainer).get("training_step"), "callback", None)
         if current is not None:
-            current.undo()
-            if current._state is state:  # of this run; the Trainer tells nobody of the error below
+            is_of_this_run = current._state is state
+            current.undo()  # an earlier run ended outside of its steps; or this one will, by the error below
+            if is_of_this_run:
                 raise ValueError("the Trainer has OffloadTrainerCallback twice; keep one of them")
         self.undo()
         refuse_other_offloading(args)
