@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from offload._core import DriverError, PoolExhausted, SpillError
     from offload.accumulate import GradAccumulator
     from offload.feed import Prefetcher
+    from offload.recovery import recover
     from offload.report import Report
     from offload.session import Session, disable, enable
 
@@ -27,6 +28,7 @@ __all__ = [
     "SpillError",
     "disable",
     "enable",
+    "recover",
 ]
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "SpillError": "offload._core",
     "disable": "offload.session",
     "enable": "offload.session",
+    "recover": "offload.recovery",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 TALLY = pytest.StashKey[dict]()
+FIGURES = pytest.StashKey[dict]()
 
 
 def pytest_addoption(parser):
@@ -19,10 +20,14 @@ def pytest_addoption(parser):
         default=os.environ.get("OFFLOAD_ALL_DATABASES") == "1",
         help="run PyTorch's whole operator and module databases (also: OFFLOAD_ALL_DATABASES=1)",
     )
+    parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
+    parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
+    parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
 
 
 def pytest_configure(config):
     config.stash[TALLY] = {}
+    config.stash[FIGURES] = {}
 
 
 def pytest_runtest_setup(item):
@@ -39,7 +44,15 @@ def tally(request):
     return request.config.stash[TALLY]
 
 
+@pytest.fixture(scope="session")
+def figures(request):
+    """What a run counted, by name; said at its end."""
+    return request.config.stash[FIGURES]
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    for name, counted in sorted(config.stash[FIGURES].items()):
+        terminalreporter.write_line(f"{name}: {counted}")
     for database, outcomes in sorted(config.stash[TALLY].items()):
         terminalreporter.section(f"{database}: what the engine's hooks were tried on")
         for outcome, names in sorted(outcomes.items()):
