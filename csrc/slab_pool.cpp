@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <new>
+#include <system_error>
 #include <thread>
 
 #include "error.h"
@@ -31,7 +32,11 @@ char* map_pages(size_t bytes) {
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::vector<std::thread> threads;
   for (size_t at = part_bytes; at < bytes; at += part_bytes)
-    threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
+    try {
+      threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
+    } catch (const std::system_error&) {  // no room for a thread more
+      populate(data + at, std::min(part_bytes, bytes - at));
+    }
   populate(data, std::min(part_bytes, bytes));
   for (std::thread& thread : threads) thread.join();
   return data;
