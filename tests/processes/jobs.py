@@ -85,7 +85,7 @@ def held_spill_files(directory, pid="self"):
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target, about = os.readlink(link), link.stat()
+            target, about = str(link.readlink()), link.stat()
         except FileNotFoundError:
             continue
         if target.startswith(str(Path(directory).resolve()) + "/"):
@@ -107,7 +107,7 @@ def train(directory, tier, count):
             "equal": are_equal(model, plain),
             "swapped": about.swapped.tensors,
             "files": held_spill_files(directory),
-            "visible": os.listdir(directory),
+            "visible": [each.name for each in Path(directory).iterdir()],
         }
 
 
@@ -308,7 +308,7 @@ def sample(handle):
     return {
         "resident": int(status["VmRSS"].split()[0]) * 1024,
         "threads": int(status["Threads"]),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "records": handle.engine.live_records,
         "tickets": stats["live_tickets"],
         "extents": stats["spill_used_bytes"],

@@ -20,7 +20,7 @@ def holders(directory):
     found = []
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if os.readlink(descriptor).startswith(inside):
+            if str(descriptor.readlink()).startswith(inside):
                 found.append(str(descriptor))
         except OSError:
             continue  # it has just ended, or is somebody else's
@@ -28,7 +28,7 @@ def holders(directory):
 
 
 def assert_nothing_left(directory):
-    assert os.listdir(directory) == []
+    assert list(directory.iterdir()) == []
     assert holders(directory) == []
 
 

@@ -1,10 +1,6 @@
 """Real limits of the system: gradients stay plain, what fails is said, and it swaps again when there is room."""
 
-import subprocess
-
 import pytest
-
-from offload import options
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "disk"])

@@ -44,8 +44,7 @@ def main():
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports half of torch
     folder = Path(sys.argv[1])
-    batch = 0
-    for line in sys.stdin:
+    for batch, line in enumerate(sys.stdin):
         started = []
         for number, job in enumerate(json.loads(line)):
             place = folder / f"{batch}-{number}"
@@ -57,7 +56,6 @@ def main():
         started.sort(key=lambda each: each[3] + (each[1].get("kill_after_s") or 1e9))
         results = {each[0]: finish(*each) for each in started}
         print(json.dumps([results[pid] for pid in sorted(results)]), flush=True)
-        batch += 1
 
 
 main()
