@@ -115,7 +115,7 @@ def test_write_that_races_with_the_copy_out(offloaded, by):
     def run(model, step, settle):
         results = []
         for _ in range(20):
-            x = leaf(300, 500)
+            x = leaf(50, 500)
             written, now = model(x)
             settle()
             with pytest.raises(RuntimeError, match=CHANGED):
