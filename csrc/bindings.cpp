@@ -12,6 +12,10 @@
 namespace py = pybind11;
 using namespace offload;
 
+#ifdef OFFLOAD_MUTANTS
+void register_campaign(py::module_& module);
+#endif
+
 namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
@@ -48,6 +52,8 @@ py::dict to_dict(const StoreStats& stats) {
   result["in_bytes"] = stats.in_bytes;
   result["out_copies"] = stats.out_copies;
   result["in_copies"] = stats.in_copies;
+  result["out_transfers"] = stats.out_transfers;
+  result["in_transfers"] = stats.in_transfers;
   result["out_seconds"] = stats.out_seconds;
   result["in_seconds"] = stats.in_seconds;
   result["stall_seconds"] = stats.stall_seconds;
@@ -72,7 +78,8 @@ py::dict to_dict(const StoreStats& stats) {
 // Instances carry their numbers: PoolExhausted .asked_bytes .free_bytes .max_bytes; DriverError .call .code;
 // SpillError the OSError fields and .offset.
 void register_errors(py::module_& module) {
-  static PyObject* pool_exhausted = py::exception<PoolExhausted>(module, "PoolExhausted", PyExc_MemoryError).release().ptr();
+  static PyObject* pool_exhausted =
+      py::exception<PoolExhausted>(module, "PoolExhausted", PyExc_MemoryError).release().ptr();
   static PyObject* driver_error = py::exception<DriverError>(module, "DriverError", PyExc_RuntimeError).release().ptr();
   static PyObject* spill_error = py::exception<SpillError>(module, "SpillError", PyExc_OSError).release().ptr();
   py::register_exception_translator([](std::exception_ptr thrown) {
@@ -100,12 +107,14 @@ void register_errors(py::module_& module) {
 
 void register_store(py::module_& module) {
   py::class_<Ticket>(module, "Ticket")
+      .def_property_readonly("id", &Ticket::id)
       .def_property_readonly("bytes", &Ticket::bytes)
       .def_property_readonly("state", [](const Ticket& ticket) { return state_name(ticket.state()); })
       .def_property_readonly("failure", &Ticket::failure_text)
       .def("out_done", &Ticket::out_done)
-      .def("wait_out", [](Ticket& ticket, uintptr_t compute) { ticket.wait_out(pointer(compute)); }, py::arg("compute"),
-           ReleaseGil())
+      .def(
+          "wait_out", [](Ticket& ticket, uintptr_t compute) { ticket.wait_out(pointer(compute)); }, py::arg("compute"),
+          ReleaseGil())
       .def("cancel", &Ticket::cancel)
       .def(
           "prefetch",
@@ -114,8 +123,10 @@ void register_store(py::module_& module) {
           },
           py::arg("target"), py::arg("compute"), py::arg("owner") = nullptr, ReleaseGil())
       .def("in_done", &Ticket::in_done)
-      .def("swap_in", [](Ticket& ticket, uintptr_t compute) { ticket.swap_in(pointer(compute)); }, py::arg("compute"),
-           ReleaseGil())
+      .def(
+          "swap_in", [](Ticket& ticket, uintptr_t compute) { ticket.swap_in(pointer(compute)); }, py::arg("compute"),
+          ReleaseGil())
+      .def("settle", &Ticket::settle, ReleaseGil())
       .def("release", &Ticket::release);
 
   py::class_<SwapStore, std::shared_ptr<SwapStore>>(module, "SwapStore")
@@ -172,6 +183,20 @@ void register_store(py::module_& module) {
              store.require_same_process();
              return to_dict(store.stats());
            })
+      .def("record_copies", &SwapStore::record_copies, py::arg("limit"), ReleaseGil())
+      .def("take_copies",
+           [](SwapStore& store) {
+             std::vector<CopyEntry> ended;
+             {
+               py::gil_scoped_release release;
+               ended = store.take_copies();
+             }
+             py::list result;
+             for (const CopyEntry& each : ended)
+               result.append(py::make_tuple(kind_name(each.kind), each.ticket_id, each.bytes, each.begin_seconds,
+                                            each.end_seconds));
+             return result;
+           })
       .def_property_readonly("alignment_bytes", &SwapStore::alignment_bytes)
       .def(
           "inject_fault",
@@ -198,17 +223,17 @@ void register_parts(py::module_& module) {
              py::gil_scoped_release release;
              return file.write(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
            })
-      .def("read",
-           [](SpillFile& file, const Extent& extent, const py::buffer& data) {
-             const py::buffer_info view = data.request(true);
-             py::gil_scoped_release release;
-             return file.read(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
-           });
+      .def("read", [](SpillFile& file, const Extent& extent, const py::buffer& data) {
+        const py::buffer_info view = data.request(true);
+        py::gil_scoped_release release;
+        return file.read(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
+      });
 
   py::class_<HostBlock, std::shared_ptr<HostBlock>>(module, "HostBlock", py::buffer_protocol())
       .def(py::init<size_t, size_t, size_t>(), py::arg("bytes"), py::arg("alignment_bytes") = kPageBytes,
            py::arg("residue") = 0)
-      .def_property_readonly("address", [](const HostBlock& block) { return reinterpret_cast<uintptr_t>(block.data()); })
+      .def_property_readonly("address",
+                             [](const HostBlock& block) { return reinterpret_cast<uintptr_t>(block.data()); })
       .def_buffer([](HostBlock& block) {
         return py::buffer_info(block.data(), 1, py::format_descriptor<uint8_t>::format(),
                                static_cast<py::ssize_t>(block.bytes()));
@@ -232,19 +257,39 @@ PYBIND11_MODULE(_core, module) {
              return HostDriver::create(schedule_named(schedule), seed, niceness);
            }),
            py::arg("schedule") = "threads", py::arg("seed") = 0, py::arg("niceness") = 0);
-  module.def("cuda_driver", [](int device, const std::string& library) { return make_cuda_driver(device, library.c_str()); },
-             py::arg("device"), py::arg("library") = "libcuda.so.1", ReleaseGil());
-  module.def("cuda_device_count", [](const std::string& library) { return cuda_device_count(library.c_str()); },
-             py::arg("library") = "libcuda.so.1");
+  module.def(
+      "cuda_driver", [](int device, const std::string& library) { return make_cuda_driver(device, library.c_str()); },
+      py::arg("device"), py::arg("library") = "libcuda.so.1", ReleaseGil());
+  module.def(
+      "cuda_device_count", [](const std::string& library) { return cuda_device_count(library.c_str()); },
+      py::arg("library") = "libcuda.so.1");
+  module.def(
+      "cuda_symbols",
+      [](const std::string& library) {
+        py::list symbols;
+        for (const DriverSymbol& symbol : cuda_symbols(library.c_str()))
+          symbols.append(py::make_tuple(symbol.name, symbol.required, symbol.found));
+        return symbols;
+      },
+      py::arg("library") = "libcuda.so.1");
 
   register_parts(module);
   register_store(module);
-  module.def("crc32c", [](const py::bytes& data, uint32_t crc) {
-    const std::string_view view = data;
-    return crc32c(crc, view.data(), view.size());
-  }, py::arg("data"), py::arg("crc") = 0);
-  module.def("crc32c_portable", [](const py::bytes& data, uint32_t crc) {
-    const std::string_view view = data;
-    return crc32c_portable(crc, view.data(), view.size());
-  }, py::arg("data"), py::arg("crc") = 0);
+#ifdef OFFLOAD_MUTANTS
+  register_campaign(module);
+#endif
+  module.def(
+      "crc32c",
+      [](const py::bytes& data, uint32_t crc) {
+        const std::string_view view = data;
+        return crc32c(crc, view.data(), view.size());
+      },
+      py::arg("data"), py::arg("crc") = 0);
+  module.def(
+      "crc32c_portable",
+      [](const py::bytes& data, uint32_t crc) {
+        const std::string_view view = data;
+        return crc32c_portable(crc, view.data(), view.size());
+      },
+      py::arg("data"), py::arg("crc") = 0);
 }

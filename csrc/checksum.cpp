@@ -77,7 +77,8 @@ uint64_t word_at(const uint8_t* data) {
 }
 
 // The crc32 instruction has a latency of three cycles and a throughput of one: three independent lanes keep it busy.
-// Long lanes let the memory's own prefetching follow them; an odd multiple of a cache line keeps them in different sets.
+// Long lanes let the memory's own prefetching follow them; an odd multiple of a cache line keeps them in different
+// sets.
 template <size_t kLaneBytes>
 __attribute__((target("sse4.2,pclmul"))) uint64_t three_lanes(uint64_t crc, const uint8_t*& data, size_t& bytes) {
   constexpr uint32_t kOneLane = shift_factor(kLaneBytes);
@@ -108,9 +109,7 @@ __attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t start
 }
 
 // Multiplies a 128-bit remainder by x^bits: a reflected 64 × 64 product comes out multiplied by x, hence the − 1.
-constexpr long long fold_low(size_t bits) {
-  return static_cast<long long>(uint64_t{power_of_x(bits + 64 - 1)} << 32);
-}
+constexpr long long fold_low(size_t bits) { return static_cast<long long>(uint64_t{power_of_x(bits + 64 - 1)} << 32); }
 constexpr long long fold_high(size_t bits) { return static_cast<long long>(uint64_t{power_of_x(bits - 1)} << 32); }
 
 __attribute__((target("avx2,vpclmulqdq"))) inline __m256i folded(__m256i remainder, __m256i factors, __m256i next) {
@@ -125,7 +124,7 @@ __attribute__((target("avx2"))) inline __m256i load(const uint8_t* data) {
 
 // Eight 128-bit remainders, 128 bytes a turn: limited by memory where the machine has it.
 __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq"))) uint32_t folding_update(uint32_t start, const uint8_t* data,
-                                                                               size_t bytes) {
+                                                                                 size_t bytes) {
   if (bytes < 256) return hardware_update(start, data, bytes);
   const __m256i by_1024 = _mm256_set_epi64x(fold_high(1024), fold_low(1024), fold_high(1024), fold_low(1024));
   const __m256i by_256 = _mm256_set_epi64x(fold_high(256), fold_low(256), fold_high(256), fold_low(256));

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "cuda_api.h"
 #include "driver.h"
@@ -207,6 +208,17 @@ class CudaDriver final : public Driver {
     }
   }
 
+  void copy_out_batch(const Copy* copies, size_t count, Stream stream) override {
+    if (try_batch(copies, count, stream, [](const Copy& copy) { return bytes_to_chunk_end(copy.to); })) return;
+    for (size_t each = 0; each < count; ++each)
+      copy_out(copies[each].to, copies[each].from, copies[each].bytes, stream);
+  }
+
+  void copy_in_batch(const Copy* copies, size_t count, Stream stream) override {
+    if (try_batch(copies, count, stream, [](const Copy& copy) { return bytes_to_chunk_end(copy.from); })) return;
+    for (size_t each = 0; each < count; ++each) copy_in(copies[each].to, copies[each].from, copies[each].bytes, stream);
+  }
+
   void host_register(void* address, size_t bytes) override {
     require_same_process(api_.cuMemHostRegister_v2.name);
     std::byte* const base = static_cast<std::byte*>(address);
@@ -270,6 +282,36 @@ class CudaDriver final : public Driver {
     return context;
   }
 
+  // False where the driver has no such call, or not for this device: then nothing has been queued.
+  template <typename HostBytes>
+  bool try_batch(const Copy* copies, size_t count, Stream stream, HostBytes bytes_to_end) {
+    require_same_process(api_.cuMemcpyBatchAsync.name);
+    // The legacy default stream is refused by the call.
+    if (api_.cuMemcpyBatchAsync.function == nullptr || batch_unsupported_ || stream == nullptr) return false;
+    std::vector<cuda::DeviceAddress> targets, sources;
+    std::vector<size_t> sizes;
+    for (const Copy* copy = copies; copy < copies + count; ++copy) {
+      for (size_t done = 0, step = 0; done < copy->bytes; done += step) {
+        const Copy rest{static_cast<std::byte*>(copy->to) + done, static_cast<const std::byte*>(copy->from) + done, 0};
+        step = std::min(copy->bytes - done, bytes_to_end(rest));
+        targets.push_back(device_address(rest.to));
+        sources.push_back(device_address(rest.from));
+        sizes.push_back(step);
+      }
+    }
+    if (sizes.empty()) return true;
+    cuda::CopyAttributes attributes{cuda::kSourceInStreamOrder, {}, {}, 0};
+    size_t first = 0, failed = 0;
+    const Result result = attempt(api_.cuMemcpyBatchAsync, targets.data(), sources.data(), sizes.data(), sizes.size(),
+                                  &attributes, &first, size_t{1}, &failed, stream_handle(stream));
+    if (result == cuda::kNotSupported) {
+      batch_unsupported_ = true;
+      return false;
+    }
+    check(api_, api_.cuMemcpyBatchAsync, result);
+    return true;
+  }
+
   template <typename Signature, typename... Arguments>
   Result attempt(const Entry<Signature>& entry, Arguments... arguments) {
     require_same_process(entry.name);
@@ -309,6 +351,7 @@ class CudaDriver final : public Driver {
   const cuda::Device device_;
   const pid_t pid_;
   std::atomic<cuda::ContextHandle> context_{nullptr};
+  std::atomic<bool> batch_unsupported_{false};
   std::mutex mutex_;                                     // the retain, and the map below
   std::map<const std::byte*, size_t> registered_bytes_;  // by base address
 };
@@ -334,6 +377,19 @@ int cuda_device_count(const char* library) noexcept {
   } catch (...) {
     return 0;
   }
+}
+
+std::vector<DriverSymbol> cuda_symbols(const char* library) {
+  void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return {};
+  std::vector<DriverSymbol> symbols;
+#define OFFLOAD_CUDA_LIST(symbol, parameters) symbols.push_back({#symbol, true, dlsym(handle, #symbol) != nullptr});
+  OFFLOAD_CUDA_REQUIRED(OFFLOAD_CUDA_LIST)
+#undef OFFLOAD_CUDA_LIST
+#define OFFLOAD_CUDA_LIST(symbol, parameters) symbols.push_back({#symbol, false, dlsym(handle, #symbol) != nullptr});
+  OFFLOAD_CUDA_OPTIONAL(OFFLOAD_CUDA_LIST)
+#undef OFFLOAD_CUDA_LIST
+  return symbols;
 }
 
 }  // namespace offload

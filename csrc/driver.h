@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace offload {
 
@@ -22,6 +23,12 @@ using Event = void*;
 struct DeviceMemory {
   size_t free_bytes = 0;
   size_t total_bytes = 0;
+};
+
+struct Copy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  size_t bytes = 0;
 };
 
 class Driver {
@@ -55,6 +62,11 @@ class Driver {
   virtual void copy_out(void* host, const void* device, size_t bytes, Stream stream) = 0;
   virtual void copy_in(void* device, const void* host, size_t bytes, Stream stream) = 0;
 
+  // The same for several blocks that do not overlap, in any order among themselves. Where it throws, any of them may
+  // have been queued: synchronize the stream before telling what came of them.
+  virtual void copy_out_batch(const Copy* copies, size_t count, Stream stream) = 0;
+  virtual void copy_in_batch(const Copy* copies, size_t count, Stream stream) = 0;
+
   // Pins a page-aligned range for DMA (on the host driver: nothing to do).
   virtual void host_register(void* address, size_t bytes) = 0;
   virtual void host_unregister(void* address) noexcept = 0;
@@ -69,5 +81,14 @@ std::shared_ptr<Driver> make_cuda_driver(int device, const char* library = "libc
 
 // Number of CUDA devices, without creating a context; 0 where there is no driver.
 int cuda_device_count(const char* library = "libcuda.so.1") noexcept;
+
+struct DriverSymbol {
+  const char* name;
+  bool required;  // without one of these there is no engine on the GPU; without another, its feature is missing
+  bool found;
+};
+
+// The entry points that the engine wants of `library`, for diagnoses. Empty where it cannot be opened.
+std::vector<DriverSymbol> cuda_symbols(const char* library = "libcuda.so.1");
 
 }  // namespace offload

@@ -16,8 +16,8 @@ namespace offload {
 class PoolExhausted : public std::runtime_error {
  public:
   PoolExhausted(size_t asked, size_t free, size_t max)
-      : std::runtime_error("pinned pool exhausted: asked " + std::to_string(asked) + " bytes, " +
-                           std::to_string(free) + " free of " + std::to_string(max) + "; raise host_limit"),
+      : std::runtime_error("pinned pool exhausted: asked " + std::to_string(asked) + " bytes, " + std::to_string(free) +
+                           " free of " + std::to_string(max) + "; raise host_limit"),
         asked_bytes(asked),
         free_bytes(free),
         max_bytes(max) {}

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "mutants.h"
 
 namespace offload {
 
@@ -31,6 +32,10 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
       }
     }
     if (event == nullptr) event = driver_->event_create();
+    if (OFFLOAD_BROKEN("event is recycled after its last waiter")) {
+      give_back(event);
+      return {event, [](Event) {}};
+    }
     return {event, [pool = shared_from_this()](Event used) { pool->give_back(used); }};
   }
 
@@ -43,7 +48,8 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
 
  private:
   void give_back(Event event) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    OFFLOAD_EDGE("event pool is locked", lock.lock());
     idle_.push_back(event);
   }
 

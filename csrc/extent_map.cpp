@@ -1,5 +1,6 @@
 #include "extent_map.h"
 
+#include <iterator>
 #include <stdexcept>
 
 namespace offload {
@@ -26,6 +27,15 @@ std::optional<uint64_t> ExtentMap::allocate(uint64_t bytes) {
   erase(by_offset_.find(offset));
   if (length > wanted) insert(offset + wanted, length - wanted);
   return offset;
+}
+
+uint64_t ExtentMap::cut_tail(uint64_t end) {
+  if (by_offset_.empty()) return 0;
+  const auto last = std::prev(by_offset_.end());
+  const uint64_t bytes = last->second;
+  if (last->first + bytes != end) return 0;
+  erase(last);
+  return bytes;
 }
 
 void ExtentMap::release(uint64_t offset, uint64_t bytes) {

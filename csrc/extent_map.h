@@ -26,6 +26,9 @@ class ExtentMap {
   // Gives back what allocate returned; `bytes` is the same request.
   void release(uint64_t offset, uint64_t bytes);
 
+  // Takes the free range that ends at `end`, where there is one, out of the space. Returns its length.
+  uint64_t cut_tail(uint64_t end);
+
   uint64_t free_bytes() const { return free_bytes_; }
   uint64_t largest_free_bytes() const { return by_length_.empty() ? 0 : by_length_.rbegin()->first; }
 

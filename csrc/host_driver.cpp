@@ -13,14 +13,11 @@
 #include <cstring>
 #include <thread>
 
+#include "copy_log.h"
 #include "error.h"
 
 namespace offload {
 namespace {
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Python delivers signals to its main thread; ours must never be picked for them.
 void become_lane(int niceness) {
@@ -78,7 +75,7 @@ void HostDriver::stream_destroy(Stream stream) noexcept {
 bool HostDriver::runnable(const HostStream& stream) {
   if (stream.running || stream.queue.empty()) return false;
   const Operation& head = stream.queue.front();
-  return !head.wait_for || head.wait_for->done >= head.wait_generation;
+  return head.wait_for == nullptr || head.wait_for->done;
 }
 
 void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream) {
@@ -158,20 +155,24 @@ void HostDriver::enqueue(Stream stream, Operation operation) {
   host_stream->wake.notify_one();
 }
 
-void HostDriver::call(Stream lane, std::function<void()> work) { enqueue(lane, {nullptr, 0, std::move(work)}); }
+void HostDriver::call(Stream lane, std::function<void()> work) { enqueue(lane, {nullptr, std::move(work)}); }
+
+HostDriver::PointRef HostDriver::recorded(Event event) {
+  std::lock_guard lock(mutex_);
+  return static_cast<HostEvent*>(event)->recorded;
+}
+
+HostDriver::PointRef HostDriver::record_again(Event event) {
+  std::lock_guard lock(mutex_);
+  return static_cast<HostEvent*>(event)->recorded = std::make_shared<Point>();
+}
 
 void HostDriver::stream_wait(Stream stream, Event event) {
   if (stream == nullptr) {
     event_synchronize(event);
     return;
   }
-  const EventRef& target = *static_cast<EventRef*>(event);
-  uint64_t generation;
-  {
-    std::lock_guard lock(mutex_);
-    generation = target->recorded;
-  }
-  enqueue(stream, {target, generation, nullptr});
+  enqueue(stream, {recorded(event), nullptr});
 }
 
 void HostDriver::stream_synchronize(Stream stream) {
@@ -182,60 +183,52 @@ void HostDriver::stream_synchronize(Stream stream) {
   wait_until(lock, [&] { return host_stream->queue.empty() && !host_stream->running; });
 }
 
-Event HostDriver::event_create() { return new EventRef(std::make_shared<HostEvent>()); }
+Event HostDriver::event_create() { return new HostEvent; }
 
-void HostDriver::event_destroy(Event event) noexcept { delete static_cast<EventRef*>(event); }
+void HostDriver::event_destroy(Event event) noexcept { delete static_cast<HostEvent*>(event); }
 
-void HostDriver::complete(const EventRef& event, uint64_t generation) {
+void HostDriver::complete(const PointRef& point) {
   std::lock_guard lock(mutex_);
-  event->done = std::max(event->done, generation);
-  event->done_seconds = now_seconds();
+  point->done = true;
+  point->done_seconds = now_seconds();
   for (const StreamRef& stream : streams_)
-    if (!stream->queue.empty() && stream->queue.front().wait_for == event) stream->wake.notify_one();
+    if (!stream->queue.empty() && stream->queue.front().wait_for == point) stream->wake.notify_one();
   changed_.notify_all();
 }
 
-void HostDriver::event_arm(Event event) {
-  std::lock_guard lock(mutex_);
-  ++(*static_cast<EventRef*>(event))->recorded;
-}
+void HostDriver::event_arm(Event event) { record_again(event); }
 
-void HostDriver::event_fire(Event event) {
-  const EventRef& target = *static_cast<EventRef*>(event);
-  complete(target, target->recorded);
-}
+void HostDriver::event_fire(Event event) { complete(recorded(event)); }
 
 void HostDriver::event_record(Event event, Stream stream) {
-  const EventRef target = *static_cast<EventRef*>(event);
-  uint64_t generation;
-  {
-    std::lock_guard lock(mutex_);
-    generation = ++target->recorded;
-  }
+  const PointRef point = record_again(event);
   if (stream == nullptr) {
-    complete(target, generation);
+    complete(point);
   } else {
-    enqueue(stream, {nullptr, 0, [this, target, generation] { complete(target, generation); }});
+    enqueue(stream, {nullptr, [this, point] { complete(point); }});
   }
 }
 
 bool HostDriver::event_done(Event event) {
+  const PointRef point = recorded(event);
+  if (point == nullptr) return true;
   std::lock_guard lock(mutex_);
-  const EventRef& target = *static_cast<EventRef*>(event);
-  return target->done >= target->recorded;
+  return point->done;
 }
 
 void HostDriver::event_synchronize(Event event) {
   require_same_process();
+  const PointRef point = recorded(event);
+  if (point == nullptr) return;
   std::unique_lock lock(mutex_);
-  const EventRef target = *static_cast<EventRef*>(event);
-  const uint64_t generation = target->recorded;
-  wait_until(lock, [&] { return target->done >= generation; });
+  wait_until(lock, [&] { return point->done; });
 }
 
 double HostDriver::event_elapsed_ms(Event from, Event to) {
   std::lock_guard lock(mutex_);
-  return 1e3 * ((*static_cast<EventRef*>(to))->done_seconds - (*static_cast<EventRef*>(from))->done_seconds);
+  const PointRef& begin = static_cast<HostEvent*>(from)->recorded;
+  const PointRef& end = static_cast<HostEvent*>(to)->recorded;
+  return begin == nullptr || end == nullptr ? 0 : 1e3 * (end->done_seconds - begin->done_seconds);
 }
 
 void HostDriver::copy_out(void* host, const void* device, size_t bytes, Stream stream) {
@@ -246,8 +239,18 @@ void HostDriver::copy_in(void* device, const void* host, size_t bytes, Stream st
   call(stream, [=] { std::memcpy(device, host, bytes); });
 }
 
+void HostDriver::copy_out_batch(const Copy* copies, size_t count, Stream stream) {
+  call(stream, [batch = std::vector<Copy>(copies, copies + count)] {
+    for (const Copy& copy : batch) std::memcpy(copy.to, copy.from, copy.bytes);
+  });
+}
+
+void HostDriver::copy_in_batch(const Copy* copies, size_t count, Stream stream) {
+  copy_out_batch(copies, count, stream);
+}
+
 DeviceMemory HostDriver::device_memory() {
-  struct sysinfo info {};
+  struct sysinfo info{};
   sysinfo(&info);
   return {info.freeram * info.mem_unit, info.totalram * info.mem_unit};
 }

@@ -47,6 +47,8 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
 
   void copy_out(void* host, const void* device, size_t bytes, Stream stream) override;
   void copy_in(void* device, const void* host, size_t bytes, Stream stream) override;
+  void copy_out_batch(const Copy* copies, size_t count, Stream stream) override;
+  void copy_in_batch(const Copy* copies, size_t count, Stream stream) override;
   void host_register(void*, size_t) override {}
   void host_unregister(void*) noexcept override {}
   DeviceMemory device_memory() override;
@@ -56,19 +58,22 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   // An event that work fires by hand: pending from arm to fire.
   void event_arm(Event event);
   void event_fire(Event event);
-  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no lock.
+  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no
+  // lock.
   void breathe();
 
  private:
-  struct HostEvent {
-    uint64_t recorded = 0;
-    uint64_t done = 0;
+  // One record of an event. Who waits for it holds it, so that recording the event again changes nothing for them.
+  struct Point {
+    bool done = false;
     double done_seconds = 0;
   };
-  using EventRef = std::shared_ptr<HostEvent>;
+  using PointRef = std::shared_ptr<Point>;
+  struct HostEvent {
+    PointRef recorded;  // null: never
+  };
   struct Operation {
-    EventRef wait_for;
-    uint64_t wait_generation = 0;
+    PointRef wait_for;
     std::function<void()> work;
   };
   struct HostStream {
@@ -83,7 +88,9 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   static bool runnable(const HostStream& stream);
   static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream);
   void enqueue(Stream stream, Operation operation);
-  void complete(const EventRef& event, uint64_t generation);
+  PointRef recorded(Event event);
+  PointRef record_again(Event event);
+  void complete(const PointRef& point);
   void run_head(std::unique_lock<std::mutex>& lock, HostStream& stream);
   bool step(std::unique_lock<std::mutex>& lock);
   template <typename Predicate>

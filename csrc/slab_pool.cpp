@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <new>
 #include <system_error>
 #include <thread>
 
 #include "error.h"
+#include "mutants.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -42,7 +44,13 @@ char* map_pages(size_t bytes) {
   return data;
 }
 
-void unmap_pages(char* data, size_t bytes) noexcept { munmap(data, bytes); }
+void unmap_pages(char* data, size_t bytes) noexcept {
+#ifdef OFFLOAD_MUTANTS
+  madvise(data, bytes, MADV_DONTNEED);  // a copy that comes too late shall be seen, not crash
+#else
+  munmap(data, bytes);
+#endif
+}
 
 SlabPool::SlabPool(std::shared_ptr<Driver> driver, size_t max_bytes, size_t slab_bytes)
     : driver_(std::move(driver)), max_bytes_(max_bytes / kPageBytes * kPageBytes), slab_bytes_(slab_bytes) {
@@ -112,7 +120,7 @@ bool SlabPool::grow(size_t bytes) {
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
-  if (fence != nullptr && !driver_->event_done(fence.get())) {
+  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read") && !driver_->event_done(fence.get())) {
     fenced_.push_back({block, std::move(fence)});
   } else {
     give_back(block);
@@ -121,15 +129,17 @@ void SlabPool::release(const Block& block, EventRef fence) {
 
 void SlabPool::give_back(const Block& block) {
   Slab& slab = slabs_[block.slab];
+#ifdef OFFLOAD_MUTANTS
+  std::memset(block.data, mutants::kPoison, block.bytes);
+#endif
   slab.free.release(static_cast<uint64_t>(block.data - slab.data), block.bytes);
   stats_.used_bytes -= slab.free.round_up(std::max<size_t>(block.bytes, 1));
   stats_.requested_bytes -= block.bytes;
 }
 
 void SlabPool::sweep() {
-  auto still_pending = std::stable_partition(fenced_.begin(), fenced_.end(), [&](const Fenced& entry) {
-    return driver_->event_done(entry.fence.get());
-  });
+  auto still_pending = std::stable_partition(
+      fenced_.begin(), fenced_.end(), [&](const Fenced& entry) { return driver_->event_done(entry.fence.get()); });
   for (auto entry = fenced_.begin(); entry != still_pending; ++entry) give_back(entry->block);
   fenced_.erase(fenced_.begin(), still_pending);
 }

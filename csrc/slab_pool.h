@@ -30,10 +30,10 @@ struct Block {
 
 struct PoolStats {
   size_t max_bytes = 0;
-  size_t held_bytes = 0;         // slabs, pinned
-  size_t used_bytes = 0;         // blocks handed out or still fenced, rounded
-  size_t requested_bytes = 0;    // the same blocks as asked for
-  size_t high_water_bytes = 0;   // most of used_bytes so far
+  size_t held_bytes = 0;        // slabs, pinned
+  size_t used_bytes = 0;        // blocks handed out or still fenced, rounded
+  size_t requested_bytes = 0;   // the same blocks as asked for
+  size_t high_water_bytes = 0;  // most of used_bytes so far
   double registration_seconds = 0;
 };
 

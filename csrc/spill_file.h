@@ -13,9 +13,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "extent_map.h"
 
@@ -48,6 +50,14 @@ struct SpillStats {
   uint64_t read_bytes = 0;
 };
 
+struct Piece {
+  Extent extent;
+  char* data = nullptr;
+  size_t bytes = 0;
+  uint32_t crc = 0;  // of what has been written or read
+  std::exception_ptr failure;
+};
+
 class SpillFile {
  public:
   // Throws SpillError where `directory` cannot hold a file.
@@ -61,13 +71,21 @@ class SpillFile {
   const std::string& path() const { return path_; }
 
   Extent allocate(uint64_t bytes);
+  // Extents side by side, so that what is written together lies together. Each is released by itself.
+  std::vector<Extent> allocate_adjacent(const std::vector<uint64_t>& bytes);
   void release(const Extent& extent);
 
   // Transfers `bytes` bytes at `at` within `extent`. Returns `crc` continued over them.
   uint32_t write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc);
   uint32_t read(const Extent& extent, uint64_t at, void* data, size_t bytes, uint32_t crc);
+  // The same for several small pieces, submitted together. A piece that fails gets its failure; the others do not.
+  void write_together(std::vector<Piece>& pieces);
+  void read_together(std::vector<Piece>& pieces);
   // Throws SpillError (EIO) where what came back is not what was written.
   void verify(const Extent& extent, uint32_t expected, uint32_t found) const;
+
+  // Gives the space behind the last extent back to the disk. Returns the bytes given back.
+  uint64_t trim();
 
   SpillStats stats() const;
   void inject(const Fault& fault);
@@ -76,13 +94,18 @@ class SpillFile {
 
  private:
   class Queue;
+  struct Drain;
+
+  static Queue& queue_of_this_thread();
 
   void open_in(const std::string& directory);
   void probe_alignment();
   void grow(uint64_t bytes);
   uint32_t transfer(FileOperation operation, uint64_t offset, char* data, size_t bytes, uint32_t crc);
+  void transfer_together(FileOperation operation, Piece* pieces, size_t count);
   void finish_piece(FileOperation operation, uint64_t offset, char* data, size_t bytes, int64_t result);
-  int64_t tamper(FileOperation operation, char* data, int64_t result);
+  int64_t tamper(FileOperation operation, uint64_t offset, char* data, int64_t result);
+  void scribble(uint64_t offset, uint64_t bytes) const;
   [[noreturn]] void fail(int error_number, uint64_t offset, const char* what) const;
 
   std::string path_;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "mutants.h"
 
 namespace offload {
 namespace {
@@ -13,7 +14,7 @@ constexpr uint16_t bit(State state) { return static_cast<uint16_t>(1U << static_
 uint16_t successors(State state) {
   switch (state) {
     case State::queued:
-      return bit(State::copying_out) | bit(State::out) | bit(State::cancelled);
+      return bit(State::copying_out) | bit(State::out) | bit(State::cancelled) | bit(State::failed);
     case State::copying_out:
       return bit(State::out) | bit(State::on_disk) | bit(State::copying_in) | bit(State::failed);
     case State::out:
@@ -75,6 +76,26 @@ void SwapStore::add_stall(double seconds) {
   stats_.stall_seconds += seconds;
 }
 
+void SwapStore::record_copies(size_t limit) {
+  lanes_->require_same_process();
+  const auto anchor = limit > 0 ? Anchor::measure(*device_, *events_) : nullptr;
+  std::lock_guard lock(mutex_);
+  log_.start(limit, anchor);
+}
+
+std::vector<CopyEntry> SwapStore::take_copies() {
+  lanes_->require_same_process();
+  std::unique_lock lock(mutex_);
+  std::vector<CopyEntry> ended = log_.take();
+  const bool is_old = log_.is_on() && log_.anchor()->is_old();
+  lock.unlock();
+  if (!is_old) return ended;
+  const auto anchor = Anchor::measure(*device_, *events_);
+  lock.lock();
+  if (log_.is_on()) log_.set_anchor(anchor);
+  return ended;
+}
+
 std::string Ticket::failure_text() const {
   std::lock_guard lock(store_->mutex_);
   if (slot_->failure == nullptr) return "";
@@ -101,7 +122,9 @@ void Ticket::wait_out(Stream compute) {
   store_->require_same_process();
   if (out_done()) return;
   const Stopwatch watch;
-  store_->device_->stream_wait(compute, slot_->out_event.get());
+  store_->issue_out(*slot_);
+  if (state() == State::cancelled || state() == State::failed) return;
+  OFFLOAD_EDGE("source outlives its copy-out", store_->device_->stream_wait(compute, slot_->out_event.get()));
   store_->add_stall(watch.seconds());
 }
 
@@ -121,7 +144,7 @@ void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner)
     if (now == State::filling || now == State::copying_in)
       throw std::logic_error("a copy-in of this ticket is under way");
     slot_->target = target;
-    slot_->target_owner = std::move(owner);
+    OFFLOAD_EDGE("copy-in holds its target's owner", slot_->target_owner = std::move(owner));
     slot_->failure = nullptr;
   }
   store_->begin_in(slot_, compute);
@@ -132,7 +155,8 @@ bool Ticket::in_done() {
   store_->lanes_->breathe();
   std::lock_guard lock(store_->mutex_);
   const State now = state();
-  if (now == State::filling || now == State::copying_in) return false;  // not all issued: the event says nothing yet
+  // Not all issued: the event says nothing yet.
+  if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in)) return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
 }
 
@@ -141,6 +165,11 @@ void Ticket::swap_in(Stream compute) {
   const Stopwatch watch;
   store_->finish_in(slot_, compute);
   store_->add_stall(watch.seconds());
+}
+
+void Ticket::settle() {
+  store_->lanes_->require_same_process();
+  store_->settle(slot_);
 }
 
 void Ticket::release() noexcept {

@@ -27,7 +27,9 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
+#include "copy_log.h"
 #include "driver.h"
 #include "event_pool.h"
 #include "host_driver.h"
@@ -51,21 +53,24 @@ enum class State : uint8_t {
 
 const char* state_name(State state);
 
+constexpr size_t kSmallBytes = size_t{1} << 20;  // smaller blocks that wait side by side become one transfer
+
 struct StoreOptions {
-  size_t host_bytes_max = 0;                    // cap of the slab tier's pinned memory
-  size_t slab_bytes = size_t{256} << 20;        // how much is pinned at a time
-  size_t slice_bytes = size_t{32} << 20;        // an urgent copy-in waits for at most the slices in flight
-  std::string spill_directory;                  // empty: no disk tier
+  size_t host_bytes_max = 0;              // cap of the slab tier's pinned memory
+  size_t slab_bytes = size_t{256} << 20;  // how much is pinned at a time
+  size_t slice_bytes = size_t{32} << 20;  // an urgent copy-in waits for at most the slices in flight
+  std::string spill_directory;            // empty: no disk tier
 };
 
 struct StoreStats {
   uint64_t out_bytes = 0, in_bytes = 0;
-  uint64_t out_copies = 0, in_copies = 0;
-  double out_seconds = 0, in_seconds = 0;  // during which a copy in that direction was under way
-  double stall_seconds = 0;                // during which a caller waited in wait_out or swap_in
-  uint64_t spilled_bytes = 0;              // written to disk
+  uint64_t out_copies = 0, in_copies = 0;        // blocks
+  uint64_t out_transfers = 0, in_transfers = 0;  // what was issued for them: slices of large blocks, batches of small
+  double out_seconds = 0, in_seconds = 0;        // during which a copy in that direction was under way
+  double stall_seconds = 0;                      // during which a caller waited in wait_out or swap_in
+  uint64_t spilled_bytes = 0;                    // written to disk
   uint64_t cancelled = 0, failed = 0;
-  uint64_t live_tickets = 0;               // slots not free yet
+  uint64_t live_tickets = 0;  // slots not free yet
   PoolStats pool;
   SpillStats spill;
 };
@@ -73,6 +78,7 @@ struct StoreStats {
 // One swapped block. Tiers derive from it what they need.
 struct Slot {
   virtual ~Slot() = default;
+  uint64_t id = 0;
   size_t bytes = 0;
   uint64_t need = 0;  // larger: needed later
   std::atomic<State> state{State::queued};
@@ -96,6 +102,7 @@ class Ticket {
   Ticket& operator=(Ticket&&) = delete;
   ~Ticket() { release(); }
 
+  uint64_t id() const { return slot_->id; }  // unique within its store
   size_t bytes() const { return slot_->bytes; }
   State state() const { return slot_->state.load(); }
   // What the last failed copy met; empty where none failed.
@@ -114,6 +121,8 @@ class Ticket {
   // Orders `compute` after the copy-in, letting it overtake queued ones. Throws what the copy-in met (SpillError); the
   // ticket can then be prefetched again. Throws std::logic_error where nothing was prefetched.
   void swap_in(Stream compute);
+  // Returns once no copy-in writes to the target any more, whatever came of it. Throws DriverError.
+  void settle();
   void release() noexcept;
 
  private:
@@ -132,12 +141,18 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
 
   // Begins to copy `bytes` bytes at `source` out, after what `compute` has queued. `need`: larger means needed later.
   // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, SpillError, DriverError: then
-  // nothing was begun.
+  // nothing was begun. A small block may wait for others; where its copy then cannot be begun its state is failed.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // Cancels what has not begun and waits for what has; afterwards no copy touches anybody's memory.
   virtual void quiesce() = 0;
-  virtual size_t trim() { return 0; }
+  // Gives slabs without blocks, and the end of the spill file, back to the system. Returns the bytes given back.
+  virtual size_t trim() = 0;
   virtual StoreStats stats() = 0;
+  // Keeps the begin and end of the newest `limit` copies from now on; 0, as it is at first, stops that and forgets
+  // them. "out" and "in" cross the device's border, "spill" and "fill" are between slab and file. Throws DriverError.
+  void record_copies(size_t limit);
+  // Tells the recorded copies that have ended, each once. Throws DriverError.
+  std::vector<CopyEntry> take_copies();
   // Residue alignment that targets must share with their source; 1: any.
   virtual size_t alignment_bytes() const = 0;
   virtual SpillFile* spill_file() = 0;
@@ -149,13 +164,17 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
       : device_(std::move(device)),
         lanes_(std::move(lanes)),
         events_(std::make_shared<EventPool>(device_)),
-        lane_events_(lanes_ == device_ ? events_ : std::make_shared<EventPool>(lanes_)) {}
+        lane_events_(lanes_ == device_ ? events_ : std::make_shared<EventPool>(lanes_)),
+        log_(device_) {}
 
   virtual SlotRef begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) = 0;
   virtual bool out_done(Slot& slot) = 0;
+  // What stream_wait needs before it can wait for out_event.
+  virtual void issue_out(Slot&) {}
   virtual bool cancel(Slot& slot) = 0;
   virtual void begin_in(const SlotRef& slot, Stream compute) = 0;
   virtual void finish_in(const SlotRef& slot, Stream compute) = 0;
+  virtual void settle(const SlotRef& slot) = 0;
   virtual void release(const SlotRef& slot) = 0;
   void add_stall(double seconds);
   // Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds mutex_.
@@ -167,8 +186,10 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   const std::shared_ptr<HostDriver> lanes_;
   const std::shared_ptr<EventPool> events_;
   const std::shared_ptr<EventPool> lane_events_;
-  std::mutex mutex_;  // guards every slot and the statistics
+  std::mutex mutex_;  // guards every slot, the statistics and the log
   StoreStats stats_;
+  CopyLog log_;
+  std::atomic<uint64_t> last_id_{0};
 };
 
 }  // namespace offload

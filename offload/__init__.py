@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload._core import DriverError, PoolExhausted, SpillError
+    from offload.recovery import recover
     from offload.report import Report
     from offload.session import Session, disable, enable
 
 __version__ = "0.1.0"
 
-__all__ = ["DriverError", "PoolExhausted", "Report", "Session", "SpillError", "disable", "enable"]
+__all__ = ["DriverError", "PoolExhausted", "Report", "Session", "SpillError", "disable", "enable", "recover"]
 
 _HOMES = {
     "DriverError": "offload._core",
@@ -25,6 +26,7 @@ _HOMES = {
     "SpillError": "offload._core",
     "disable": "offload.session",
     "enable": "offload.session",
+    "recover": "offload.recovery",
 }
 
 

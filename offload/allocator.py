@@ -24,6 +24,7 @@ __all__ = [
     "find_recycling_allocator",
     "preload_environment",
     "recycles",
+    "release_free_memory",
 ]
 
 DEBIAN_PACKAGE = "libtcmalloc-minimal4"
@@ -86,6 +87,12 @@ def describe() -> str:
     """
     name = current()
     return f"{name}: {_COSTS[name]}"
+
+
+def release_free_memory() -> None:
+    """Ask glibc's malloc to give free memory back to the system; others do so by themselves, or never."""
+    if current() == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def find_recycling_allocator() -> Path | None:

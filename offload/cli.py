@@ -1,4 +1,4 @@
-"""The `offload` command: demo, plan and run.
+"""The `offload` command: demo, doctor, plan and run.
 
 On top of the data path; a command's module is imported with its parser, torch when it runs.
 """
@@ -33,20 +33,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = list(itertools.takewhile(lambda word: word != "--" and word[:1] == "-", words[1:]))
         command = words[1 + len(own) :]
         words = ["run", *own]
+    script_args: list[str] | None = None
+    if words[:1] == ["plan"]:  # what follows a script is the script's
+        script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[:1] != "-"), None)
+        if script is not None:
+            script_args = words[script + 1 :]
+            words = words[: script + 1]
     args = _parser().parse_args(words)
     if args.command == "run":
         return _run(command[command[:1] == ["--"] :], preload=not args.no_preload)
     if args.command == "plan":
         from offload import plan_cli
 
-        return plan_cli.run(args)
+        return plan_cli.run(args) if script_args is None else plan_cli.run_script(args, script_args)
+    if args.command == "doctor":
+        from offload import doctor
+
+        return doctor.run(args)
     from offload import demo
 
     return demo.run(args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    from offload import demo, plan_cli
+    from offload import demo, doctor, plan_cli
 
     parser = argparse.ArgumentParser(
         prog="offload",
@@ -54,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo.add_arguments(subparsers.add_parser("demo", help=demo.HELP, description=demo.HELP))
+    doctor.add_arguments(subparsers.add_parser("doctor", help=doctor.HELP, description=doctor.HELP))
     plan_cli.add_parser(subparsers)
     summary = "run a command on a malloc that recycles memory, where one is installed"
     run = subparsers.add_parser(

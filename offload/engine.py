@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _core
 
@@ -21,6 +24,11 @@ log = logging.getLogger("offload")
 
 IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
+
+# What a store adds up over its life; its other figures are those of the moment.
+_SUMS = frozenset(
+    f"{direction}_{figure}" for direction in ("out", "in") for figure in ("bytes", "copies", "transfers", "seconds")
+) | {"stall_seconds", "spilled_bytes", "spill_written_bytes", "spill_read_bytes", "cancelled", "failed"}
 
 Entry = TypeVar("Entry")
 # Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
@@ -34,6 +42,13 @@ def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> No
         f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, with one storage of its own or shared with others of its kind."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     )
 
 
@@ -226,6 +241,12 @@ class SwappedStorage:
             self.ticket.swap_in(self._stream)
         self._drop_storage()
 
+    def leave(self) -> None:
+        """Wait until the bytes have left. They stay where copying them fails."""
+        departure = self._departure
+        if departure is not None and departure.source is not None:
+            self._engine.see_off(departure)
+
     def has_left(self) -> None:
         """The copy-out no longer reads the source, and the source is gone."""
         self._departure = None
@@ -283,6 +304,11 @@ class SwappedView:
         """A saved view of the bytes on lease."""
         begin = lease.record.key[2]
         return cls(tensor, lease, int(tensor.storage_offset()) - begin // tensor.itemsize)
+
+    @property
+    def ticket_id(self) -> int:
+        """Which copies of the store's log are those of these bytes."""
+        return self._lease.record.ticket.id
 
     def restore(self) -> torch.Tensor:
         """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
@@ -352,6 +378,7 @@ class Engine:
         self.failed = 0
         self.failure: str = ""
         self._is_cuda = device.type == "cuda"
+        self._stats_before = store.stats()
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, LeaseReference] = {}
         self._departing: deque[Departure] = deque()
@@ -378,6 +405,32 @@ class Engine:
         if empty is None:
             empty = self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return empty
+
+    def mark(self) -> Any:
+        """A point in time: of the clock on the CPU, of the current stream on a CUDA device."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
+        """Seconds from one mark to others; None while the device has not come that far."""
+        if not self._is_cuda:
+            return [mark - first for mark in marks]
+        if not all(mark.query() for mark in marks):
+            return None
+        return [first.elapsed_time(mark) / 1e3 for mark in marks]
+
+    @staticmethod
+    def watch_storage(tensor: torch.Tensor) -> StorageWeakRef:
+        """Something whose `expired()` tells when nobody holds the tensor's storage any more."""
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def place_of(tensor: torch.Tensor) -> int:
+        """Where its storage begins, as allocators tell it."""
+        return tensor.untyped_storage().data_ptr()
 
     @staticmethod
     def identity(tensor: torch.Tensor) -> int:
@@ -453,9 +506,12 @@ class Engine:
         reference.record = record
         self._live[key] = reference
         self.in_flight_bytes += nbytes
+        return lease
+
+    def limit_in_flight(self) -> None:
+        """Wait until the sources that are still held for their copy are few enough."""
         while len(self._departing) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
             self._await_oldest()
-        return lease
 
     def watch(self, lease: Lease) -> LeaseReference:
         """A weak reference to a lease that was just given out."""
@@ -471,13 +527,18 @@ class Engine:
     def _await_oldest(self) -> None:
         departure = _oldest(self._departing)
         if departure is not None:
-            departure.ticket.wait_out(departure.stream)
-            self._depart(departure)
+            self.see_off(departure)
+
+    def see_off(self, departure: Departure) -> None:
+        """Wait until its copy has ended, and let go of the source."""
+        departure.ticket.wait_out(departure.stream)
+        self._depart(departure)
 
     def _depart(self, departure: Departure) -> None:
         if not _discard(self._departing, departure):
             return  # another thread was faster
-        self.in_flight_bytes -= departure.nbytes
+        # An interrupt in swap_out may leave a departure uncounted: an empty queue says zero whatever was added up.
+        self.in_flight_bytes = self.in_flight_bytes - departure.nbytes if self._departing else 0
         state = departure.ticket.state
         failed = state == "failed"
         if failed:
@@ -504,16 +565,21 @@ class Engine:
         record.tear_down()
 
     def drain(self) -> None:
-        """Wait until every copy begun so far has ended, and let go of what they held."""
+        """Wait until every copy that this engine has begun has ended, and let go of what they held."""
         while self._departing:
             self._await_oldest()
         self.in_flight_bytes = 0
-        if self._retired:
-            self.store.quiesce()
-            self.collect()
+        while (entry := _oldest(self._retired)) is not None:
+            entry[0].settle()
+            _discard(self._retired, entry)
         for reference in list(self._live.values()):
             if reference() is None:  # an interrupt hit its teardown
                 self._gone(reference)
+
+    def store_stats(self) -> dict[str, float]:
+        """The store's figures; those that add up count from this engine's beginning, as other sessions may share it."""
+        now: dict[str, float] = self.store.stats()
+        return {name: value - self._stats_before[name] if name in _SUMS else value for name, value in now.items()}
 
     @property
     def live_records(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -10,21 +11,29 @@ from pathlib import Path
 
 import torch
 
+from offload.control_group import control_groups
+from offload.processes import local_processes
 from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
+MAX_SLOWDOWN_DEFAULT = 0.05
+HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
+FREE_DISK_BYTES_MIN = 64 << 20
 
 
 @dataclass(frozen=True)
 class Options:
     """The checked arguments of `offload.enable`; sizes in bytes."""
 
-    n_tensors: int | None  # None: all but those that backward wants at once
+    memory_limit: int | None
+    max_slowdown: float | None
+    n_tensors: int | None  # None: by plan
     lookahead_nodes: int
     min_tensor_bytes: int
     exclude: tuple[str, ...]
     host_limit: int
     spill_dir: str  # empty: no disk tier
+    host_limit_is_given: bool = False
 
 
 def check_options(
@@ -49,19 +58,54 @@ def check_options(
     OSError
         `spill_dir` cannot hold the spill file.
     """
-    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
-        if value is not None:
-            raise ValueError(f"{name} is not there yet; until then write n_tensors=-1 (all) or a number, and lb")
     if lb is not None and n_tensors is None:
         raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
+    for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
+        if value is not None and n_tensors is not None:
+            raise ValueError(
+                f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one"
+            )
+    if memory_limit is None and max_slowdown is None and n_tensors is None:
+        max_slowdown = MAX_SLOWDOWN_DEFAULT
     return Options(
+        memory_limit=None if memory_limit is None else _check_memory_limit(device, memory_limit),
+        max_slowdown=None if max_slowdown is None else _check_slowdown(max_slowdown),
         n_tensors=_check_n_tensors(n_tensors),
         lookahead_nodes=_check_lookahead(lb),
         min_tensor_bytes=_check_bytes("min_tensor_bytes", min_tensor_bytes),
         exclude=_check_exclude(model, exclude),
-        host_limit=default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit),
+        host_limit=_check_host_limit(device, host_limit),
+        host_limit_is_given=host_limit is not None,
         spill_dir=_check_spill_dir(device, spill_dir),
     )
+
+
+def _check_memory_limit(device: torch.device, limit: object) -> int:
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(
+                f"memory_limit: a float is a fraction of the device, above 0 and at most 1, not {limit!r}; "
+                'write bytes as an integer or as in "12GiB"'
+            )
+        return int(limit * device_bytes(device))
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise ValueError(f'memory_limit takes bytes, "12GiB" or a fraction such as 0.4, not {limit!r}')
+    return _check_bytes("memory_limit", limit)
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a device: of the GPU, or the RAM that this process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits += [limit for limit, _ in control_groups()]
+    return min(limits)
+
+
+def _check_slowdown(slowdown: object) -> float:
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+        raise ValueError(f"max_slowdown is a fraction of the step time of at least 0, such as 0.05, not {slowdown!r}")
+    return float(slowdown)
 
 
 def _check_n_tensors(n_tensors: int | None) -> int | None:
@@ -101,24 +145,33 @@ def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str,
     return chosen
 
 
-def default_host_limit() -> int:
-    """The smaller of half of the available RAM and what the control group leaves, in bytes."""
+def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int:
+    limit = default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit)
+    if device.type == "cuda" and limit < HOST_LIMIT_MIN:
+        whose = "this machine and its control group leave" if host_limit is None else "you gave"
+        raise ValueError(
+            f"host_limit: {whose} {limit} bytes of host memory to swap into, and the least is {HOST_LIMIT_MIN}; "
+            'free some, raise the limit of the control group, or write a size that fits, such as host_limit="1GiB"'
+        )
+    return limit
+
+
+def default_host_limit(root: Path = Path("/")) -> int:
+    """This process's share of the smaller of half of the available RAM and what its control groups leave, in bytes.
+
+    Parameters
+    ----------
+    root
+        Where ``proc`` and ``sys`` are.
+    """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _read("/proc/meminfo").splitlines():
+    for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limits = [available // 2]
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read(limit_file).strip(), _read(usage_file).strip()
-        if limit.isdigit() and usage.isdigit():
-            limits.append(max(int(limit) - int(usage), 0))
-    return min(limits)
+    return min([available // 2, *(room for _, room in control_groups(root))]) // local_processes()
 
 
-def _read(path: str) -> str:
+def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:
@@ -135,8 +188,10 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
         raise NotADirectoryError(20, "spill_dir is not a folder", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
-    if free_disk_bytes(path) < 64 << 20:
-        raise OSError(28, "spill_dir has less than 64 MiB free; name a folder on another disk", str(path))
+    processes = local_processes()
+    if free_disk_bytes(path) < processes * FREE_DISK_BYTES_MIN:
+        needed = f"{FREE_DISK_BYTES_MIN >> 20} MiB" + (f" for each of {processes} processes" if processes > 1 else "")
+        raise OSError(28, f"spill_dir has less than {needed} free; name a folder on another disk", str(path))
     return str(path)
 
 

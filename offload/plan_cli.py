@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +36,7 @@ from offload.units import (
     parse_seconds,
 )
 
-__all__ = ["HELP", "add_parser", "options", "print_options", "run"]
+__all__ = ["HELP", "add_parser", "options", "print_options", "run", "run_script"]
 
 HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
@@ -60,10 +62,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help=HELP,
+        usage="offload plan [OPTION …] TRACE.json  |  offload plan [OPTION …] train.py [ARGUMENT …]",
         description="Plan which saved tensors to swap in a recorded step, and when. Without a wish, show the options.",
         epilog="exit status: 0 planned, 2 a mistake in the call or the trace, 3 no plan keeps the limit",
     )
-    parser.add_argument("trace", metavar="TRACE.json", help="a trace, as handle.trace().save(...) writes it")
+    parser.add_argument(
+        "trace",
+        metavar="TRACE.json | train.py [ARGUMENT …]",
+        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first step is profiled",
+    )
     wish = parser.add_argument_group("the wish")
     wish.add_argument(
         "--memory-limit", type=_argument(parse_bytes, "--memory-limit"), metavar="8GiB", help="fastest step that fits"
@@ -100,14 +107,70 @@ def run(args: argparse.Namespace) -> int:
     try:
         trace = Trace.load(args.trace)
         link = _link(args)
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+    return _show(args, trace, link)
+
+
+def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
+    """Run a training script until its `offload.enable` has profiled a step, and print what can be planned for it.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        What the parser of `add_parser` parsed; `args.trace` is the script's path.
+    script_args : sequence of str
+        The script's own arguments.
+
+    Returns
+    -------
+    int
+        Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 where no plan keeps the limit;
+        the script's own where it ends itself before.
+    """
+    from offload import planning, session
+
+    if not Path(args.trace).is_file():
+        return _refuse(FileNotFoundError(2, "no such script", args.trace))
+    shown: list[int] = []
+    standard_output = sys.stdout
+
+    def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
+        if args.out_bandwidth is not None and args.in_bandwidth is not None:
+            link = _link(args)
+        with redirect_stdout(standard_output):
+            shown.append(_show(args, trace, link, host_bytes_max))
+        raise SystemExit(shown[0])
+
+    before = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [args.trace, *script_args], str(Path(args.trace).resolve().parent)
+    planning.on_profile = show
+    try:
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a machine reads one document
+            runpy.run_path(args.trace, run_name="__main__")
+            session.settle_all()  # a script of one step: nothing asked for its plan yet
+    except SystemExit as end:
+        if not shown:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        planning.on_profile = None
+        sys.argv, sys.path[0] = before
+    if not shown:
+        problem = "finished no training step under offload.enable; call offload.enable(model) before its training loop"
+        return _refuse(ValueError(f"{args.trace} {problem}"))
+    return shown[0]
+
+
+def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: int | None = None) -> int:
+    """Plan as `args` wish and print."""
+    try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             plan, title = _plan(args, trace, link)
     except InfeasibleLimitError as error:
         return _infeasible(error, as_json=args.json)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"offload plan: {error}", file=sys.stderr)
-        return _REFUSED
+    except (ValueError, ImportError) as error:
+        return _refuse(error)
     for warning in caught:
         print(f"offload plan: warning: {warning.message}", file=sys.stderr)
     if args.plot is not None:
@@ -116,17 +179,22 @@ def run(args: argparse.Namespace) -> int:
         try:
             args.plot.write_text(render(plan, Path(args.trace).name), encoding="utf-8")
         except OSError as error:
-            print(f"offload plan: {error}", file=sys.stderr)
-            return _REFUSED
+            return _refuse(error)
     if args.json:
-        print(json.dumps(plan.to_dict()))
+        rows = {} if host_bytes_max is None else {"options": _options_json(options(trace, link), host_bytes_max)}
+        print(json.dumps({**plan.to_dict(), **rows}))
     elif args.explain:
         print(plan.explain())
     elif _undecided(args):
-        print_options(options(trace, link))
+        print_options(options(trace, link), host_bytes_max)
     else:
         _print_plan(plan, title)
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"offload plan: {error}", file=sys.stderr)
+    return _REFUSED
 
 
 def options(trace: Trace, link: Link) -> list[tuple[str, Plan]]:
@@ -150,11 +218,37 @@ def options(trace: Trace, link: Link) -> list[tuple[str, Plan]]:
     return [*plans, ("least memory", fastest_plan(trace, link, least) if least else plans[0][1])]
 
 
-def print_options(plans: Sequence[tuple[str, Plan]]) -> None:
-    """Print plans side by side, one a row, on standard output."""
-    _print_table(
-        ("", "peak", "step", "slowdown", "on the host", "tensors", "gap"), [_row(name, plan) for name, plan in plans]
-    )
+def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None = None) -> None:
+    """Print plans side by side, one a row, on standard output.
+
+    Parameters
+    ----------
+    plans : sequence of (str, Plan)
+        Name and plan.
+    host_bytes_max : int, optional
+        Most that the host's memory takes, in bytes; the rest goes to disk. Not given: no such split is shown.
+    """
+    head = ["", "peak", "step", "slowdown", "on the host", "tensors", "gap"]
+    rows = [list(_row(name, plan)) for name, plan in plans]
+    if host_bytes_max is not None:
+        head[4:5] = ["in host memory", "on disk"]
+        for row, (_, plan) in zip(rows, plans, strict=True):
+            row[4:5] = [format_bytes(nbytes) for nbytes in _tiers(plan, host_bytes_max)]
+    _print_table(head, rows)
+
+
+def _tiers(plan: Plan, host_bytes_max: int) -> tuple[int, int]:
+    in_memory = min(plan.host_bytes, host_bytes_max)
+    return in_memory, plan.host_bytes - in_memory
+
+
+def _options_json(plans: Sequence[tuple[str, Plan]], host_bytes_max: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, plan in plans:
+        in_memory, on_disk = _tiers(plan, host_bytes_max)
+        about = {key: value for key, value in plan.to_dict().items() if key not in ("swaps", "recomputes")}
+        rows.append({"name": name, **about, "host_bytes": in_memory, "disk_bytes": on_disk})
+    return rows
 
 
 def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str]:

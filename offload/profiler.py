@@ -1,131 +1,303 @@
-"""Watches one step: what autograd saves in forward, and in which order backward asks for it.
+"""Watches one step, forward and backward: what autograd saves, who asks for it when, and for a plan also how long.
 
-On the data path: rounds report every pack and unpack here during a signature's first step; from then on they follow the
-schedule made of it.
+On the data path: a signature's first step is recorded here; later steps follow the schedule made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-SOON_LOOKAHEADS = 2
+from offload.allocations import DeviceAllocations, HeldBytes, HostAllocations, SavedBytes, watch_allocations
+from offload.compiled import is_compiled_node
+from offload.course import Stopwatch
+from offload.engine import Engine, Lease, LeaseReference, has_storage
+from offload.schedule import SavedEntry, StepOrder
+from offload.trace import Node, SavedTensor, Trace
+
+_ROOT = "forward"
 
 
-@dataclass
-class SavedEntry:
-    """One storage worth moving, as the recorded step saw it."""
+class Recorder:
+    """Takes down one forward pass and the backward pass over it: the order of events alone.
 
-    pack_index: int  # number of the pack that saved it first
-    nbytes: int
-    first_use: int | None = None  # backward node that asks for it first; None: never asked for
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which storages a signature swaps and when each starts to come back.
-
-    Packs are numbered in forward order, backward nodes in the order observed.
+    Everything moves, and comes back on demand.
     """
 
-    entries: dict[int, SavedEntry]  # by pack index
-    duplicates: dict[int, int]  # pack index → pack index of the same storage's entry
-    swapped: frozenset[int]
-    use_order: tuple[tuple[int, int], ...]  # (first use, pack index) of the swapped ones, in order
-    node_of: dict[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
-    lookahead_nodes: int
+    caps_in_flight = True
 
-    def expects(self, pack_index: int, nbytes: int) -> bool:
-        """Whether the recorded step saved a storage of this size at this point."""
-        entry = self.entries.get(pack_index)
-        return entry is not None and entry.nbytes == nbytes
+    def __init__(self) -> None:
+        self.order = StepOrder()
+        self._leases: dict[int, LeaseReference] = {}
+        self._autograd_node: object = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether backward has asked for something."""
+        return bool(self.order.uses)
 
-@dataclass
-class Recorder:
-    """Takes down one forward pass and the backward pass over it."""
+    def watches(self, pack_index: int) -> bool:
+        """Every unpack is told."""
+        return True
 
-    entries: dict[int, SavedEntry] = field(default_factory=dict)
-    duplicates: dict[int, int] = field(default_factory=dict)
-    uses: list[tuple[int, int]] = field(default_factory=list)  # (node, pack index), as they came
-    _node: object = None
-    _nodes: int = -1
+    def begin(self) -> None:
+        """A hook begins."""
 
-    def packed(self, pack_index: int, nbytes: int) -> None:
-        """A storage worth moving was saved."""
-        self.entries[pack_index] = SavedEntry(pack_index, nbytes)
+    def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
+        """Everything moves."""
+        self.order.entries[pack_index] = SavedEntry(pack_index, nbytes, packed=self._node)
+        return None
 
-    def packed_again(self, pack_index: int, first_index: int) -> None:
+    def need(self, pack_index: int) -> int:
+        """The later saved, the sooner needed, as a guess."""
+        return 2**32 - pack_index
+
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave."""
+        self._leases[pack_index] = reference
+        self._advance()
+        self.order.node_after_pack[pack_index] = self._node
+
+    def swapped_again(self, pack_index: int, lease: Lease) -> None:
         """Another view of a storage saved before."""
-        self.duplicates[pack_index] = first_index
+        first = next((i for i, reference in self._leases.items() if reference() is lease), None)
+        if first is not None:
+            self.order.duplicates[pack_index] = first
+            self._advance()
+            self.order.node_after_pack[pack_index] = self._node
 
-    def unpacked(self, pack_index: int) -> None:
-        """Backward asked for the tensor of this pack."""
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
         node = torch._C._current_autograd_node()
         if node is None:
             return  # somebody looks at grad_fn's attributes outside of backward
         identity = (node.name(), id(node))  # not the node: it would be kept alive
-        if identity != self._node:
-            self._node = identity
-            self._nodes += 1
-        self.uses.append((self._nodes, pack_index))
-        entry = self.entries.get(self.duplicates.get(pack_index, pack_index))
-        if entry is not None and entry.first_use is None:
-            entry.first_use = self._nodes
+        if identity != self._autograd_node:
+            self._autograd_node = identity
+            self._advance()
+            self.order.backward_nodes.append(self._node)
+            if is_compiled_node(identity[0]):
+                self.order.compiled_nodes.add(self._node)
+        self.order.uses.append((self._node, pack_index))
+        entry = self.order.entry_of(pack_index)
+        if entry is not None:
+            entry.first_use = self._node if entry.first_use is None else entry.first_use
+            entry.last_use = self._node
 
-    def schedule(self, n_tensors: int | None, lookahead_nodes: int) -> Schedule:
-        """Choose the `n_tensors` longest-lived storages (−1: all), each asked back `lookahead_nodes` ahead.
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
 
-        Parameters
-        ----------
-        n_tensors
-            Storages to swap, longest-lived first: the earlier saved and the later used, the longer it lives. None: all
-            but those that backward wants within its first `SOON_LOOKAHEADS` times `lookahead_nodes` nodes; they would
-            cost a copy each way for hardly any time away.
-        lookahead_nodes
-            Backward nodes between the start of a copy-in and its use.
-        """
+    @property
+    def _node(self) -> int:
+        return self.order.node_count - 1
 
-        def lifetime(entry: SavedEntry) -> tuple[int, int]:
-            last = self._nodes + 1 if entry.first_use is None else entry.first_use
-            return last - entry.pack_index, -entry.pack_index
+    def _advance(self) -> None:
+        self.order.node_count += 1
 
-        longest_lived = sorted(self.entries.values(), key=lifetime, reverse=True)
-        if n_tensors is None:
-            soon = SOON_LOOKAHEADS * lookahead_nodes
-            chosen = [entry for entry in longest_lived if entry.first_use is None or entry.first_use >= soon]
-        else:
-            chosen = longest_lived if n_tensors < 0 else longest_lived[:n_tensors]
-        swapped = frozenset(entry.pack_index for entry in chosen)
-        use_order = tuple(
-            sorted((entry.first_use, entry.pack_index) for entry in chosen if entry.first_use is not None)
+
+@dataclass
+class Group:
+    """All that was saved of one storage: it leaves and comes back as one."""
+
+    alive: StorageWeakRef
+    place: int
+    entries: list[int] = field(default_factory=list)  # pack indices
+    last_forward: int | None = None  # node after which nobody but the engine held it
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A recorded step that can be planned.
+
+    Attributes
+    ----------
+    trace
+        With the bytes that were there at its beginning counted in `base_bytes`.
+    gradient_bytes
+        By node: of `base_bytes`, the gradients that the step itself had made before.
+    members
+        Pack indices of each of the trace's tensors, by id.
+    held
+        What was there at its beginning.
+    knows_temporaries
+        Whether allocations could be watched.
+    """
+
+    order: StepOrder
+    trace: Trace
+    members: Mapping[int, Sequence[int]]
+    gradient_bytes: Sequence[int]
+    held: HeldBytes
+    knows_temporaries: bool
+
+
+class Profiler(Recorder):
+    """Records a step that is to be planned: also its times, its memory and its modules' names.
+
+    It needs the least memory there is: each storage has left before the pack returns.
+    """
+
+    def __init__(self, engine: Engine, model: torch.nn.Module, held: HeldBytes) -> None:
+        super().__init__()
+        self.stopwatch = Stopwatch(engine)
+        self._engine = engine
+        self._held = held
+        self._model = weakref.ref(model)
+        self._gradient_places: set[int] = set()
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._names = [_ROOT]
+        self._running: list[str] = []
+        self._thread = threading.get_ident()
+        self._module_hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self._pack_names: dict[int, str] = {}
+        self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
+        self._all_groups: list[Group] = []
+        self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
+        self._memory.node(0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step is over, backward included."""
+        return self.stopwatch.finished
+
+    def stop(self) -> bool:
+        """Watch allocations and modules no longer. False where another thread has to do it."""
+        while self._module_hooks:
+            self._module_hooks.pop().remove()
+        model = self._model()
+        if model is not None and not self._gradient_places:
+            made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            self._gradient_places = {self._engine.place_of(gradient) for gradient in made if has_storage(gradient)}
+        return self._memory.stop()
+
+    def watches(self, pack_index: int) -> bool:
+        """Every unpack is told."""
+        self._pack_names[pack_index] = self._module_name()
+        return True
+
+    def begin(self) -> None:
+        """A hook begins."""
+        self.stopwatch.begin()
+
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave: wait until it is gone."""
+        self._pack_names[pack_index] = self._module_name()
+        identity = self._engine.identity(tensor)
+        group = self._groups.get(identity)
+        if group is None or group.last_forward is not None:
+            group = self._groups[identity] = Group(self._engine.watch_storage(tensor), self._engine.place_of(tensor))
+            self._all_groups.append(group)
+        group.entries.append(pack_index)
+        self._memory.saved(group.entries[0])
+        lease = reference()
+        assert lease is not None
+        lease.record.leave()
+        super().swapped(pack_index, reference, tensor)
+
+    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+        """Another view of a storage saved before."""
+        self._pack_names[pack_index] = self._module_name()
+        super().swapped_again(pack_index, lease)
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+        self.stopwatch.end(None)
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
+        self._running.clear()
+        self.stopwatch.begin()
+        self.stopwatch.listen_for_the_end()
+        nodes = self.order.node_count
+        super().unpacking(pack_index)
+        if self.order.node_count > nodes:
+            self._names[-1] = self._pack_names.get(pack_index, _ROOT)
+
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
+        self.stopwatch.end(pack_index)
+
+    def _advance(self) -> None:
+        for identity, group in list(self._groups.items()):
+            if group.alive.expired():  # type: ignore[no-untyped-call]
+                group.last_forward = self._node
+                del self._groups[identity]
+        super()._advance()
+        node = self._node
+        self.stopwatch.arrive(node)
+        self._memory.node(node)
+        self._names.append(self._module_name())
+
+    def _module_name(self) -> str:
+        """The model's innermost module whose forward is running."""
+        return self._running[-1] if self._running else _ROOT
+
+    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
+        if threading.get_ident() == self._thread:
+            known = self._module_names.get(id(module))
+            self._running.append(known or self._module_name())
+
+    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
+        if threading.get_ident() == self._thread and self._running:
+            self._running.pop()
+
+    def profile(self) -> Profile | None:
+        """What was recorded. None where the step is not over yet."""
+        node_count = self.order.node_count
+        measured = self.stopwatch.measured(node_count)
+        if measured is None or not self.stop():
+            return None
+        members: dict[int, Sequence[int]] = {}
+        saved = []
+        for group in self._all_groups:
+            row = self._saved_bytes(group)
+            if row is not None:
+                members[row.id] = tuple(group.entries)
+                saved.append(row)
+        found = self._memory.footprint(saved, self._gradient_places, node_count)
+        backward = set(self.order.backward_nodes)
+        trace = Trace(
+            nodes=tuple(
+                Node(name, seconds, number in backward)
+                for number, (name, seconds) in enumerate(zip(self._names, measured.node_seconds, strict=True))
+            ),
+            base_bytes=tuple(self._held.total + nbytes for nbytes in found.others),
+            tensors=tuple(
+                SavedTensor(row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_use, row.last_use)
+                for row in saved
+            ),
+            source=f"recorded on {self._engine.device}, torch {torch.__version__}",
         )
-        return Schedule(
-            entries=self.entries,
-            duplicates=self.duplicates,
-            swapped=swapped,
-            use_order=use_order,
-            node_of=self._watched(swapped, [node - lookahead_nodes for node, _ in use_order]),
-            lookahead_nodes=lookahead_nodes,
-        )
+        return Profile(self.order, trace, members, found.gradients, self._held, self._memory.complete)
 
-    def _watched(self, swapped: Collection[int], starts: list[int]) -> dict[int, int]:
-        """The packs to watch: the swapped ones, and one unpack at or before every node where a copy-in starts."""
-        watched: dict[int, int] = {}
-        wanted = sorted({max(start, 0) for start in starts})
-        latest: tuple[int, int] | None = None
-        for node, pack_index in self.uses:
-            if self.duplicates.get(pack_index, pack_index) in swapped:
-                watched.setdefault(pack_index, node)
-            while wanted and wanted[0] < node:
-                if latest is not None:
-                    watched.setdefault(latest[1], latest[0])
-                wanted.pop(0)
-            if latest is None or node > latest[0]:
-                latest = (node, pack_index)
-                if wanted and wanted[0] == node:
-                    watched.setdefault(pack_index, node)
-                    wanted.pop(0)
-        return watched
+    def _saved_bytes(self, group: Group) -> SavedBytes | None:
+        """What a group means for memory; None where moving it frees nothing, because somebody else holds it too."""
+        entries = [self.order.entries[pack_index] for pack_index in group.entries]
+        last = self.order.node_count - 1
+        first_use = min((e.first_use for e in entries if e.first_use is not None), default=last)
+        last_use = max((e.last_use for e in entries if e.last_use is not None), default=last)
+        packed = max(entry.packed for entry in entries)
+        last_forward = group.last_forward
+        if last_forward is None or not packed <= max(last_forward, packed) < first_use:
+            return None
+        return SavedBytes(
+            id=group.entries[0],
+            place=group.place,
+            nbytes=sum(entry.nbytes for entry in entries),
+            packed=packed,
+            last_forward=max(last_forward, packed),
+            first_use=first_use,
+            last_use=last_use,
+        )

@@ -5,11 +5,11 @@ Beside the data path: sessions count here, and people read it as a table or as a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from offload.units import format_bytes
+from offload.units import format_bytes, format_seconds
 
 
 @dataclass
@@ -19,9 +19,30 @@ class Count:
     tensors: int = 0
     nbytes: int = 0
 
+    def minus(self, other: Count) -> Count:
+        """What this counts beyond `other`."""
+        return Count(self.tensors - other.tensors, self.nbytes - other.nbytes)
+
     def to_dict(self) -> dict[str, int]:
         """As plain numbers."""
         return {"tensors": self.tensors, "bytes": self.nbytes}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step that was measured, from the beginning of forward to the end of backward."""
+
+    profiled: bool  # a signature's first step, which moves everything and waits for it
+    predicted_seconds: float | None
+    seconds: float
+    paused_seconds: float  # of it: within the engine, waiting included
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return dict(vars(self))
+
+
+STEP_RECORDS_MAX = 256
 
 
 class Counts(defaultdict[str, Count]):
@@ -34,6 +55,20 @@ class Counts(defaultdict[str, Count]):
         self.prefetched = 0
         self.prefetches_without_memory = 0
         self.steps = 0
+        self.profiled_steps = 0
+        self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
+        self._swapped_before = Count()
+        self._kept_before: dict[str, Count] = {}
+
+    def begin_round(self) -> None:
+        """A forward pass begins: what follows is `in_round`."""
+        self._swapped_before = replace(self.swapped)
+        self._kept_before = {reason: replace(count) for reason, count in self.items()}
+
+    def in_round(self) -> tuple[Count, dict[str, Count]]:
+        """What has moved since the last forward pass began, and by reason what has stayed."""
+        kept = {reason: count.minus(self._kept_before.get(reason, Count())) for reason, count in self.items()}
+        return self.swapped.minus(self._swapped_before), kept
 
 
 @dataclass(frozen=True)
@@ -55,6 +90,11 @@ class Report:
     store: dict[str, float]
     misses: int
     prefetched: int
+    profiled_steps: int = 0
+    predicted_step_seconds: float | None = None
+    measured_step_seconds: float | None = None
+    planned_peak_bytes: int | None = None
+    steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,6 +121,11 @@ class Report:
             "spill_file_bytes": store["spill_file_bytes"],
             "host_bytes_held": store["pool_held_bytes"],
             "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
+            "profiled_steps": self.profiled_steps,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "measured_step_seconds": self.measured_step_seconds,
+            "planned_peak_bytes": self.planned_peak_bytes,
+            "steps_measured": [record.to_dict() for record in self.steps_measured],
             "notes": list(self.notes),
         }
 
@@ -95,6 +140,7 @@ class Report:
                 "peak of what could move",
                 f"{format_bytes(self.peak_saved_bytes)} instead of {format_bytes(self.peak_saved_bytes_unswapped)}",
             ),
+            *self._promise(),
             ("copy-out", _rate(about["copy_out"])),
             ("copy-in", _rate(about["copy_in"])),
             ("stalled", f"{self.store['stall_seconds']:.3f} s in all"),
@@ -107,6 +153,18 @@ class Report:
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _promise(self) -> list[tuple[str, str]]:
+        if self.predicted_step_seconds is None or self.planned_peak_bytes is None:
+            return []
+        measured = "not measured yet"
+        if self.measured_step_seconds is not None:
+            measured = f"{format_seconds(self.measured_step_seconds)} measured"
+        return [
+            ("forward and backward", f"{format_seconds(self.predicted_step_seconds)} predicted, {measured}"),
+            ("peak planned", format_bytes(self.planned_peak_bytes)),
+            ("steps profiled", f"{self.profiled_steps}"),
+        ]
 
 
 def _direction(store: dict[str, float], name: str) -> dict[str, float]:

@@ -6,88 +6,46 @@ On the data path: the model's forward passes through here; each becomes a round 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
-import operator
 import os
 import threading
-import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from offload import _core, allocator
-from offload.engine import LANE_NICENESS, Engine
+from offload import _core, allocator, compiled, planning
+from offload.allocations import HeldBytes
+from offload.answers import Answers
+from offload.calibration import calibrate
+from offload.device_memory import watch_refusals
+from offload.engine import LANE_NICENESS, Engine, has_storage
+from offload.forward_wrapper import ForwardWrapper
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
-from offload.profiler import Recorder, Schedule
+from offload.plan import Link, Plan
+from offload.planning import ByHand, ByPlan, Pursuit
+from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Report
+from offload.schedule import StepOrder
+from offload.trace import Trace
 
 log = logging.getLogger("offload")
 
-SIGNATURES_MAX = 64
-
+_kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
-class ForwardWrapper:
-    """Stands in for a module's `forward` while it is enabled; copies and pickles of the module get the plain one."""
-
-    def __init__(
-        self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
-    ) -> None:
-        self._module = weakref.ref(module)
-        self._around = around
-        own = module.__dict__.get("forward")
-        if isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
-            del module.__dict__["forward"]  # what a copy of an enabled module carries: the plain one
-        self._was_own = "forward" in module.__dict__
-        self._inner = module.__dict__.get("forward") or type(module).forward
-        functools.update_wrapper(self, module.forward)
-        self.__wrapped__: Callable[..., Any] = (
-            self._inner if self._was_own else functools.partial(type(module).forward, weakref.proxy(module))
-        )
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around(args, kwargs):
-            if self._was_own:
-                return self._inner(*args, **kwargs)
-            return self._inner(self._module(), *args, **kwargs)
-
-    def undo(self) -> None:
-        """Give the module its own `forward` back."""
-        module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        if self._was_own:
-            module.__dict__["forward"] = self._inner
-        else:
-            del module.__dict__["forward"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._was_own:
-            return self._inner
-        module = self._module()
-        assert module is not None
-        copied: nn.Module = memo.get(id(module), module)
-        return types.MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> Any:
-        if self._was_own:
-            return operator.itemgetter(0), ((self._inner,),)
-        return getattr, (self._module(), "forward")
-
-
-class Session:
+class Session(Answers):
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
 
     def __init__(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> None:
@@ -98,12 +56,23 @@ class Session:
         self._device = device
         self._local = threading.local()
         self._parameters: set[int] = set()
-        self._schedules: OrderedDict[object, Schedule] = OrderedDict()
-        self._recorders: OrderedDict[object, Recorder] = OrderedDict()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizer_hooks: list[RemovableHandle] = []
+        self._planning: ByHand | ByPlan
+        if options.n_tensors is not None and planning.on_profile is None:
+            self._planning = ByHand(options, engine, self.counts, self._note_compiled)
+        else:
+            self._planning = ByPlan(
+                options, engine, self.counts, self._note_compiled, self._measure_link, self._held_bytes
+            )
+            self._optimizer_hooks = _listen_to_optimizers(self)
         self._warned: set[type] = set()
+        self._compiled_demand: compiled.Demand | None = None
+        self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
         self._enabled = True
-        if options.n_tensors != 0:  # 0 is a true no-op: nothing is wrapped
+        self._wraps = options.n_tensors != 0 or planning.on_profile is not None
+        if self._wraps:  # 0 is a true no-op: nothing is wrapped
             self._wrappers.append(ForwardWrapper(model, self._around_forward))
             modules = dict(model.named_modules())
             for name in options.exclude:
@@ -135,6 +104,8 @@ class Session:
         """What has been moved since `enable`, what has not and why."""
         self.engine.collect()
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
+        pursuit = self.settle()
+        plan = pursuit.plan if pursuit is not None else None
         return Report(
             steps=self.counts.steps,
             device=str(self._device),
@@ -145,11 +116,45 @@ class Session:
             deduplicated=replace(self.counts.duplicates),
             peak_saved_bytes=self.engine.resident.peak,
             peak_saved_bytes_unswapped=self.engine.unswapped.peak,
-            store=self.engine.store.stats(),
+            store=self.engine.store_stats(),
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
+            profiled_steps=self.counts.profiled_steps,
+            predicted_step_seconds=plan.step_seconds if plan is not None else None,
+            measured_step_seconds=median(pursuit.step_seconds)
+            if pursuit is not None and pursuit.step_seconds
+            else None,
+            planned_peak_bytes=plan.peak_bytes if plan is not None else None,
+            steps_measured=tuple(self.counts.steps_measured),
             notes=tuple(self._notes()),
         )
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest signature; None before its second step, and by hand."""
+        pursuit = self.settle()
+        return pursuit.plan if pursuit is not None else None
+
+    def settle(self) -> Pursuit | None:
+        """Read what the last steps have measured; the pursuit of the latest signature, None by hand."""
+        return self._planning.settle() if isinstance(self._planning, ByPlan) else None
+
+    def trace(self) -> Trace:
+        """The latest signature's step as it was profiled, with the durations measured since.
+
+        Raises
+        ------
+        RuntimeError
+            No step has been profiled: none is over yet, or the engine works by hand.
+        """
+        if not isinstance(self._planning, ByPlan):
+            raise RuntimeError("n_tensors is by hand and profiles nothing; enable without it for a trace")
+        pursuit = self._planning.settle()
+        if pursuit is None:
+            raise RuntimeError(
+                "no step has been profiled yet: run one forward and backward pass in training mode first"
+            )
+        return self._planning.trace(pursuit)
 
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
@@ -159,11 +164,19 @@ class Session:
         for wrapper in reversed(self._wrappers):
             wrapper.undo()
         self._wrappers.clear()
+        for hook in self._optimizer_hooks:
+            hook.remove()
+        self._planning.pause()
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
+        if self._recording is not None:
+            self._recording.finish()
         self.engine.drain()
-        self.engine.store.trim()
+        store = self.engine.store
+        if not any(session.engine.store is store for session in list(_sessions.values())):
+            store.quiesce()
+            store.trim()
 
     def __enter__(self) -> Session:
         return self
@@ -202,10 +215,6 @@ class Session:
         """Whether the module now running in this thread is one of `exclude`."""
         return getattr(self._local, "excluded", 0) > 0
 
-    def forget_schedule(self, signature: object) -> None:
-        """This signature behaves otherwise than recorded: record it anew at its next step."""
-        self._schedules.pop(signature, None)
-
     def warn_once(self, error: Exception) -> None:
         """Say, once per kind of error, that a tensor stays because the store cannot take it."""
         if type(error) not in self._warned:
@@ -216,13 +225,7 @@ class Session:
 
     def _applies(self) -> bool:
         model = self._model()
-        return (
-            self._enabled
-            and self.options.n_tensors != 0
-            and model is not None
-            and model.training
-            and torch.is_grad_enabled()
-        )
+        return self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()
 
     def _current_round(self) -> Round | None:
         """The round whose hooks are on top in this thread, where it is one of ours."""
@@ -232,13 +235,22 @@ class Session:
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
-        current = Round(self)
+        current = self._make_round(self)
         self._local.excluded = 0
-        with saved_tensors_hooks(current.pack, current.unpack):
-            yield current
+        self.counts.begin_round()
+        with hooks_allowed(), saved_tensors_hooks(current.pack, current.unpack):
+            try:
+                yield current
+            except (MemoryError, RuntimeError) as error:
+                self.explain(error)
+                raise
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        if not self._applies() or _checkpoint_is_innermost():
+        if not self._applies():
+            self._planning.pause()
+            return nullcontext()
+        if _checkpoint_is_innermost():
+            self._left_to_checkpoint = True
             return nullcontext()
         current = self._current_round()
         if current is None:
@@ -265,22 +277,17 @@ class Session:
         self.engine.collect()
         self._refresh_parameters()
         self.counts.steps += 1
-        signature = self._signature(args, kwargs)
-        recorder = self._recorders.get(signature)
-        if recorder is not None and recorder.uses:
-            del self._recorders[signature]
-            self._schedules[signature] = recorder.schedule(self.options.n_tensors, self.options.lookahead_nodes)
-        schedule = self._schedules.get(signature)
-        if schedule is not None:
-            self._schedules.move_to_end(signature)
-            current.attach(signature, schedule, None)
-        else:
-            recorder = Recorder()
-            self._recorders[signature] = recorder
-            current.attach(signature, None, recorder)
-        for table in (self._schedules, self._recorders):
-            while len(table) > SIGNATURES_MAX:
-                table.popitem(last=False)
+        model = self._model()
+        assert model is not None  # its forward is running
+        current.attach(self._planning.follower(self._signature(args, kwargs), model))
+
+    def _note_compiled(self, order: StepOrder) -> None:
+        uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
+        demand = compiled.largest_demand(uses, order.compiled_nodes)
+        if demand is not None and demand.is_most:
+            if self._compiled_demand is None:
+                log.warning("%s", demand)
+            self._compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         leaves = tree_leaves((args, kwargs))
@@ -292,7 +299,35 @@ class Session:
         if model is None:
             return
         held = [*model.parameters(), *model.buffers()]
-        self._parameters = {Engine.identity(tensor) for tensor in held if _has_storage(tensor)}
+        self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
+
+    # -- what planning asks -------------------------------------------------------------------------------------------
+
+    def _measure_link(self) -> Link:
+        # A store of its own: the report tells of the training's copies alone.
+        store = _make_engine(self._device, self.options).store
+        return calibrate(store, self._device, self.options.spill_dir).link()
+
+    def _held_bytes(self) -> HeldBytes:
+        """What is on the device before a step begins."""
+        model = self._model()
+        parameters = list(model.parameters()) if model is not None else []
+        gradients = _bytes_of(parameter.grad for parameter in parameters)
+        if self._device.type == "cuda":
+            return HeldBytes(torch.cuda.memory_allocated(self._device) - gradients, gradients)
+        buffers = list(model.buffers()) if model is not None else []
+        states = [value for each in self._optimizers for row in each.state.values() for value in _tensors_in(row)]
+        return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self.engine.resident.now, gradients)
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: backward is over."""
+        self._planning.pause()
+        if optimizer in self._optimizers:
+            return
+        model = self._model()
+        own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._optimizers.add(optimizer)
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -305,12 +340,22 @@ class Session:
         counts = self.counts
         if self.options.n_tensors == 0:
             yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+        elif counts.steps == 0 and self._left_to_checkpoint:
+            yield (
+                "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves its input alone; "
+                "checkpoint blocks inside the model instead, or none"
+            )
         elif counts.steps == 0:
-            yield "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone)"
+            yield (
+                "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone, and so is a "
+                "compiled wrapper that is called from inside another compiled function: enable the inner model then)"
+            )
         elif counts.swapped.tensors == 0:
             reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
             largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
             yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
+        if self._compiled_demand is not None:
+            yield str(self._compiled_demand)
         if self.engine.failed:
             yield f"{self.engine.failed} tensors stayed because writing them failed: {self.engine.failure}"
         if counts.prefetches_without_memory:
@@ -319,8 +364,27 @@ class Session:
             yield f"{self.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
+    """Have the session told before any optimizer steps: its state is part of what is on the device."""
+    listener = weakref.WeakMethod(session._optimizer_steps)
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        tell = listener()
+        if tell is not None:
+            tell(optimizer)
+
+    return [register_optimizer_step_pre_hook(before_step)]
+
+
+def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
+    plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
+    return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
+
+
+def _tensors_in(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, dict):
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _checkpoint_is_innermost() -> bool:
@@ -329,38 +393,44 @@ def _checkpoint_is_innermost() -> bool:
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    if not devices:
-        return torch.device("cpu")
-    if len(devices) > 1:
-        named = ", ".join(sorted(str(device) for device in devices))
-        raise ValueError(f"the model is spread over {named}; move it to one device before offload.enable")
-    device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
-    return device
-
-
 def _make_engine(device: torch.device, options: Options) -> Engine:
-    lanes = _core.HostDriver(niceness=LANE_NICENESS)
-    if device.type == "cpu":
-        store = _core.SwapStore.direct(lanes, options.spill_dir)
-    else:
-        driver = _core.cuda_driver(device.index or 0)
-        store = _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
-    engine = Engine(store, device)
+    engine = Engine(_shared_store(device, options), device)
     _engines.add(engine)
     return engine
 
 
+def _shared_store(device: torch.device, options: Options) -> _core.SwapStore:
+    """One store per process and device, hence one spill file, as long as the wishes of its sessions agree."""
+    limit = options.host_limit if options.host_limit_is_given else 0
+    # The pid: what a forked child inherits is no store to it.
+    key = (os.getpid(), str(device), os.path.realpath(options.spill_dir) if options.spill_dir else "", limit)
+    with _stores_lock:
+        store = _stores.get(key)
+        if store is None:
+            lanes = _core.HostDriver(niceness=LANE_NICENESS)
+            if device.type == "cpu":
+                store = _core.SwapStore.direct(lanes, options.spill_dir)
+            else:
+                driver = _core.cuda_driver(device.index or 0)
+                store = _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
+            _stores[key] = store
+        return store
+
+
+_stores: weakref.WeakValueDictionary[tuple[int, str, str, int], _core.SwapStore] = weakref.WeakValueDictionary()
+_stores_lock = threading.Lock()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engines() -> list[Engine]:
+    """Those that are alive: of enabled models, and of graphs that outlive theirs."""
+    return list(_engines)
 
 
 @atexit.register
 def _quiesce_at_exit() -> None:
     """No copy may read a tensor that interpreter shutdown is about to free."""
-    for engine in list(_engines):
+    for engine in engines():
         engine.store.quiesce()
 
 
@@ -382,11 +452,14 @@ def enable(
     ----------
     model
         On one device, ``cpu`` or ``cuda``. Its parameters and buffers are never moved.
-    memory_limit, max_slowdown
-        Automatic planning; not there yet.
+    memory_limit
+        The fastest step that fits: bytes, a string such as ``"12GiB"``, or, as a float, a fraction of the device. Hard.
+        It counts the tensors on the device: parameters, gradients, optimizer state, temporaries, saved tensors.
+    max_slowdown
+        The least memory within this slowdown of the unswapped step, as a fraction. The default, with 0.05, where
+        nothing is asked for. Beside `memory_limit`: the least memory within both.
     n_tensors
-        Storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all). Default: all but
-        those that backward wants at once.
+        By hand: storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all).
     lb
         Lead: backward nodes between the start of a copy-in and its use, at least 1, or ``"auto"``.
     min_tensor_bytes
@@ -394,8 +467,8 @@ def enable(
     exclude
         Names of submodules, as in ``model.named_modules()``, whose saved tensors stay.
     host_limit
-        Most host memory to pin (CUDA), in bytes or as a string. Default: the smaller of half of the available RAM and
-        what the control group leaves.
+        Most host memory that this process pins (CUDA), in bytes or as a string. Default: the smaller of half of the
+        available RAM and what the control group leaves, divided by the processes of this run on this machine.
     spill_dir
         Folder of the spill file. Default: the folder for temporary files on the CPU, no disk tier on CUDA.
 
@@ -407,7 +480,8 @@ def enable(
     Raises
     ------
     ValueError, OSError
-        An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then.
+        An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then. A
+        `memory_limit` that no plan keeps is refused by the model's second forward, with the least feasible one.
     RuntimeError
         The CUDA driver refuses.
 
@@ -420,11 +494,7 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"offload.enable takes a torch.nn.Module, not {type(model).__name__}")
-    if model in _sessions:
-        raise ValueError("offload is already enabled on this model; call offload.disable(model) first")
-    device = _device_of(model)
+    device = check_model(model, _sessions.keys())
     options = check_options(
         model,
         device,
@@ -437,9 +507,18 @@ def enable(
         host_limit=host_limit,
         spill_dir=spill_dir,
     )
-    session = Session(model, device, options, _make_engine(device, options))
+    watch_refusals()
+    session = compiled.untraced(Session, model, device, options, _make_engine(device, options))
     _sessions[model] = session
+    if planning.on_profile is not None:
+        _kept.append(model)
     return session
+
+
+def settle_all() -> None:
+    """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
+    while _kept:
+        _sessions[_kept.pop()].settle()
 
 
 def disable(model: nn.Module) -> None:

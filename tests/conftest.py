@@ -17,9 +17,9 @@ import pytest
 import torch
 
 TALLY = pytest.StashKey[dict]()
-COUNTS = pytest.StashKey[Counter]()
 PASSED = pytest.StashKey[Counter]()
 STARTED = pytest.StashKey[float]()
+FIGURES = pytest.StashKey[dict]()
 
 
 def pytest_addoption(parser):
@@ -31,13 +31,16 @@ def pytest_addoption(parser):
     )
     parser.addoption("--long", action="store_true", help="run the campaigns of docs/reliability.md in full")
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
+    parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
+    parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
+    parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
 
 
 def pytest_configure(config):
     config.stash[TALLY] = {}
-    config.stash[COUNTS] = Counter()
     config.stash[PASSED] = Counter()
     config.stash[STARTED] = time.monotonic()
+    config.stash[FIGURES] = {}
 
 
 def pytest_runtest_setup(item):
@@ -55,6 +58,12 @@ def tally(request):
 
 
 @pytest.fixture(scope="session")
+def figures(request):
+    """What a run counted, by name; said at its end."""
+    return request.config.stash[FIGURES]
+
+
+@pytest.fixture(scope="session")
 def is_long(request):
     """Whether the campaigns run in full."""
     return request.config.getoption("--long")
@@ -63,7 +72,7 @@ def is_long(request):
 @pytest.fixture(scope="session")
 def campaign_counts(request):
     """What a campaign counts: `campaign_counts["faults injected"] += 1`."""
-    return request.config.stash[COUNTS]
+    return request.config.stash[FIGURES].setdefault("campaigns", Counter())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -84,7 +93,7 @@ def pytest_sessionfinish(session, exitstatus):
     }
     found = {
         "long": session.config.getoption("--long"),
-        "counts": dict(session.config.stash[COUNTS]),
+        "figures": session.config.stash[FIGURES],
         "passed": dict(session.config.stash[PASSED]),
         "failed": session.testsfailed,
         "databases": databases,
@@ -94,6 +103,8 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    for name, counted in sorted(config.stash[FIGURES].items()):
+        terminalreporter.write_line(f"{name}: {counted}")
     for database, outcomes in sorted(config.stash[TALLY].items()):
         terminalreporter.section(f"{database}: what the engine's hooks were tried on")
         for outcome, names in sorted(outcomes.items()):

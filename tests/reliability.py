@@ -4,11 +4,12 @@
     python tests/reliability.py --long     in full
     python tests/reliability.py --table    only the page, from the JSON as it stands
 
-The seeded schedules and the mutants stand in the same JSON, under "seeds" and "mutants"; their own commands write them.
+The seeded schedules and the mutants stand in the same JSON, under "seeds" and "mutants", which campaign.mutants writes.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +33,18 @@ NOT_RUN = "not run"
 
 
 def run_campaigns(is_long: bool) -> int:
-    """Run pytest on the campaigns; merge what it counted into the JSON. Returns pytest's exit status."""
+    """Run pytest on the campaigns, then the seeds; merge what was counted into the JSON. Returns 0 where all passed."""
     counted = JSON.with_suffix(".part")
     JSON.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", *CAMPAIGNS, f"--reliability-json={counted}"]
     command += ["--long", "--all-databases"] if is_long else []
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    seeds = [sys.executable, "-m", "campaign.mutants", *(["--seeds", "100000"] if is_long else [])]
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    status |= subprocess.run(seeds, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
     merged = read() | {"campaigns": json.loads(counted.read_text())}
     counted.unlink()
-    JSON.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+    JSON.write_text(json.dumps(merged, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
     return status
 
 
@@ -52,7 +56,8 @@ def read() -> dict:
 def rows(found: dict) -> list[tuple[str, str]]:
     """The figures' names and values; what has not been run says so."""
     campaigns = found.get("campaigns", {})
-    counts = campaigns.get("counts", {})
+    counts = campaigns.get("figures", {}).get("campaigns", {})
+    seeds = found.get("seeds", {})
     passed = campaigns.get("passed", {})
     scenarios = sum(count for path, count in passed.items() if path.startswith("tests/autograd/"))
     mutants = found.get("mutants")
@@ -62,23 +67,24 @@ def rows(found: dict) -> list[tuple[str, str]]:
         for name, outcomes in campaigns.get("databases", {}).items()
     }
     return [
-        ("seeds run", number(found.get("seeds"))),
+        ("seeds run, each under every schedule", number(seeds.get("run"))),
+        ("seeds that failed", number(seeds.get("failed"))),
+        ("faults injected by the seeds", number(seeds.get("faults_injected"))),
         *((what, number(counts.get(what))) for what in COUNTED),
         ("autograd scenarios × setups, all bit-equal", number(scenarios or None)),
         *((f"{name}: cases bit-equal", value) for name, value in sorted(databases.items())),
         *([] if databases else [("databases' cases bit-equal", NOT_RUN)]),
         ("mutants caught of mutants planted", f"{caught} of {len(mutants)}" if mutants else NOT_RUN),
         ("tests that failed", number(campaigns.get("failed"))),
-        ("seconds taken", number(campaigns.get("seconds"))),
+        ("seconds taken: seeds", number(seeds.get("seconds"))),
+        ("seconds taken: everything else", number(campaigns.get("seconds"))),
     ]
 
 
 def number(value: object) -> str:
-    """A count for the page; a mapping is written as its entries."""
+    """A count for the page."""
     if value is None:
         return NOT_RUN
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {number(each)}" for name, each in sorted(value.items()))
     return f"{value:,}" if isinstance(value, (int, float)) else str(value)
 
 

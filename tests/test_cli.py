@@ -23,7 +23,7 @@ def offload(*words: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_commands() -> None:
     shown = offload("--help")
     assert shown.returncode == 0
-    for command in ("demo", "plan", "run"):
+    for command in ("demo", "doctor", "plan", "run"):
         assert command in shown.stdout
 
 

@@ -27,8 +27,16 @@ CHECKS = [
     "registration_is_chunked",
     "registration_is_rolled_back",
     "threads_share_a_driver",
+    "waits_keep_their_record",
 ]
-OPTIONAL = ("cuEventElapsedTime", "cuStreamIsCapturing", "cuGetErrorName", "cuGetErrorString")
+OPTIONAL = (
+    "cuEventElapsedTime",
+    "cuStreamIsCapturing",
+    "cuMemcpyBatchAsync",
+    "cuDeviceGetPCIBusId",
+    "cuGetErrorName",
+    "cuGetErrorString",
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
-# Exported under this name by every driver; newer headers also offer a _v2 with the same prototype,
-# which an older driver lacks.
-UNSUFFIXED_ON_PURPOSE = {"cuEventElapsedTime"}
+# Exported under this name by every driver that has them; newer headers also offer a _v2, which an older driver lacks.
+UNSUFFIXED_ON_PURPOSE = {"cuEventElapsedTime", "cuMemcpyBatchAsync"}
 
 PREAMBLE = r"""
 #include "cuda_api.h"
 #include <cuda.h>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <type_traits>
@@ -42,6 +42,11 @@ template <> struct Vendor<api::CaptureState> { using type = CUstreamCaptureStatu
 template <> struct Vendor<api::ContextTag> { using type = std::remove_pointer_t<CUcontext>; };
 template <> struct Vendor<api::StreamTag> { using type = std::remove_pointer_t<CUstream>; };
 template <> struct Vendor<api::EventTag> { using type = std::remove_pointer_t<CUevent>; };
+template <> struct Vendor<api::CopyAttributes> { using type = CUmemcpyAttributes; };
+static_assert(sizeof(api::CopyAttributes) == sizeof(CUmemcpyAttributes));
+static_assert(offsetof(api::CopyAttributes, source_hint) == offsetof(CUmemcpyAttributes, srcLocHint));
+static_assert(offsetof(api::CopyAttributes, target_hint) == offsetof(CUmemcpyAttributes, dstLocHint));
+static_assert(offsetof(api::CopyAttributes, flags) == offsetof(CUmemcpyAttributes, flags));
 static_assert(sizeof(api::Result) == sizeof(CUresult));
 static_assert(sizeof(api::CaptureState) == sizeof(CUstreamCaptureStatus));
 

@@ -477,3 +477,23 @@ def test_truncated_spill_file_is_an_error(tmp_path):
         handle.engine.drain()
         assert handle.engine.live_records == 0
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_storage_that_stays_counts_its_bytes_once():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1, exclude=("1", "2")) as handle:
+        model(torch.randn(32, 64)).sum().backward()
+        kept = handle.report().kept["excluded"]
+    assert (kept.tensors, kept.nbytes) == (2, 32 * 64 * 4)  # tanh's result, which is the last layer's input too
+
+
+def test_the_postfix_of_a_progress_bar():
+    model = Net()
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
+        assert handle.postfix()["swapped"] == "0 B"
+        step(model)
+        postfix = handle.postfix()
+    assert set(postfix) == {"peak", "swapped", "stalled"}
+    assert postfix["swapped"] == "16.00 KiB"
+    assert postfix["peak"].endswith("iB")
+    assert postfix["stalled"].endswith("s")

@@ -4,6 +4,7 @@ The tests keep every reload target alive themselves, so that a write that comes 
 """
 
 import errno
+import weakref
 
 import numpy as np
 import pytest
@@ -95,6 +96,35 @@ def test_graph_dropped_while_its_tensors_come_back(offloaded, end):
         assert_untouched(handle, targets.poison_given_up())
         handle.engine.drain()
     assert len(targets.blocks) >= 5
+
+
+class TimesBorrowed(torch.autograd.Function):
+    """Doubles, and saves the factor in memory that is overwritten as soon as torch lets go of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        memory = np.full(4 * x.numel(), POISON, dtype=np.uint8)
+        owner = memory[:]
+        factor = torch.frombuffer(owner, dtype=torch.float32).fill_(2)
+        weakref.finalize(owner, memory.fill, POISON)
+        ctx.save_for_backward(factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        (factor,) = ctx.saved_tensors
+        return grad * factor
+
+
+def test_a_freed_source_may_be_overwritten(offloaded):
+    """Its memory is the allocator's again as soon as the engine lets go: not before the copy has read it."""
+
+    def function(x):
+        for _ in range(6):
+            x = TimesBorrowed.apply(x)
+        return x
+
+    offloaded.differentiate(function, torch.linspace(-1, 1, 16 * 1024).requires_grad_())
 
 
 def test_read_that_fails_half_way_through_a_block(offloaded):

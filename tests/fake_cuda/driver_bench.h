@@ -95,6 +95,7 @@ struct Bench {
         {"cuEventElapsedTime", [this] { elapsed(); }},
         {"cuMemcpyDtoHAsync_v2", [this] { driver->copy_out(host.data, device.data, kPageBytes, stream); }},
         {"cuMemcpyHtoDAsync_v2", [this] { driver->copy_in(device.data, host.data, kPageBytes, stream); }},
+        {"cuMemcpyBatchAsync", [this] { copy_together(); }},
         {"cuMemHostRegister_v2", [this] { register_other(); }},
         {"cuMemGetInfo_v2", [this] { driver->device_memory(); }},
     };
@@ -105,6 +106,13 @@ struct Bench {
     driver->event_record(to, stream);
     driver->event_synchronize(to);
     return driver->event_elapsed_ms(from, to);
+  }
+
+  void copy_together() {
+    const offload::Copy out[] = {{host.data, device.data, 64}, {host.data + 64, device.data + 64, 64}};
+    driver->copy_out_batch(out, 2, stream);
+    const offload::Copy in[] = {{device.data + 128, host.data + 128, 64}, {device.data + 192, host.data + 192, 64}};
+    driver->copy_in_batch(in, 2, stream);
   }
 
   void register_other() {

@@ -225,6 +225,25 @@ void events_order_streams() {
   driver->stream_destroy(second);
 }
 
+void waits_keep_their_record() {
+  Bench bench;
+  const auto& driver = bench.driver;
+  const Stream second = driver->stream_create();
+  fake_hold_streams(1);
+  std::memset(bench.host.data, 1, kPageBytes);
+  driver->copy_in(bench.device.data, bench.host.data, kPageBytes, bench.stream);
+  driver->event_record(bench.from, bench.stream);
+  driver->stream_wait(second, bench.from);
+  driver->copy_out(bench.host.data, bench.device.data, kPageBytes, second);
+  fake_caller_is_legacy(1);
+  driver->event_record(bench.from, nullptr);  // completes at once, on another stream
+  require(driver->event_done(bench.from), "the newest record is what a query asks about");
+  fake_hold_streams(0);
+  driver->stream_synchronize(second);
+  require(bench.device.data[0] == std::byte{1} && bench.host.data[0] == std::byte{1}, "the wait was for the first one");
+  driver->stream_destroy(second);
+}
+
 void default_stream_is_legacy() {
   Bench bench;
   bench.driver->event_record(bench.from, nullptr);
@@ -374,6 +393,7 @@ const std::map<std::string, void (*)()> all_checks = {
     {"registration_is_chunked", registration_is_chunked},
     {"registration_is_rolled_back", registration_is_rolled_back},
     {"threads_share_a_driver", threads_share_a_driver},
+    {"waits_keep_their_record", waits_keep_their_record},
 };
 
 }  // namespace

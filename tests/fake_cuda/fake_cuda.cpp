@@ -111,6 +111,34 @@ Result cuMemcpyDtoHAsync_v2(void* host, DeviceAddress device, size_t bytes, Stre
   return queue_copy(call, host, reinterpret_cast<const void*>(device), host, bytes, stream);
 }
 
+Result cuMemcpyBatchAsync(DeviceAddress* targets, DeviceAddress* sources, size_t* bytes, size_t count,
+                          CopyAttributes* attributes, size_t* first_of_attributes, size_t attributes_count,
+                          size_t* failed, StreamHandle stream) {
+  FAKE_ENTRY("cuMemcpyBatchAsync");
+  if (stream == reinterpret_cast<StreamHandle>(uintptr_t{kStreamLegacy}))
+    return call.violate("with the legacy stream", kInvalidHandle);
+  if (count == 0 || attributes_count != 1 || *first_of_attributes != 0 ||
+      attributes->source_access_order != kSourceInStreamOrder)
+    return call.violate("with an empty batch or other attributes", kInvalidValue);
+  for (size_t each = 0; each < count; ++each) {
+    *failed = each;
+    void* const target = reinterpret_cast<void*>(targets[each]);
+    const void* const source = reinterpret_cast<const void*>(sources[each]);
+    const bool outward = find_registration(target, bytes[each]) != nullptr;
+    const Result result = queue_copy(call, target, source, outward ? target : source, bytes[each], stream);
+    if (result != kSuccess) return result;
+  }
+  return kSuccess;
+}
+
+Result cuDeviceGetPCIBusId(char* text, int text_bytes, Device device) {
+  FAKE_ENTRY("cuDeviceGetPCIBusId", Call::kInit);
+  constexpr char kBusId[] = "0000:C1:00.0";
+  if (device < 0 || device >= state.devices || text_bytes < static_cast<int>(sizeof kBusId)) return kInvalidValue;
+  std::copy(std::begin(kBusId), std::end(kBusId), text);
+  return kSuccess;
+}
+
 Result cuStreamCreate(StreamHandle* stream, unsigned flags) {
   FAKE_ENTRY("cuStreamCreate");
   if (flags != kStreamNonBlocking) return call.violate("of a stream that blocks on the default stream", kInvalidValue);
@@ -135,9 +163,13 @@ Result cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned flags)
   const auto waiter = find_stream(call, stream);
   const auto awaited = find_event(call, event);
   if (waiter == nullptr || awaited == nullptr || flags != 0) return kInvalidHandle;
-  waiter->queue.emplace_back([awaited, record = awaited->recorded](Lock& lock) {
-    state.changed.wait(lock, [&] { return awaited->completed >= record; });
-  });
+  const auto record = awaited->last;
+  if (record == nullptr) return kSuccess;
+  if (is_caller(stream)) {
+    state.changed.wait(call.lock, [&] { return record->completed; });
+    return kSuccess;
+  }
+  waiter->queue.emplace_back([record](Lock& lock) { state.changed.wait(lock, [&] { return record->completed; }); });
   state.changed.notify_all();
   return kSuccess;
 }
@@ -180,10 +212,16 @@ Result cuEventRecord(EventHandle event, StreamHandle stream) {
   const auto recorded = find_event(call, event);
   const auto recorder = find_stream(call, stream);
   if (recorded == nullptr || recorder == nullptr) return kInvalidHandle;
-  recorder->queue.emplace_back([recorded, record = ++recorded->recorded](Lock&) {
-    recorded->completed = std::max(recorded->completed, record);
-    recorded->completed_at = std::chrono::steady_clock::now();
-  });
+  const auto record = recorded->last = std::make_shared<Record>();
+  const auto complete = [record](Lock&) {
+    record->completed = true;
+    record->completed_at = std::chrono::steady_clock::now();
+  };
+  if (is_caller(stream)) {
+    complete(call.lock);
+  } else {
+    recorder->queue.emplace_back(complete);
+  }
   state.changed.notify_all();
   return kSuccess;
 }
@@ -192,14 +230,14 @@ Result cuEventQuery(EventHandle event) {
   FAKE_ENTRY("cuEventQuery");
   const auto found = find_event(call, event);
   if (found == nullptr) return kInvalidHandle;
-  return found->completed == found->recorded ? kSuccess : kNotReady;
+  return found->last == nullptr || found->last->completed ? kSuccess : kNotReady;
 }
 
 Result cuEventSynchronize(EventHandle event) {
   FAKE_ENTRY("cuEventSynchronize");
   const auto found = find_event(call, event);
   if (found == nullptr) return kInvalidHandle;
-  state.changed.wait(call.lock, [&, record = found->recorded] { return found->completed >= record; });
+  if (const auto record = found->last) state.changed.wait(call.lock, [&] { return record->completed; });
   return kSuccess;
 }
 
@@ -208,9 +246,10 @@ Result cuEventElapsedTime(float* milliseconds, EventHandle from, EventHandle to)
   const auto begin = find_event(call, from);
   const auto end = find_event(call, to);
   if (begin == nullptr || end == nullptr) return kInvalidHandle;
-  if (begin->recorded == 0 || end->recorded == 0) return call.violate("of an event never recorded", kInvalidHandle);
-  if (begin->completed != begin->recorded || end->completed != end->recorded) return kNotReady;
-  *milliseconds = std::chrono::duration<float, std::milli>(end->completed_at - begin->completed_at).count();
+  if (begin->last == nullptr || end->last == nullptr) return call.violate("of an event never recorded", kInvalidHandle);
+  if (!begin->last->completed || !end->last->completed) return kNotReady;
+  const auto between = end->last->completed_at - begin->last->completed_at;
+  *milliseconds = std::chrono::duration<float, std::milli>(between).count();
   return kSuccess;
 }
 
@@ -258,6 +297,16 @@ void fake_hold_streams(int held) {
 void fake_set_capturing(StreamHandle stream, int capturing) {
   const Lock lock(state.mutex);
   stream->capturing = capturing != 0;
+}
+
+void fake_caller_is_legacy(int is_so) {
+  const Lock lock(state.mutex);
+  state.caller_is_legacy = is_so != 0;
+}
+
+void fake_forget_faults() {
+  const Lock lock(state.mutex);
+  state.faults.clear();
 }
 
 void fake_set_devices(int count) {

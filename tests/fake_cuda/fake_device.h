@@ -39,11 +39,15 @@ struct StreamTag {
   bool capturing = false;
 };
 
+// Who waits for a record holds it: recording the event again changes nothing for them.
+struct Record {
+  bool completed = false;
+  std::chrono::steady_clock::time_point completed_at;
+};
+
 struct EventTag {
   ContextHandle context = nullptr;
-  uint64_t recorded = 0;   // records queued so far
-  uint64_t completed = 0;  // the newest of them that has completed
-  std::chrono::steady_clock::time_point completed_at;
+  std::shared_ptr<Record> last;  // null: never recorded
 };
 
 }  // namespace offload::cuda
@@ -75,6 +79,7 @@ struct State {
   pid_t initialized_by = 0;
   int devices = 2;
   bool held = false;
+  bool caller_is_legacy = false;
   ContextTag contexts[2];
   std::map<std::string, int> calls;
   std::map<std::string, Fault> faults;
@@ -188,6 +193,11 @@ inline std::shared_ptr<EventTag> find_event(Call& call, EventHandle handle) {
     return nullptr;
   }
   return found->second;
+}
+
+// On a machine without a GPU the framework computes on the calling thread: the legacy stream then waits there, at once.
+inline bool is_caller(StreamHandle handle) {
+  return state.caller_is_legacy && handle == reinterpret_cast<StreamHandle>(uintptr_t{kStreamLegacy});
 }
 
 // The registration that contains the whole range, or null.

@@ -1,0 +1,88 @@
+#include "copy_log.h"
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+
+namespace offload {
+namespace {
+
+constexpr int kAnchorAttempts = 3;
+constexpr double kAnchorSecondsMax = 10;  // CUDA tells milliseconds as a float: within 1 µs up to here
+
+}  // namespace
+
+const char* kind_name(CopyKind kind) {
+  static constexpr const char* kNames[] = {"out", "in", "spill", "fill"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+double now_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// On a stream without work the event completes between the two looks at the clock; the closest pair tells best when.
+std::shared_ptr<const Anchor> Anchor::measure(Driver& device, EventPool& events) {
+  const std::unique_ptr<void, std::function<void(Stream)>> stream(
+      device.stream_create(), [&](Stream created) { device.stream_destroy(created); });
+  auto best = std::make_shared<Anchor>();
+  double best_gap_seconds = 0;
+  for (int attempt = 0; attempt < kAnchorAttempts; ++attempt) {
+    const double before = now_seconds();
+    const EventRef event = events.record(stream.get());
+    device.event_synchronize(event.get());
+    const double gap_seconds = now_seconds() - before;
+    if (attempt > 0 && gap_seconds >= best_gap_seconds) continue;
+    best_gap_seconds = gap_seconds;
+    best->event = event;
+    best->host_seconds = before + gap_seconds / 2;
+  }
+  return best;
+}
+
+bool Anchor::is_old() const { return now_seconds() - host_seconds > kAnchorSecondsMax; }
+
+void CopyLog::start(size_t limit, std::shared_ptr<const Anchor> anchor) {
+  limit_ = limit;
+  anchor_ = std::move(anchor);
+  pending_.clear();
+}
+
+void CopyLog::push(Pending pending) {
+  if (!is_on()) return;
+  if (pending_.size() >= limit_) pending_.pop_front();
+  pending_.push_back(std::move(pending));
+}
+
+void CopyLog::add(CopyKind kind, uint64_t ticket_id, size_t bytes, double begin_seconds) {
+  if (is_on()) push({{kind, ticket_id, bytes, begin_seconds, now_seconds()}, nullptr, nullptr, nullptr});
+}
+
+void CopyLog::add(CopyKind kind, uint64_t ticket_id, size_t bytes, EventRef begin, EventRef end) {
+  if (is_on()) push({{kind, ticket_id, bytes, 0, 0}, std::move(begin), std::move(end), anchor_});
+}
+
+std::vector<CopyEntry> CopyLog::take() {
+  std::vector<CopyEntry> ended;
+  std::deque<Pending> under_way;
+  for (Pending& each : pending_) {
+    if (each.begin != nullptr) {
+      if (!device_->event_done(each.end.get())) {
+        under_way.push_back(std::move(each));
+        continue;
+      }
+      const auto seconds = [&](const EventRef& event) {
+        return each.anchor->host_seconds + 1e-3 * device_->event_elapsed_ms(each.anchor->event.get(), event.get());
+      };
+      each.entry.begin_seconds = seconds(each.begin);
+      each.entry.end_seconds = seconds(each.end);
+    }
+    ended.push_back(each.entry);
+  }
+  pending_ = std::move(under_way);
+  std::stable_sort(ended.begin(), ended.end(),
+                   [](const CopyEntry& a, const CopyEntry& b) { return a.end_seconds < b.end_seconds; });
+  return ended;
+}
+
+}  // namespace offload

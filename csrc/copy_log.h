@@ -1,0 +1,75 @@
+// What a timeline draws: which ticket's bytes moved when, in seconds of CLOCK_MONOTONIC. Off unless somebody asks.
+//
+// Host copies come with their times. Device copies come with the events around them, whose times are asked for in
+// take(), when they have completed; an anchor (one event, and the host's time when it completed) relates both clocks.
+//
+// Bounded: beyond its limit the oldest entries are forgotten. Not thread safe: the swap store calls it under its lock,
+// but for Anchor::measure, which waits for the device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "event_pool.h"
+
+namespace offload {
+
+enum class CopyKind : uint8_t { out, in, spill, fill };
+
+const char* kind_name(CopyKind kind);
+
+struct CopyEntry {
+  CopyKind kind;
+  uint64_t ticket_id;
+  size_t bytes;
+  double begin_seconds;  // of the first slice
+  double end_seconds;    // of the last one
+};
+
+double now_seconds();
+
+struct Anchor {
+  EventRef event;
+  double host_seconds = 0;
+
+  // Throws DriverError.
+  static std::shared_ptr<const Anchor> measure(Driver& device, EventPool& events);
+  bool is_old() const;
+};
+
+class CopyLog {
+ public:
+  explicit CopyLog(std::shared_ptr<Driver> device) : device_(std::move(device)) {}
+
+  // Keeps the newest `limit` copies from now on; 0 stops, and forgets what there is.
+  void start(size_t limit, std::shared_ptr<const Anchor> anchor);
+  bool is_on() const { return limit_ > 0; }
+  // The anchor of the device copies added from now on: times are exact near it.
+  void set_anchor(std::shared_ptr<const Anchor> anchor) { anchor_ = std::move(anchor); }
+  const std::shared_ptr<const Anchor>& anchor() const { return anchor_; }
+
+  void add(CopyKind kind, uint64_t ticket_id, size_t bytes, double begin_seconds);  // ends now
+  void add(CopyKind kind, uint64_t ticket_id, size_t bytes, EventRef begin, EventRef end);
+  // The copies that have ended, by the time they ended; each is told once. Throws DriverError.
+  std::vector<CopyEntry> take();
+
+ private:
+  struct Pending {
+    CopyEntry entry;
+    EventRef begin;  // null where the entry has its times
+    EventRef end;
+    std::shared_ptr<const Anchor> anchor;
+  };
+
+  void push(Pending pending);
+
+  const std::shared_ptr<Driver> device_;
+  size_t limit_ = 0;
+  std::shared_ptr<const Anchor> anchor_;
+  std::deque<Pending> pending_;
+};
+
+}  // namespace offload

@@ -1,0 +1,352 @@
+"""Who decides what a round follows: a schedule by hand, or a plan that is held to what it promised.
+
+Beside the data path: a session asks at the beginning of every round. Plans are kept per signature.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Protocol
+
+from torch import nn
+
+from offload.allocations import HeldBytes
+from offload.course import Course, Follower, Measured, Stopwatch
+from offload.engine import Engine
+from offload.options import Options
+from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
+from offload.profiler import Profile, Profiler, Recorder
+from offload.report import Counts, StepRecord
+from offload.schedule import Schedule, StepOrder, by_hand, of_plan
+from offload.trace import Trace
+from offload.units import format_seconds
+
+log = logging.getLogger("offload")
+
+SIGNATURES_MAX = 64
+REPLANS_MAX = 5
+MEASUREMENTS_MAX = 5
+_OFF = 0.05  # a prediction that is off by more is worth a new plan
+_LATE_SECONDS = 0.5e-3
+_DEVICE_MEASURED_STEPS = 8
+
+# Told of every profiled step before it is planned (trace, link, most bytes that host memory takes), where somebody
+# wants to see the options instead of a run. While it is set nothing is done by hand.
+on_profile: Callable[[Trace, Link, int], None] | None = None
+
+
+class Planning(Protocol):
+    """What a session asks."""
+
+    def follower(self, signature: object, model: nn.Module) -> Follower:
+        """Who listens to the round that begins now."""
+
+    def forget(self, signature: object) -> None:
+        """This signature behaves otherwise than recorded: record it anew at its next round."""
+
+    def pause(self) -> None:
+        """Something else than a step begins: stop watching what is only to be watched in a step."""
+
+
+class ByHand:
+    """Swaps `n_tensors`, brings each back `lookahead_nodes` ahead."""
+
+    def __init__(self, options: Options, engine: Engine, counts: Counts, recorded: Callable[[StepOrder], None]) -> None:
+        self._options = options
+        self._engine = engine
+        self._counts = counts
+        self._recorded = recorded
+        self._recorders: OrderedDict[object, Recorder] = OrderedDict()
+        self.schedules: OrderedDict[object, Schedule] = OrderedDict()
+
+    def follower(self, signature: object, model: nn.Module) -> Follower:
+        """A recorder at a signature's first round, the course of its schedule from then on."""
+        recorder = self._recorders.get(signature)
+        if recorder is not None and recorder.finished:
+            del self._recorders[signature]
+            self._recorded(recorder.order)
+            assert self._options.n_tensors is not None
+            self.schedules[signature] = by_hand(recorder.order, self._options.n_tensors, self._options.lookahead_nodes)
+        schedule = self.schedules.get(signature)
+        for table in (self.schedules, self._recorders):
+            while len(table) > SIGNATURES_MAX:
+                table.popitem(last=False)
+        if schedule is None:
+            recorder = self._recorders[signature] = Recorder()
+            return recorder
+        self.schedules.move_to_end(signature)
+        return Course(schedule, self._engine, self._counts, "n_tensors", lambda: self.forget(signature))
+
+    def forget(self, signature: object) -> None:
+        """Record it anew at its next round."""
+        self.schedules.pop(signature, None)
+
+    def pause(self) -> None:
+        """Nothing is watched but the hooks themselves."""
+
+
+@dataclass
+class Pursuit:
+    """One signature: its profile, its plan, and what its steps have really taken."""
+
+    profile: Profile
+    link: Link
+    held: HeldBytes  # the most that there ever was before a step
+    plan: Plan | None = None
+    schedule: Schedule | None = None
+    replans: int = 0
+    rounds: int = 0
+    courses: deque[Course] = field(default_factory=lambda: deque(maxlen=4))  # whose measurements are still to be read
+    node_seconds: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    starts: tuple[float, ...] = ()  # measured in the last step
+    late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
+
+
+class ByPlan:
+    """Profiles a signature's first round, plans, and plans again where the promise is not kept.
+
+    Parameters
+    ----------
+    recorded
+        Told of every step that has been recorded.
+    link
+        Measures the link; called at the first plan.
+    held
+        What is on the device before a step begins.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        engine: Engine,
+        counts: Counts,
+        recorded: Callable[[StepOrder], None],
+        link: Callable[[], Link],
+        held: Callable[[], HeldBytes],
+    ) -> None:
+        self._options = options
+        self._engine = engine
+        self._counts = counts
+        self._recorded = recorded
+        self._measure_link = link
+        self._held = held
+        self._profilers: OrderedDict[object, Profiler] = OrderedDict()
+        self.pursuits: OrderedDict[object, Pursuit] = OrderedDict()
+        self.latest: Pursuit | None = None
+        self._lock = threading.RLock()
+
+    def follower(self, signature: object, model: nn.Module) -> Follower:
+        """A profiler at a signature's first round, the course of its plan from then on.
+
+        Raises
+        ------
+        InfeasibleLimitError
+            No plan keeps the memory limit; nothing has been run yet.
+        """
+        with self._lock:
+            self.pause()
+            held = self._held()
+            pursuit = self.pursuits.get(signature) or self._begin_pursuit(signature)
+            for table in (self.pursuits, self._profilers):
+                while len(table) > SIGNATURES_MAX:
+                    table.popitem(last=False)
+            if pursuit is None:
+                profiler = self._profilers[signature] = Profiler(self._engine, model, held)
+                self._counts.profiled_steps += 1
+                return profiler
+            self.pursuits.move_to_end(signature)
+            self._learn(pursuit)
+            if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
+                self._make_plan(pursuit, held)
+            return self._course(signature, pursuit)
+
+    def forget(self, signature: object) -> None:
+        """Record it anew at its next round."""
+        with self._lock:
+            self.pursuits.pop(signature, None)
+
+    def pause(self) -> None:
+        """Watch allocations no longer."""
+        for profiler in self._profilers.values():
+            profiler.stop()
+
+    def settle(self) -> Pursuit | None:
+        """Read every measurement that is complete; the pursuit of the latest signature that was profiled."""
+        with self._lock:
+            self.pause()
+            for signature in list(self._profilers):
+                self._begin_pursuit(signature)
+            for pursuit in self.pursuits.values():
+                self._learn(pursuit)
+            return self.latest
+
+    # -- from profile to plan -----------------------------------------------------------------------------------------
+
+    def _begin_pursuit(self, signature: object) -> Pursuit | None:
+        profiler = self._profilers.get(signature)
+        profile = profiler.profile() if profiler is not None else None
+        if profiler is None or profile is None:
+            return None
+        del self._profilers[signature]
+        self._recorded(profile.order)
+        measured = profiler.stopwatch.measured(profile.order.node_count)
+        if measured is not None:
+            self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
+        pursuit = Pursuit(profile, self._measure_link(), profile.held)
+        self.latest = self.pursuits[signature] = pursuit
+        if on_profile is not None:
+            on_cpu = self._engine.device.type == "cpu"
+            on_profile(profile.trace, pursuit.link, 0 if on_cpu else self._options.host_limit)
+        return pursuit
+
+    def _make_plan(self, pursuit: Pursuit, held: HeldBytes) -> None:
+        pursuit.held = _most(pursuit.held, held)
+        trace = self.trace(pursuit)
+        limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
+        if limit_bytes is not None and slowdown is None:
+            plan = fastest_plan(trace, pursuit.link, limit_bytes)
+        else:
+            assert slowdown is not None
+            plan = least_memory_plan(trace, pursuit.link, slowdown, limit_bytes)
+        if pursuit.late:
+            room = limit_bytes if limit_bytes is not None else plan.peak_bytes
+            plan = _with_longer_leads(plan, pursuit.late, room)
+        if pursuit.plan is not None:
+            log.info("planned anew: %s", plan.summary())
+        pursuit.plan = plan
+        pursuit.schedule = of_plan(pursuit.profile.order, plan, pursuit.profile.members)
+        pursuit.step_seconds.clear()
+        self.latest = pursuit
+
+    def _outgrown(self, pursuit: Pursuit, held: HeldBytes) -> bool:
+        """Whether what is on the device before the step has grown so that the plan would exceed the limit."""
+        limit_bytes, plan = self._options.memory_limit, pursuit.plan
+        if limit_bytes is None or plan is None:
+            return False
+        more = _most(pursuit.held, held).total - pursuit.held.total
+        return plan.peak_bytes + more > limit_bytes
+
+    def trace(self, pursuit: Pursuit) -> Trace:
+        """The profile's trace with the bytes that are held now and the durations measured since."""
+        trace = pursuit.profile.trace
+        profile, held = pursuit.profile, pursuit.held
+        # Where gradients are there already, those that the profiled step made are not made a second time.
+        own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
+        more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
+        nodes = trace.nodes
+        if pursuit.node_seconds:
+            seconds = [median(column) for column in zip(*pursuit.node_seconds, strict=True)]
+            nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
+        return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
+
+    def _course(self, signature: object, pursuit: Pursuit) -> Course:
+        assert pursuit.schedule is not None
+        pursuit.rounds += 1
+        self.latest = pursuit
+        measures = self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
+        course = Course(
+            pursuit.schedule,
+            self._engine,
+            self._counts,
+            "kept by plan",
+            lambda: self.forget(signature),
+            Stopwatch(self._engine) if measures else None,
+        )
+        pursuit.courses.append(course)
+        return course
+
+    # -- from measurements to a better plan ---------------------------------------------------------------------------
+
+    def _learn(self, pursuit: Pursuit) -> None:
+        """Read what the last rounds took."""
+        unread = []
+        for course in pursuit.courses:
+            if course.stopwatch is None or not course.on_course:
+                continue
+            measured = course.stopwatch.measured(len(pursuit.profile.trace.nodes))
+            if measured is None:
+                unread.append(course)
+            elif course.schedule is pursuit.schedule:
+                self._take_in(pursuit, measured)
+        pursuit.courses.clear()
+        pursuit.courses.extend(unread)
+
+    def _take_in(self, pursuit: Pursuit, measured: Measured) -> None:
+        plan = pursuit.plan
+        assert plan is not None
+        record = StepRecord(False, plan.step_seconds, measured.step_seconds, measured.stall_seconds)
+        self._counts.steps_measured.append(record)
+        pursuit.node_seconds.append(measured.node_seconds)
+        pursuit.step_seconds.append(measured.step_seconds)
+        pursuit.starts = measured.starts
+        owner = {index: tensor for tensor, indices in pursuit.profile.members.items() for index in indices}
+        pursuit.late = {}
+        for index, seconds in measured.waits.items():
+            tensor = owner.get(pursuit.profile.order.duplicates.get(index, index))
+            if tensor is not None and seconds > _LATE_SECONDS:
+                pursuit.late[tensor] = pursuit.late.get(tensor, 0.0) + seconds
+
+    def _is_off(self, pursuit: Pursuit) -> bool:
+        """Whether the last steps kept the promise badly enough for a new plan. Bounded, logged."""
+        plan = pursuit.plan
+        if plan is None or not pursuit.step_seconds or pursuit.replans >= REPLANS_MAX:
+            return False
+        measured = median(pursuit.step_seconds)
+        link = self._measured_link(pursuit.link)
+        compute = median(sum(row) for row in pursuit.node_seconds)
+        reasons = []
+        if abs(measured - plan.step_seconds) > _OFF * plan.step_seconds:
+            reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.step_seconds)}")
+        if abs(compute - plan.compute_seconds) > _OFF * plan.compute_seconds:
+            reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
+        if link.out_bandwidth < (1 - _OFF) * pursuit.link.out_bandwidth:
+            reasons.append("copy-out is slower than calibrated")
+        if link.in_bandwidth < (1 - _OFF) * pursuit.link.in_bandwidth:
+            reasons.append("copy-in is slower than calibrated")
+        if not reasons:
+            return False
+        pursuit.replans += 1
+        pursuit.link = link
+        log.info("planning anew (%d of at most %d): %s", pursuit.replans, REPLANS_MAX, "; ".join(reasons))
+        return True
+
+    def _measured_link(self, link: Link) -> Link:
+        """The link as the engine's own copies have found it; as it was where too little has been copied."""
+        stats = self._engine.store.stats()
+        rates = {}
+        for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
+            seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
+            rates[name] = nbytes / seconds if seconds > 0.05 else known
+        return Link(rates["out"], rates["in"], link.latency)
+
+
+def _most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
+    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients))
+
+
+def _with_longer_leads(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
+    """Bring each late tensor back earlier by what it was late, as far as the limit leaves room."""
+    trace, starts = plan.trace, plan.timing.start
+    swaps = {swap.id: swap for swap in plan.swaps}
+    for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):
+        swap = swaps.get(tensor_id)
+        if swap is None:
+            continue
+        prefetch = swap.prefetch
+        while prefetch > swap.release and starts[swap.prefetch] - starts[prefetch] < seconds:
+            earlier = Swap(swap.id, swap.release, prefetch - 1)
+            if _peak(trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
+                break
+            prefetch -= 1
+        swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
+    return make_plan(trace, plan.link, tuple(swaps.values()), plan.limit_bytes)
+
+
+def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:
+    return max(resident_bytes(trace, swaps), default=0)

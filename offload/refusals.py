@@ -1,0 +1,102 @@
+"""What the engine cannot serve: models and surroundings, each refused with what to do instead.
+
+Beside the data path: `enable` asks here once, every round asks whether hooks are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+FUNCTION_TRANSFORMS = (
+    "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
+    "offload.disable(model) before them and offload.enable after, or use torch.autograd.grad (with create_graph=True "
+    "for higher derivatives); torch.func.vmap, jvp, jacfwd and functional_call work on an enabled model"
+)
+
+
+def check_model(model: object, enabled: Iterable[nn.Module]) -> torch.device:
+    """The device of a model that can be enabled beside those that are.
+
+    Raises
+    ------
+    ValueError
+        It cannot; the message says what to do.
+    """
+    if not isinstance(model, nn.Module):
+        stage = getattr(model, "submod", None)
+        remedy = ": enable its own part of the model, stage.submod" if isinstance(stage, nn.Module) else ""
+        raise ValueError(f"offload.enable takes a torch.nn.Module, not {type(model).__name__}{remedy}")
+    _check_alone(model, list(enabled))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel):
+            where = "the model" if name == "" else f"the model's {name!r}"
+            raise ValueError(
+                f"{where} is a DataParallel, which copies the model to several devices at every step; offload serves "
+                "one device per process: use torch.nn.parallel.DistributedDataParallel"
+            )
+    return _device_of(model)
+
+
+def _check_alone(model: nn.Module, enabled: list[nn.Module]) -> None:
+    if any(model is other for other in enabled):
+        raise ValueError("offload is already enabled on this model; call offload.disable(model) first")
+    for name, part in model.named_modules():
+        if any(part is other for other in enabled):
+            raise ValueError(
+                f"offload is already enabled on {name!r}, a part of this model, and one engine serves all of it; "
+                "call offload.disable on the part first, or leave it at the part"
+            )
+    for other in enabled:
+        for name, part in other.named_modules():
+            if part is model:
+                raise ValueError(
+                    f"offload is already enabled on a {type(other).__name__} that this model is a part of ({name!r}), "
+                    "and one engine serves all of it; call offload.disable on the whole first, or leave it at the whole"
+                )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if not devices:
+        return torch.device("cpu")
+    if len(devices) > 1:
+        named = ", ".join(sorted(str(device) for device in devices))
+        raise ValueError(f"the model is spread over {named}; move it to one device before offload.enable")
+    device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
+    return device
+
+
+@contextmanager
+def hooks_allowed() -> Iterator[None]:
+    """Around a round of hooks: where torch forbids hooks, its error with what to do about it.
+
+    Raises
+    ------
+    RuntimeError
+        Hooks are forbidden around this call, or something inside forbids them.
+    """
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if forbidden is not None:
+        raise RuntimeError(_with_remedy(forbidden))
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "yet support saved tensor hooks" in str(error):
+            raise RuntimeError(_with_remedy(str(error))) from error
+        raise
+
+
+def _with_remedy(reason: str) -> str:
+    if FUNCTION_TRANSFORMS in reason:
+        return reason
+    if "torch.func" in reason:
+        return FUNCTION_TRANSFORMS
+    return (
+        f"offload needs saved-tensor hooks, and they are forbidden here ({reason}); call offload.disable(model) first"
+    )

@@ -1,0 +1,139 @@
+"""What a signature's steps follow: which storages swap, and what is due when which node begins.
+
+On the data path: made of a recorded step, by hand (`by_hand`) or of a plan (`of_plan`); a `Course` runs it.
+
+A step's events are the packs of storages worth moving and the first unpack of every backward node, in the order
+observed. Node 0 begins with the round; every event ends one node and begins the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.plan import Plan
+
+
+@dataclass
+class SavedEntry:
+    """One storage (or span of one) worth moving, as the recorded step saw it."""
+
+    pack_index: int  # number of the pack that saved it first
+    nbytes: int
+    packed: int  # node that ended with this pack
+    first_use: int | None = None  # backward node that asks for it first; None: never asked for
+    last_use: int | None = None
+
+
+@dataclass
+class StepOrder:
+    """One recorded step: what was saved, and which node asked for it."""
+
+    entries: dict[int, SavedEntry] = field(default_factory=dict)  # by pack index
+    duplicates: dict[int, int] = field(default_factory=dict)  # pack index → pack index of the same storage's entry
+    node_after_pack: dict[int, int] = field(default_factory=dict)  # pack index → the node that it begins
+    uses: list[tuple[int, int]] = field(default_factory=list)  # (backward node, pack index), as they came
+    backward_nodes: list[int] = field(default_factory=list)
+    compiled_nodes: set[int] = field(default_factory=set)  # those of them that are graphs of torch.compile
+    node_count: int = 1
+
+    def entry_of(self, pack_index: int) -> SavedEntry | None:
+        """The entry that this pack saved, first or again."""
+        return self.entries.get(self.duplicates.get(pack_index, pack_index))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which storages swap, when each must have left and when each starts to come back."""
+
+    order: StepOrder
+    swapped: frozenset[int]  # pack indices of entries
+    releases: tuple[tuple[int, int], ...]  # (node that waits until it has left, pack index), in order
+    returns: tuple[
+        tuple[int, int, int], ...
+    ]  # (node at whose start its copy-in begins, first use, pack index), in order
+    watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
+    plan: Plan | None = None
+
+    def expects(self, pack_index: int, nbytes: int) -> bool:
+        """Whether the recorded step saved a storage of this size at this point."""
+        entry = self.order.entries.get(pack_index)
+        return entry is not None and entry.nbytes == nbytes
+
+
+def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
+    """Swap the `n_tensors` longest-lived storages (−1: all), each asked back `lookahead_nodes` ahead.
+
+    Parameters
+    ----------
+    order
+        The recorded step.
+    n_tensors
+        Storages to swap, longest-lived first.
+    lookahead_nodes
+        Backward nodes between the start of a copy-in and its use.
+    """
+
+    def lifetime(entry: SavedEntry) -> tuple[int, int]:
+        last = order.node_count if entry.first_use is None else entry.first_use
+        return last - entry.packed, -entry.pack_index
+
+    longest_lived = sorted(order.entries.values(), key=lifetime, reverse=True)
+    chosen = longest_lived if n_tensors < 0 else longest_lived[:n_tensors]
+    swapped = frozenset(entry.pack_index for entry in chosen)
+    position = {node: i for i, node in enumerate(order.backward_nodes)}
+    returns = []
+    for entry in chosen:
+        if entry.first_use is not None:
+            start = order.backward_nodes[max(position[entry.first_use] - lookahead_nodes, 0)]
+            returns.append((start, entry.first_use, entry.pack_index))
+    returns.sort()
+    return Schedule(
+        order=order,
+        swapped=swapped,
+        releases=(),
+        returns=tuple(returns),
+        watched=_watched(order, swapped, {start for start, _, _ in returns}),
+    )
+
+
+def of_plan(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
+    """The schedule that a plan means.
+
+    Parameters
+    ----------
+    order
+        The recorded step.
+    plan
+        Its plan; node numbers are those of `order`.
+    members
+        Pack indices of the entries that make up each tensor of the plan, by the tensor's id.
+    """
+    releases, returns = [], []
+    for swap in plan.swaps:
+        for pack_index in members[swap.id]:
+            releases.append((swap.release, pack_index))
+            first_use = order.entries[pack_index].first_use
+            if first_use is not None:
+                returns.append((swap.prefetch, first_use, pack_index))
+    returns.sort()
+    swapped = frozenset(pack_index for _, pack_index in releases)
+    return Schedule(
+        order=order,
+        swapped=swapped,
+        releases=tuple(sorted(releases)),
+        returns=tuple(returns),
+        watched=_watched(order, swapped, order.backward_nodes),
+        plan=plan,
+    )
+
+
+def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:
+    """The packs to watch: the swapped ones, and the first unpack of each of `nodes`."""
+    watched: dict[int, int] = {}
+    swapped, wanted = set(swapped), set(nodes)
+    for node, pack_index in order.uses:
+        if order.duplicates.get(pack_index, pack_index) in swapped or node in wanted:
+            watched.setdefault(pack_index, node)
+        wanted.discard(node)
+    return watched

@@ -1,0 +1,72 @@
+"""Builds the native parts in their test shapes: with mutants, or as a stress program. Cached by the sources' hash."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [ROOT / "csrc", ROOT / "tests" / "campaign", ROOT / "tests" / "stress"]
+
+
+def sources_hash(*salt: str) -> str:
+    """Changes whenever a native source, or `salt`, does."""
+    digest = hashlib.sha256("\0".join(salt).encode())
+    for directory in SOURCES:
+        for path in sorted([*directory.glob("*.cpp"), *directory.glob("*.h"), *directory.glob("CMakeLists.txt")]):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cmake_build(target: str, *options: str) -> Path:
+    """Configure `csrc` with `options` and build `target`; an earlier build of the same sources is taken as it is."""
+    # The checkout is part of the key: two of them must not build into one folder at a time.
+    cache = Path(tempfile.gettempdir()) / f"offload-tests-{sources_hash(target, str(ROOT), *options)}"
+    finished = cache / target
+    if finished.is_file():
+        return finished
+    building = cache.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)
+    commands = [
+        ["cmake", "-S", str(ROOT / "csrc"), "-B", str(building), "-G", "Ninja", "-DOFFLOAD_WERROR=ON"]
+        + [f"-DPython_EXECUTABLE={sys.executable}", *pybind11_option(), *options],
+        ["cmake", "--build", str(building), "--target", Path(target).stem],
+    ]
+    for command in commands:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
+    cache.mkdir(exist_ok=True)
+    (building / target).replace(finished)
+    shutil.rmtree(building)
+    return finished
+
+
+def pybind11_option() -> list[str]:
+    """Where CMake finds pybind11: beside this interpreter, if it is there."""
+    if importlib.util.find_spec("pybind11") is None:
+        return []
+    import pybind11
+
+    return [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+
+
+def build_mutants() -> Path:
+    """The extension in which guards can be left out, and which carries the walk."""
+    return cmake_build("_core.so", "-DOFFLOAD_MUTANTS=ON")
+
+
+def load_core(path: str | Path) -> ModuleType:
+    """The extension at `path`, under a name of its own. It cannot share a process with `offload._core`."""
+    spec = importlib.util.spec_from_file_location("campaign_build._core", path)
+    assert spec is not None
+    assert spec.loader is not None
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    return core

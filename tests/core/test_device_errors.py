@@ -1,0 +1,75 @@
+"""A device that fails between two calls: nobody's memory is touched after its owner has heard, and no slot too early."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from core.store_rig import POISON, Source, make_store
+
+from offload import _core
+
+
+def test_a_failed_copy_in_is_told_after_its_earlier_slices(tmp_path, fake_cuda):
+    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    source = Source(store, np.random.default_rng(0), 150_000)  # three slices
+    source.leave()
+    fake_cuda.hold_streams(True)
+    issued = fake_cuda.count("cuMemcpyHtoDAsync_v2")
+    fake_cuda.fail_at("cuMemcpyHtoDAsync_v2", 3)
+    source.begin_return()
+    while fake_cuda.count("cuMemcpyHtoDAsync_v2") < issued + 2:
+        os.sched_yield()
+    threading.Timer(0.2, fake_cuda.hold_streams, [False]).start()
+    with pytest.raises(_core.DriverError, match="cuMemcpyHtoDAsync_v2"):
+        source.ticket.swap_in(0)
+    target = np.frombuffer(source.target, dtype=np.uint8)
+    target[:] = POISON  # its owner does as it likes again
+    fake_cuda.hold_streams(False)
+    store.quiesce()
+    assert (target == POISON).all()
+    source.begin_return()
+    source.finish_return()
+
+
+def test_a_slot_waits_for_an_earlier_copy_in(tmp_path, fake_cuda):
+    """The second prefetch has issued nothing when the ticket goes; the first one's copy still reads the slab."""
+    lanes = _core.HostDriver(schedule="stepped")  # no lane runs unless somebody waits
+    store = _core.SwapStore.slab(fake_cuda.driver, lanes, 1 << 20, slab_bytes=256 << 10, slice_bytes=4 << 20)
+    source = Source(store, np.random.default_rng(0), 1 << 20)
+    source.leave()
+    fake_cuda.hold_streams(True)
+    source.begin_return()
+    source.ticket.swap_in(0)
+    first_target = source.target
+    second_target = _core.HostBlock(1 << 20)
+    source.ticket.prefetch(second_target.address, 0, second_target)
+    source.ticket.release()
+    held_bytes = store.stats()["pool_used_bytes"]
+    fake_cuda.hold_streams(False)
+    store.quiesce()
+    assert held_bytes == 1 << 20
+    assert np.frombuffer(first_target, dtype=np.uint8).tobytes() == source.expected
+    assert store.stats()["pool_used_bytes"] == 0
+
+
+@pytest.mark.parametrize("nth", range(1, 13))
+def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, nth):
+    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver, host_bytes_max=512 << 10)
+    generator = np.random.default_rng(0)
+    sources = [Source(store, generator, 150_000) for _ in range(4)]
+    for source in sources:
+        source.leave()
+    store.quiesce()
+    source = next(source for source in sources if source.ticket.state == "on_disk")
+    fake_cuda.fail_at("cuEventRecord", nth)
+    try:
+        source.begin_return()
+        source.finish_return()
+    except _core.DriverError as error:
+        assert error.call == "cuEventRecord"
+    store.quiesce()
+    fake_cuda.fail_at("cuEventRecord", 1 << 30)
+    for each in sources:
+        each.begin_return()
+        each.finish_return()

@@ -1,0 +1,136 @@
+"""The swap store over the double of libcuda: every entry point fails at every call, once, and nothing is lost."""
+
+import errno
+
+import numpy as np
+import pytest
+from fake_cuda.double import ENTRY_POINTS, the_double
+
+from offload import _core
+
+NBYTES = 40_000
+BLOCKS = 6
+SLAB_BYTES = 64 << 10
+
+
+def make_store(directory):
+    driver = _core.cuda_driver(0, the_double().path)
+    lanes = _core.HostDriver()
+    slabs = 4 if directory else BLOCKS  # a block needs one of its own
+    return _core.SwapStore.slab(
+        driver, lanes, slabs * SLAB_BYTES, directory, slab_bytes=SLAB_BYTES, slice_bytes=16 << 10
+    )
+
+
+class Swapped:
+    def __init__(self, store, number):
+        self.block = _core.HostBlock(NBYTES, 4096, 0)
+        self.source = np.frombuffer(self.block, dtype=np.uint8)
+        self.source[:] = np.random.default_rng(number).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.expected = self.source.tobytes()
+        self.ticket = store.swap_out(self.block.address, NBYTES, 0, number)
+
+    def leave(self):
+        self.ticket.wait_out(0)
+        self.source[:] = 0xDB
+
+    def come_back(self):
+        target = _core.HostBlock(NBYTES, 4096, 0)
+        self.ticket.prefetch(target.address, 0, target)
+        self.ticket.swap_in(0)
+        assert np.frombuffer(target, dtype=np.uint8).tobytes() == self.expected
+
+
+def tried(errors, action):
+    """Does it; where a call of the driver failed, says so and does it again."""
+    try:
+        return action()
+    except _core.DriverError as error:
+        errors.append(error)
+        return action()
+
+
+def exercise(directory):
+    """A store's life: more blocks than pinned memory holds go out and come back, each step tried again once."""
+    errors = []
+    store = tried(errors, lambda: make_store(directory))
+    swapped = []
+    for number in range(BLOCKS):
+        swapped.append(tried(errors, lambda number=number: Swapped(store, number)))
+    for each in swapped:
+        tried(errors, each.leave)
+    for each in reversed(swapped):
+        tried(errors, each.come_back)
+    for each in swapped[:2]:  # a retained graph
+        tried(errors, each.come_back)
+    for each in swapped:
+        each.ticket.release()
+    tried(errors, store.trim)
+    tried(errors, store.quiesce)
+    return store, errors
+
+
+@pytest.fixture
+def double():
+    double = the_double()
+    double.forget_faults()
+    yield double
+    double.forget_faults()
+    assert double.first_violation == ""
+
+
+@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_every_call_fails_once(tmp_path, double, name, spills):
+    failed = 0
+    for nth in range(1, 1000):
+        before = double.calls(name)
+        double.fail_at(name, nth)
+        store, errors = exercise(str(tmp_path) if spills else "")
+        reached = double.calls(name) - before >= nth
+        double.forget_faults()
+        stats = store.stats()
+        assert stats["live_tickets"] == 0, (nth, stats)
+        assert stats["spill_used_bytes"] == 0, (nth, stats)
+        for error in errors:
+            assert (error.call, error.code) == (name, 2), (nth, error)
+        if not reached:
+            assert errors == []
+            break
+        failed += 1
+    assert failed > 0 or name == "cuMemHostUnregister", f"{name} is never called"
+
+
+def test_pool_and_handles_return_to_zero(double):
+    handles, registrations = double.live_handles, double.registrations
+    store, errors = exercise("")
+    assert errors == []
+    assert store.stats()["pool_used_bytes"] == 0
+    assert store.stats()["pool_held_bytes"] == 0, "trimmed"
+    del store
+    assert (double.live_handles, double.registrations) == (handles, registrations)
+
+
+def test_pinning_fails_and_is_typed(double):
+    store = make_store("")
+    double.fail_at("cuMemHostRegister_v2", 1)
+    with pytest.raises(_core.DriverError, match="asked to pin 65536 bytes, failed after 0; lower host_limit"):
+        Swapped(store, 0)
+    assert store.stats()["pool_held_bytes"] == 0
+    assert store.stats()["live_tickets"] == 0
+    swapped = Swapped(store, 0)
+    swapped.leave()
+    swapped.come_back()
+
+
+def test_disk_and_driver_fail_together(tmp_path, double):
+    store, _ = exercise(str(tmp_path))
+    store.inject_fault("write", "error", nth=1, error_number=errno.ENOSPC)
+    swapped = [Swapped(store, number) for number in range(3)]
+    double.fail_at("cuMemcpyHtoDAsync_v2", 2)
+    errors = []
+    for each in swapped:
+        each.leave()
+    for each in swapped:
+        tried(errors, each.come_back)
+    assert [error.call for error in errors] == ["cuMemcpyHtoDAsync_v2"]

@@ -1,0 +1,250 @@
+"""torch.compile beside the engine: whole model and per block, enabled before and after the first compiled call.
+
+Every case gives the gradients of the same compiled run without the engine, and what was swapped is measured; where
+swapping cannot help, because one graph takes everything back at once, that is said.
+"""
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch_rig import KNOBS, assert_same, make_blocks, train
+
+import offload
+
+STEPS = 3
+ONE_GRAPH = "torch.compile made one graph whose backward asks for"
+
+# How a model is compiled: what to call, and what was compiled of it.
+COMPILED = {
+    "whole": lambda model, **how: torch.compile(model, **how),
+    "whole in place": lambda model, **how: (model.compile(**how), model)[1],
+    "per block": lambda model, **how: (replace_blocks(model, **how), model)[1],
+    "per block in place": lambda model, **how: ([block.compile(**how) for block in model.blocks], model)[1],
+}
+
+
+def replace_blocks(model, **how):
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, **how)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # The tracer must never meet the engine's own code: it says so with this warning.
+        warnings.filterwarnings("error", message="Dynamo does not know how to trace")
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The compiled run without the engine, by backend and way."""
+    known = {}
+
+    def run(backend, way):
+        if (backend, way) not in known:
+            torch._dynamo.reset()
+            model = make_blocks()
+            known[backend, way] = train(COMPILED[way](model, backend=backend), model, 2 * STEPS)
+            torch._dynamo.reset()
+        return known[backend, way]
+
+    return run
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("way", "on", "backend"),
+    [
+        ("whole", "wrapper", "aot_eager"),
+        ("whole", "wrapper", "inductor"),
+        ("whole", "inner", "aot_eager"),
+        ("whole", "inner", "inductor"),
+        ("whole in place", "inner", "aot_eager"),
+        ("per block", "inner", "aot_eager"),
+        ("per block in place", "inner", "aot_eager"),
+        ("per block in place", "inner", "inductor"),
+    ],
+)
+def test_compiled_training(plain, caplog, backend, way, on, when):
+    model = make_blocks()
+    call = COMPILED[way](model, backend=backend)
+    found = train(call, model, STEPS) if when == "after" else []
+    with (
+        caplog.at_level(logging.WARNING, logger="offload"),
+        offload.enable(call if on == "wrapper" else model, **KNOBS) as handle,
+    ):
+        found += train(call, model, STEPS, start=len(found))
+        about = handle.report()
+    assert_same(found, plain(backend, way)[: len(found)])
+    assert about.steps == STEPS
+    assert about.swapped.tensors >= 4 * STEPS, "measured: the hooks saw what the compiled graphs save"
+    assert about.kept["parameter"].tensors >= STEPS
+    assert about.to_dict()["failed"] == 0
+    in_one_graph = 1 if way.startswith("whole") else 0
+    notes = [note for note in about.notes if ONE_GRAPH in note]
+    said = [record.getMessage() for record in caplog.records if ONE_GRAPH in record.getMessage()]
+    assert (len(notes), len(said)) == (in_one_graph, in_one_graph), "said once, and only where it is so"
+    assert all("compile block by block" in each for each in notes + said)
+
+
+def test_disabled_again_it_runs_as_before(plain):
+    model = make_blocks()
+    call = torch.compile(model, backend="aot_eager")
+    with offload.enable(model, **KNOBS) as handle:
+        found = train(call, model, STEPS)
+    found += train(call, model, STEPS, start=STEPS)
+    assert_same(found, plain("aot_eager", "whole"))
+    assert handle.report().steps == STEPS
+    assert "forward" not in model.__dict__
+
+
+def test_enabled_before_it_is_compiled(plain):
+    model = make_blocks()
+    with offload.enable(model, **KNOBS) as handle:
+        found = train(torch.compile(model, backend="aot_eager"), model, STEPS)
+    assert_same(found, plain("aot_eager", "whole")[:STEPS])
+    assert handle.report().swapped.tensors >= 4 * STEPS
+
+
+@pytest.mark.parametrize("on", ["wrapper", "inner"])
+def test_one_whole_graph_is_still_whole(on):
+    """With fullgraph=True nothing of the engine may break the graph."""
+    results = []
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        model = make_blocks()
+        call = torch.compile(model, backend="aot_eager", fullgraph=True)
+        handle = offload.enable(call if on == "wrapper" else model, **KNOBS) if enabled else None
+        results.append(train(call, model, STEPS))
+    assert_same(results[1], results[0])
+    assert handle.report().steps == STEPS
+    assert handle.report().swapped.tensors >= 4 * STEPS
+    handle.disable()
+
+
+def test_one_whole_graph_around_an_enabled_model_says_what_to_do():
+    model = make_blocks()
+    call = torch.compile(lambda x: model(x).sum(), backend="aot_eager", fullgraph=True)
+    with (
+        offload.enable(model, **KNOBS),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"enable what torch\.compile returned, offload\.enable"),
+    ):
+        train(call, model, 1)
+
+
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_compiled_training_function(with_backward):
+    """The graph breaks at the enabled model, and the engine sees it; backward may be inside too."""
+
+    def make_step(model):
+        def step(x):
+            loss = model(x).square().mean()
+            if not with_backward:
+                return loss
+            loss.backward()
+            return loss.detach()
+
+        return torch.compile(step, backend="aot_eager")
+
+    def run(model):
+        call = make_step(model)
+        results = []
+        for _ in range(STEPS):
+            model.zero_grad()
+            loss = call(torch.linspace(-1, 1, 16 * 64).reshape(16, 64))
+            if not with_backward:
+                loss.backward()
+            results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        return results
+
+    expected = run(make_blocks())
+    torch._dynamo.reset()
+    model = make_blocks()
+    with (
+        warnings.catch_warnings(),
+        offload.enable(model, **KNOBS) as handle,
+    ):
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # torch's own
+        found = run(model)
+    assert_same(found, expected)
+    assert (handle.report().steps, handle.report().swapped.tensors >= 4 * STEPS) == (STEPS, True)
+
+
+def test_wrapper_called_from_another_compiled_function_is_said():
+    """The tracer looks through the wrapper to the model inside: nothing is swapped, and the report says why."""
+    model = make_blocks()
+    wrapper = torch.compile(model, backend="aot_eager")
+    with offload.enable(wrapper, **KNOBS) as handle:
+        train(torch.compile(lambda x: wrapper(x) * 2, backend="aot_eager"), model, 1)
+        about = handle.report()
+    assert about.swapped.tensors == 0
+    assert any("called from inside another compiled function: enable the inner model" in note for note in about.notes)
+
+
+@pytest.mark.parametrize("on", ["wrapper", "inner"])
+def test_excluded_part_of_a_compiled_model(on):
+    model = make_blocks()
+    call = torch.compile(model, backend="aot_eager")
+    expected = train(call, model, STEPS)
+    torch._dynamo.reset()
+    model = make_blocks()
+    call = torch.compile(model, backend="aot_eager")
+    prefix = "_orig_mod." if on == "wrapper" else ""
+    target = call if on == "wrapper" else model
+    with offload.enable(target, exclude=(f"{prefix}blocks.1",), **KNOBS) as handle:
+        found = train(call, model, STEPS)
+        about = handle.report()
+    assert_same(found, expected)
+    assert about.kept["excluded"].tensors >= 3 * STEPS
+    assert about.swapped.tensors >= 4 * STEPS
+
+
+def test_changed_shapes_of_a_compiled_model():
+    def run(call, model):
+        results = []
+        for rows in (16, 16, 5, 16, 5):
+            model.zero_grad()
+            loss = call(torch.linspace(-1, 1, rows * 64).reshape(rows, 64)).square().mean()
+            loss.backward()
+            results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        return results
+
+    model = make_blocks()
+    expected = run(torch.compile(model, backend="aot_eager"), model)
+    torch._dynamo.reset()
+    model = make_blocks()
+    call = torch.compile(model, backend="aot_eager")
+    with offload.enable(call, **KNOBS) as handle:
+        assert_same(run(call, model), expected)
+        assert handle.report().steps == 5
+
+
+def test_enabled_before_the_compiler_is_loaded():
+    """In a fresh process: enabling loads no compiler, and the tracer, once it comes, still stays out of the engine."""
+    code = """
+import sys, warnings
+warnings.simplefilter("error", UserWarning)
+import torch, offload
+from torch_rig import KNOBS, make_blocks, train
+model = make_blocks()
+handle = offload.enable(model, **KNOBS)
+model(torch.ones(16, 64)).sum().backward()
+model.zero_grad()
+assert "torch._dynamo" not in sys.modules
+train(torch.compile(model, backend="aot_eager", fullgraph=True), model, 2)
+assert handle.report().steps == 3, handle.report().steps
+print("swapped", handle.report().swapped.tensors)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=Path(__file__).parent
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout.split()[1]) >= 8

@@ -1,0 +1,267 @@
+"""Hand-written loops: mixed precision with a loss scaler, checkpointing of both kinds, function transforms."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch_rig import KNOBS, Blocks, assert_same, batch, make_blocks, train
+
+import offload
+from offload.refusals import FUNCTION_TRANSFORMS
+
+STEPS = 4
+
+
+# -- mixed precision --------------------------------------------------------------------------------------------------
+
+
+def train_scaled(model, around, dtype, overflow_at=None):
+    """Gradients, scale and parameters of every step of autocast and GradScaler, with unscaling and clipping."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        with around(), torch.autocast("cpu", dtype=dtype):
+            loss = model(batch(number)).square().mean()
+        if number == overflow_at:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        gradients = [parameter.grad.nan_to_num(7.0) for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        results.append([torch.tensor(scaler.get_scale()), *gradients, *weights])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("overflow_at", [None, 1])
+def test_autocast_with_grad_scaler(dtype, overflow_at):
+    """A step that overflows is skipped by the scaler in both runs alike."""
+    expected = train_scaled(make_blocks(), nullcontext, dtype, overflow_at)
+    model = make_blocks()
+    with offload.enable(model, **KNOBS) as handle:
+        assert_same(train_scaled(model, handle.step, dtype, overflow_at), expected)
+        about = handle.report()
+    assert about.steps == STEPS
+    assert about.swapped.tensors >= 10 * STEPS
+    scales = [float(step[0]) for step in expected]
+    assert (min(scales) < 1024.0) == (overflow_at is not None), "the overflow was one"
+
+
+def test_autocast_copies_of_weights_move_with_what_uses_them():
+    """Under autocast a layer saves a low-precision copy of its weight: an activation like any other."""
+    model = make_blocks()
+    with offload.enable(model, **KNOBS) as handle, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(batch(0)).square().mean()
+    weights = sum(p.numel() * 2 for name, p in model.named_parameters() if "weight" in name and p.dim() == 2)
+    assert handle.report().swapped.nbytes > weights
+    loss.backward()
+    del loss
+    assert handle.engine.live_records == 0
+
+
+def test_autocast_on_and_off_are_two_signatures():
+    def run(model):
+        results = []
+        for number in range(6):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 0):
+                loss = model(batch(number)).square().mean()
+            loss.backward()
+            results.append([parameter.grad.clone() for parameter in model.parameters()])
+        return results
+
+    expected = run(make_blocks())
+    model = make_blocks()
+    with offload.enable(model, **KNOBS) as handle:
+        assert_same(run(model), expected)
+        assert handle.report().prefetched > 0, "neither made the other's schedule useless"
+
+
+# -- checkpointing ----------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(Blocks):
+    """Every other block is recomputed in backward."""
+
+    def __init__(self, use_reentrant):
+        super().__init__(count=4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = x * 1.0 if x.requires_grad else x.requires_grad_() * 1.0
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant) if number % 2 == 0 else block(x)
+        return self.head(x)
+
+
+def make_checkpointed(use_reentrant):
+    torch.manual_seed(0)
+    return Checkpointed(use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointed_blocks_inside_of_the_model(use_reentrant):
+    make = partial(make_checkpointed, use_reentrant)
+    model = make()
+    expected = train(model, model, STEPS)
+    model = make()
+    with offload.enable(model, **KNOBS) as handle:
+        assert_same(train(model, model, STEPS), expected)
+        about = handle.report()
+    plain = Blocks(count=4)
+    with offload.enable(plain, **KNOBS) as other:
+        train(plain, plain, STEPS)
+    assert about.steps == STEPS
+    assert 0 < about.swapped.tensors < other.report().swapped.tensors, "recomputed blocks save no more than their input"
+    assert handle.engine.live_records == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_enabled_model_inside_of_a_checkpoint(use_reentrant):
+    """Without reentry the hooks of the checkpoint are the innermost: nothing may be swapped, and the report says so."""
+
+    def trained(model):
+        def call(x):
+            return checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)
+
+        return train(call, model, STEPS)
+
+    expected = trained(make_blocks())
+    model = make_blocks()
+    with offload.enable(model, **KNOBS) as handle:
+        assert_same(trained(model), expected)
+        about = handle.report()
+    if use_reentrant:  # its recomputation in backward is a forward like any other
+        assert (about.steps, about.swapped.tensors > 0) == (STEPS, True)
+    else:
+        assert (about.steps, about.swapped.tensors) == (0, 0)
+        assert any("NOTHING WAS SWAPPED" in note and "checkpoint" in note for note in about.notes)
+    assert handle.engine.live_records == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpoint_within_a_step(use_reentrant):
+    """`step` covers the call of the checkpoint, and what it saves itself: its input."""
+
+    def trained(model, around):
+        results = []
+        for number in range(STEPS):
+            model.zero_grad()
+            with around():
+                x = batch(number).requires_grad_() * 2
+                loss = checkpoint(model, x, use_reentrant=use_reentrant).square().mean()
+            loss.backward()
+            results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        return results
+
+    expected = trained(make_blocks(), nullcontext)
+    model = make_blocks()
+    with offload.enable(model, **KNOBS) as handle:
+        assert_same(trained(model, handle.step), expected)
+        assert handle.report().swapped.tensors > 0
+    assert handle.engine.live_records == 0
+
+
+# -- torch.func -------------------------------------------------------------------------------------------------------
+
+
+def enabled_blocks():
+    model = make_blocks()
+    return model, offload.enable(model, **KNOBS)
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda each: model(each).sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(4, 8))[0],
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+    "hessian": lambda model, x: torch.func.hessian(lambda each: model(each).square().sum())(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("where", ["around the model", "around the step", "within the step"])
+def test_transforms_that_forbid_hooks_say_what_to_do(name, where):
+    model, handle = enabled_blocks()
+    x = batch(0, rows=4)
+
+    def within(each):
+        with handle.step():
+            return model(each)
+
+    target = within if where == "around the step" else model
+    around = handle.step() if where == "within the step" else nullcontext()
+    with pytest.raises(RuntimeError, match=r"call offload\.disable\(model\) before them") as raised, around:
+        TRANSFORMS[name](target, x)
+    assert FUNCTION_TRANSFORMS in str(raised.value)
+    assert "Please open an issue" not in str(raised.value)
+    # Nothing is left entered, and the remedy is one.
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    found = train(model, model, 1)
+    assert handle.report().swapped.tensors > 0
+    model.zero_grad()
+    offload.disable(model)
+    assert torch.isfinite(TRANSFORMS[name](model, x)).all()
+    assert_same(found, train(*[make_blocks()] * 2, 1))
+
+
+def test_transform_inside_of_the_model_says_what_to_do():
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Linear(64, 1)
+
+        def forward(self, x):
+            return torch.func.grad(lambda each: self.energy(each).sin().sum())(x)
+
+    model = Forces()
+    with (
+        offload.enable(model, **KNOBS),
+        pytest.raises(RuntimeError, match=r"or use torch\.autograd\.grad \(with create_graph=True"),
+    ):
+        model(batch(0))
+
+
+def test_remedy_of_autograd_grad_works():
+    def trained(model):
+        results = []
+        for number in range(3):
+            model.zero_grad()
+            x = batch(number).requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            slope.square().mean().backward()
+            results.append([slope.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        return results
+
+    expected = trained(make_blocks())
+    model, handle = enabled_blocks()
+    assert_same(trained(model), expected)
+    assert handle.report().swapped.tensors > 0
+    handle.disable()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["vmap", "jvp", "jacfwd", "functional_call"])
+def test_transforms_that_work(name):
+    def run(model):
+        x = batch(0, rows=4)
+        if name == "vmap":
+            return torch.vmap(model)(x)
+        if name == "jvp":
+            return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+        if name == "jacfwd":
+            return torch.func.jacfwd(model)(x[0])
+        others = {key: value.detach() * 0.5 for key, value in model.named_parameters()}
+        return torch.func.functional_call(model, others, (x,))
+
+    expected = run(make_blocks())
+    model, handle = enabled_blocks()
+    assert torch.equal(run(model), expected)
+    handle.disable()

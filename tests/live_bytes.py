@@ -1,0 +1,57 @@
+"""How many bytes of tensors are alive on the CPU at the worst moment of a step, seen from outside of the engine.
+
+Torch's profiler tells every allocation of torch's own; what the engine brings back is told by the blocks themselves.
+"""
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+from torch.autograd.profiler import profile, record_function
+
+from offload.engine import Engine
+
+_BLOCK = "block of "
+
+
+@pytest.fixture(autouse=True)
+def told_blocks(monkeypatch):
+    """Have every block that the engine allocates mark its beginning and its end in a profile."""
+    allocate = Engine.allocate
+
+    def telling(self, nbytes, residue):
+        allocated = allocate(self, nbytes, residue)
+        _mark(nbytes)
+        weakref.finalize(allocated[2], _mark, -nbytes)
+        return allocated
+
+    monkeypatch.setattr(Engine, "allocate", telling)
+
+
+def _mark(nbytes):
+    with record_function(f"{_BLOCK}{nbytes}"):
+        pass
+
+
+class Peak:
+    """The most bytes alive within `watch()`, over those that were there before."""
+
+    nbytes = 0
+
+    @contextmanager
+    def watch(self):
+        with profile(use_cpu=True, profile_memory=True) as watched:
+            yield
+        changes = []
+        events = list(watched.kineto_results.experimental_event_tree())
+        while events:
+            event = events.pop()
+            events.extend(event.children)
+            if event.typed[0].name == "Allocation":
+                changes.append((event.start_time_ns, event.typed[1].alloc_size))
+            elif event.name.startswith(_BLOCK):
+                changes.append((event.start_time_ns, int(event.name.removeprefix(_BLOCK))))
+        now = 0
+        for _, change in sorted(changes):
+            now += change
+            self.nbytes = max(self.nbytes, now)

@@ -1,0 +1,35 @@
+"""Whether a page that the library writes is well formed and refers to nothing outside of itself."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+
+class PageChecker(HTMLParser):
+    """Counts what a page refers to outside of itself, and checks that what is opened is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [str(value) for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [str(value) for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_page(text: str) -> None:
+    checker = PageChecker()
+    checker.feed(text)
+    checker.close()
+    assert checker.open == []
+    assert checker.outside == []
+    assert "$" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)

@@ -1,0 +1,45 @@
+"""Builds the stress program with a sanitizer, and runs it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from campaign.build import cmake_build
+from campaign.seeds import spill_directory
+
+
+def missing_sanitizer(sanitizer: str) -> str:
+    """Why this compiler cannot build with it; empty where it can."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory, "probe.cpp")
+        source.write_text("int main() { return 0; }\n")
+        program = source.with_suffix("")
+        command = [*compiler, f"-fsanitize={sanitizer}", str(source), "-o", str(program)]
+        for step in (command, [str(program)]):
+            run = subprocess.run(step, capture_output=True, text=True, check=False)
+            if run.returncode != 0:
+                return f"-fsanitize={sanitizer} does not work here: {run.stderr.strip()[-200:]}"
+    return ""
+
+
+def build_stress(sanitizer: str) -> Path:
+    """The program, under a sanitizer."""
+    return cmake_build("stress", "-DOFFLOAD_STRESS=ON", f"-DOFFLOAD_SANITIZE={sanitizer}")
+
+
+def run_stress(program: Path, rounds: int, seed: int, edge: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it; whatever a sanitizer finds makes the status nonzero."""
+    with tempfile.TemporaryDirectory(dir=spill_directory()) as directory:
+        command = [str(program), str(rounds), str(seed), directory, *([edge] if edge else [])]
+        environment = {**os.environ, "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def find_planted_race(edge: str) -> str:
+    """What the thread sanitizer says where the guard `edge` is left out."""
+    return run_stress(build_stress("thread"), 2, 1, edge).stderr

@@ -1,0 +1,158 @@
+"""The measured link: on both tiers, kept per machine, and what happens to a cache that cannot be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import _core, calibration
+from offload.calibration import Calibration, calibrate
+
+CPU = torch.device("cpu")
+FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BLOCK_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(calibration, "ROUND_SECONDS", 0.01)
+
+
+def make_store(tier: str, directory: Path, host_bytes_max: int = 32 << 20) -> tuple[_core.SwapStore, str]:
+    lanes = _core.HostDriver()
+    if tier == "direct":
+        return _core.SwapStore.direct(lanes, str(directory)), str(directory)
+    spill_dir = str(directory) if tier == "slab+disk" else ""
+    return _core.SwapStore.slab(lanes, lanes, host_bytes_max, spill_dir, slab_bytes=host_bytes_max), spill_dir
+
+
+@pytest.mark.parametrize("tier", ["direct", "slab", "slab+disk"])
+def test_every_figure_is_measured_and_nothing_is_left(tier: str, tmp_path: Path) -> None:
+    store, spill_dir = make_store(tier, tmp_path)
+    found = calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    assert found.tier == ("disk" if tier == "direct" else "pinned RAM")
+    rates = (found.out_bandwidth, found.in_bandwidth, found.out_bandwidth_both, found.in_bandwidth_both)
+    assert all(rate > 0 for rate in rates)
+    assert found.latency_seconds >= 0
+    assert (found.link().out_bandwidth, found.link().in_bandwidth) == rates[2:]
+    assert found.link().latency == found.latency_seconds
+    stats = store.stats()
+    assert stats["out_copies"] > 0
+    assert stats["in_copies"] > 0
+    store.quiesce()
+    stats = store.stats()
+    assert (stats["live_tickets"], stats["pool_used_bytes"] if tier == "slab" else 0) == (0, 0)
+    assert stats["spill_used_bytes"] == 0
+
+
+def test_blocks_shrink_with_the_host_limit(tmp_path: Path) -> None:
+    store, _ = make_store("slab", tmp_path, host_bytes_max=1 << 20)
+    assert calibrate(store, CPU, "", cache_dir=tmp_path).in_bandwidth > 0
+    assert store.stats()["pool_high_water_bytes"] <= 1 << 20
+
+
+def test_a_host_limit_without_room_for_pages_is_a_memory_error(tmp_path: Path) -> None:
+    store, _ = make_store("slab", tmp_path, host_bytes_max=4096)
+    with pytest.raises(_core.PoolExhausted, match="asked 4096 bytes, 0 free of 4096"):
+        calibrate(store, CPU, "", cache_dir=tmp_path)
+
+
+def test_a_failing_disk_is_said(tmp_path: Path) -> None:
+    store, spill_dir = make_store("direct", tmp_path)
+    store.inject_fault("write", "error", persistent=True)
+    with pytest.raises(OSError, match="a copy-out failed while the link was measured"):
+        calibrate(store, CPU, spill_dir, cache_dir=tmp_path)
+    assert store.stats()["live_tickets"] == 0
+
+
+def test_the_second_time_is_read_and_moves_nothing(tmp_path: Path) -> None:
+    store, spill_dir = make_store("direct", tmp_path)
+    first = calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    copies = store.stats()["out_copies"]
+    assert calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache") == first
+    assert store.stats()["out_copies"] == copies
+    calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache", fresh=True)
+    assert store.stats()["out_copies"] > copies
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # no half-written file beside it
+
+
+def test_another_tier_is_another_entry(tmp_path: Path) -> None:
+    for tier in ("direct", "slab"):
+        store, spill_dir = make_store(tier, tmp_path)
+        calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: "no json {",
+        lambda kept: "[]",
+        lambda kept: b"\xff\xfe\x00",
+        lambda kept: json.dumps({**kept, "key": {"host": "elsewhere"}}),
+        lambda kept: json.dumps({"key": kept["key"]}),
+        lambda kept: json.dumps({**kept, "calibration": {**kept["calibration"], "in_bandwidth": -1.0}}),
+        lambda kept: json.dumps({**kept, "calibration": {**kept["calibration"], "in_bandwidth": None}}),
+        lambda kept: json.dumps({**kept, "calibration": 7}),
+    ],
+)
+def test_a_malformed_cache_is_measured_anew(damage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, spill_dir = make_store("direct", tmp_path)
+    cache = tmp_path / "cache"
+    calibrate(store, CPU, spill_dir, cache_dir=cache)
+    (path,) = cache.iterdir()
+    damaged = damage(json.loads(path.read_text()))
+    path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    copies = store.stats()["out_copies"]
+    with caplog.at_level(logging.INFO, "offload"):
+        again = calibrate(store, CPU, spill_dir, cache_dir=cache)
+    assert store.stats()["out_copies"] > copies
+    assert any("measured anew" in record.getMessage() for record in caplog.records)
+    assert calibrate(store, CPU, spill_dir, cache_dir=cache) == again  # and kept whole again
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    store, spill_dir = make_store("direct", tmp_path)
+    with caplog.at_level(logging.INFO, "offload"):
+        assert calibrate(store, CPU, spill_dir, cache_dir=blocked / "cache").tier == "disk"
+    assert any("not kept" in record.getMessage() for record in caplog.records)
+
+
+def test_the_cache_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    store, spill_dir = make_store("direct", tmp_path)
+    calibrate(store, CPU, spill_dir)
+    assert len(list((tmp_path / "xdg" / "offload").glob("link-*.json"))) == 1
+
+
+def test_a_calibration_survives_its_dictionary() -> None:
+    assert Calibration.from_dict(json.loads(json.dumps(FOUND.to_dict()))) == FOUND
+
+
+@pytest.mark.parametrize("field", [each.name for each in dataclasses.fields(Calibration)])
+def test_a_wrong_field_is_named(field: str) -> None:
+    about = FOUND.to_dict()
+    with pytest.raises(ValueError, match=field):
+        Calibration.from_dict({**about, field: float("nan")})
+    del about[field]
+    with pytest.raises(ValueError, match=field):
+        Calibration.from_dict(about)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path: Path) -> None:
+    lanes = _core.HostDriver()
+    torch.zeros(1, device="cuda")
+    store = _core.SwapStore.slab(_core.cuda_driver(0), lanes, 256 << 20)
+    found = calibrate(store, torch.device("cuda", 0), "", cache_dir=tmp_path)
+    assert found.device == torch.cuda.get_device_name(0)
+    assert found.out_bandwidth_both > 0
+    assert calibrate(store, torch.device("cuda", 0), "", cache_dir=tmp_path) == found

@@ -1,0 +1,149 @@
+"""`offload doctor`: a real run, and what it says of machines that are worse than this one."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda.build import build_fake_cuda
+
+from offload import _core, calibration, checkup, cli, doctor
+from offload.checkup import Finding, examine
+
+SECTIONS = {"versions", "driver", "devices", "host memory", "disk", "self-test"}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(calibration, "BLOCK_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(calibration, "ROUND_SECONDS", 0.01)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OFFLOAD_SPILL_DIR", str(tmp_path))
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_real_run_for_machines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert {each["section"] for each in found["findings"]} >= SECTIONS
+    named = {each["name"]: each for each in found["findings"]}
+    assert named["torch"]["value"] == torch.__version__
+    assert named["10 steps on cpu"]["value"]["tensors_swapped"] > 0
+    assert named["10 steps on cpu"]["value"]["tensors_compared"] == 10 * 17  # a loss and 16 gradients each
+    assert min(named["copies, both at once"]["value"]) > 0
+    assert named["free"]["value"] > 0
+    assert list((tmp_path / "cache" / "offload").glob("link-*.json"))  # the planner reads it from there
+
+
+def test_a_real_run_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "losses and gradients equal to the last bit" in shown
+    assert "The engine works here." in shown
+
+
+def test_gradients_that_differ_fail_the_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = checkup._train
+
+    def wrong(device: torch.device, *, swap: bool) -> tuple[list[torch.Tensor], int]:
+        found, moved = whole(device, swap=swap)
+        if swap:
+            found[-1].view(-1)[0].add_(1e-6)
+        return found, moved
+
+    monkeypatch.setattr(checkup, "_train", wrong)
+    assert cli.main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "1 of 170 tensors differ" in shown
+    assert "the engine does not work here" in shown
+
+
+def test_a_probe_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device", "/somewhere")
+
+    monkeypatch.setattr(checkup, "calibrate", full)
+    failed = [finding for finding in examine() if finding.status == "failed"]
+    assert [(finding.section, finding.name) for finding in failed] == [("disk", "OSError")]
+    assert "No space left on device" in failed[0].text
+
+
+def test_a_spill_folder_in_ram_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "is_in_memory", lambda path: True)
+    monkeypatch.setattr(checkup, "free_disk_bytes", lambda path: 1 << 20)
+    found = by_name(list(checkup._disk()))
+    assert found["spill_dir by default"].status == "warning"
+    assert "tmpfs" in found["spill_dir by default"].text
+    assert (found["free"].status, found["free"].text) == ("warning", "1.00 MiB")
+
+
+@pytest.mark.parametrize(
+    ("without", "status", "named"),
+    [
+        ((), "ok", "entry points"),
+        (("cuEventElapsedTime", "cuStreamIsCapturing"), "warning", "cuEventElapsedTime, cuStreamIsCapturing"),
+        (("cuEventQuery",), "failed", "cuEventQuery"),
+    ],
+)
+def test_the_drivers_entry_points_are_counted(
+    without: tuple[str, ...], status: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build_fake_cuda(tmp_path / "libfake.so", without=without)
+    monkeypatch.setattr(checkup, "LIBCUDA", str(library))
+    finding = next(checkup._driver())
+    assert finding.status == status
+    assert named in finding.text
+    missing = finding.value["missing_required"] + finding.value["missing_optional"]
+    assert missing == list(without)
+    assert finding.value["found"] + len(missing) == len(_core.cuda_symbols(str(library)))
+
+
+def test_no_driver_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "LIBCUDA", "libnowhere.so.1")
+    assert _core.cuda_symbols("libnowhere.so.1") == []
+    assert [(finding.status, finding.value) for finding in checkup._driver()] == [("ok", None)]
+
+
+FINDINGS = [
+    Finding("disk", "free", "76 GiB", 1),
+    Finding("disk", "direct I/O", "no", 1, "warning", "give spill_dir on ext4"),
+    Finding("self-test", "10 steps on cpu", "1 of 9 tensors differ", None, "failed", "do not train here"),
+]
+
+
+@pytest.fixture(params=["rich", "plain"])
+def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        for name in ("rich.console", "rich.table", "rich.text"):
+            monkeypatch.setitem(sys.modules, name, None)
+    out = io.StringIO()
+    doctor.show(FINDINGS, out)
+    return out.getvalue()
+
+
+def test_tables_say_everything_with_and_without_rich(shown: str) -> None:
+    for finding in FINDINGS:
+        (line,) = [line for line in shown.splitlines() if finding.name in line]
+        assert finding.status in line
+        assert finding.text in line
+    assert "→ give spill_dir on ext4" in shown
+    assert "1 failed: the engine does not work here as it is." in shown
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_examined() -> None:
+    found = list(examine())
+    assert not [finding for finding in found if finding.status == "failed"]
+    assert {"pinning", "copies, both at once"} <= {finding.name for finding in found if finding.section == "cuda:0"}
+    assert by_name(found)["10 steps on cuda:0"].value["tensors_swapped"] > 0

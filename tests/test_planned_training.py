@@ -1,0 +1,390 @@
+"""A plan at run time: the limit is kept, the results are the same, and what changes is planned anew."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from live_bytes import Peak, told_blocks  # noqa: F401  (a fixture)
+from torch import nn
+
+import offload
+from offload import planning
+from offload.plan import InfeasibleLimitError, Link, simulate
+from offload.trace import Trace
+
+LINK = Link(2e9, 2e9, 20e-6)
+
+
+@pytest.fixture(autouse=True)
+def known_link(monkeypatch):
+    """Plans do not depend on how busy this machine's disk is."""
+    monkeypatch.setattr("offload.session.Session._measure_link", lambda self: LINK)
+
+
+class Residual(nn.Module):
+    """A block whose saved tensors are of several sizes, some saved twice, some spans of one storage."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x):
+        a, b, c = self.up(self.norm(x)).chunk(3, dim=-1)
+        return x + self.down(torch.tanh(a) * torch.sigmoid(b) + nn.functional.gelu(c))
+
+
+def make(blocks=6, width=32):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual(width) for _ in range(blocks)], nn.Linear(width, 4))
+    return model, torch.optim.Adam(model.parameters())
+
+
+def batch(rows, seed, width=32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def train(model, optimizer, rows, first_watched=None):
+    """Train a step for each number of rows: losses and gradients of all steps, and the peak of the watched ones."""
+    peak = Peak()
+    results = []
+    for number, n in enumerate(rows):
+        x, y = batch(n, number)
+        watches = first_watched is not None and number >= first_watched
+        if watches:
+            with peak.watch():
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+        else:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+        results += [loss.detach().clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+        del loss, x, y
+        optimizer.step()
+        optimizer.zero_grad()
+    return results, peak.nbytes
+
+
+def held_bytes(model, optimizer):
+    state = [value for row in optimizer.state.values() for value in row.values()]
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *state])
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def enabled(model, **knobs):
+    return offload.enable(model, **({"min_tensor_bytes": "4KiB"} | knobs))
+
+
+def plain_run(rows, first_watched=2):
+    model, optimizer = make()
+    results, peak = train(model, optimizer, rows, first_watched)
+    return results, peak + held_bytes(model, optimizer)
+
+
+@pytest.mark.parametrize("fraction", [0.6, 0.4, 0.3])
+def test_memory_limit_is_kept(fraction, tmp_path):
+    rows = [512] * 6
+    expected, plain_peak = plain_run(rows)
+    limit = int(fraction * plain_peak)
+    model, optimizer = make()
+    with enabled(model, memory_limit=limit, spill_dir=tmp_path) as handle:
+        results, peak = train(model, optimizer, rows, first_watched=2)
+        peak += held_bytes(model, optimizer)
+        assert_equal(results, expected)
+        assert handle.plan.peak_bytes <= limit
+        assert peak <= limit
+        assert handle.plan.unswapped_peak_bytes == pytest.approx(plain_peak, rel=0.05)
+        assert peak == pytest.approx(handle.plan.peak_bytes, rel=0.05)
+        assert handle.report().swapped.tensors > 0
+
+
+def test_the_profiling_step_needs_the_least_memory(tmp_path):
+    rows = [512] * 2
+    _, plain_peak = plain_run([512] * 3)
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+        train(model, optimizer, rows)
+        handle.plan  # noqa: B018
+        assert handle.engine.resident.peak < handle.engine.unswapped.peak / 4
+        assert handle.plan.peak_bytes < plain_peak / 2
+
+
+def test_an_impossible_limit_is_refused_before_the_first_planned_step(tmp_path):
+    model, optimizer = make()
+    with enabled(model, memory_limit="100KiB", spill_dir=tmp_path) as handle:
+        train(model, optimizer, [512])
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(InfeasibleLimitError, match="least feasible limit is") as refused:
+            train(model, optimizer, [512])
+        assert refused.value.least_bytes > 100 << 10
+        assert 1 <= len(refused.value.reasons) <= 3
+        assert_equal(list(model.parameters()), before)
+        least = refused.value.least_bytes
+        assert handle.plan is None
+    model, optimizer = make()
+    with enabled(model, memory_limit=least, spill_dir=tmp_path):
+        train(model, optimizer, [512] * 2)
+
+
+def test_default_and_knobs_of_a_plan(tmp_path):
+    for knobs, slowdown, limit in (
+        ({}, 0.05, None),
+        ({"max_slowdown": 0}, 0.0, None),
+        ({"memory_limit": "64MiB", "max_slowdown": 0.25}, 0.25, 64 << 20),
+    ):
+        model, optimizer = make()
+        with enabled(model, spill_dir=tmp_path, **knobs) as handle:
+            assert (handle.options.max_slowdown, handle.options.memory_limit) == (slowdown, limit)
+            train(model, optimizer, [64] * 2)
+            plan = handle.plan
+            assert plan.step_seconds <= plan.compute_seconds * (1 + slowdown) * (1 + 1e-9)
+
+
+def test_a_fraction_is_of_the_device(tmp_path):
+    model, _ = make()
+    with enabled(model, memory_limit=0.5, spill_dir=tmp_path) as handle:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert 0 < handle.options.memory_limit <= physical // 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"memory_limit": 0}, "memory_limit"),
+        ({"memory_limit": -1}, "memory_limit"),
+        ({"memory_limit": "12GB!"}, "memory_limit"),
+        ({"memory_limit": 1.5}, "fraction of the device"),
+        ({"memory_limit": 0.0}, "fraction of the device"),
+        ({"memory_limit": True}, "memory_limit takes"),
+        ({"max_slowdown": -0.1}, "max_slowdown is a fraction"),
+        ({"max_slowdown": math.nan}, "max_slowdown is a fraction"),
+        ({"max_slowdown": "5%"}, "max_slowdown is a fraction"),
+        ({"memory_limit": "1GiB", "n_tensors": 3}, "contradict"),
+        ({"max_slowdown": 0.1, "n_tensors": -1}, "contradict"),
+        ({"max_slowdown": 0.1, "lb": 2}, "lb goes with n_tensors"),
+    ],
+)
+def test_wrong_knobs(knobs, message):
+    model, _ = make()
+    with pytest.raises(ValueError, match=message):
+        offload.enable(model, **knobs)
+    offload.enable(model).disable()
+
+
+def test_several_lengths_and_a_ragged_batch_stall_in_their_first_steps_only(tmp_path):
+    rows = [256, 384, 512, 256, 384, 512, 100] * 3
+    model, optimizer = make()
+    expected, _ = train(model, optimizer, rows)
+    model, optimizer = make()
+    with enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
+        results, _ = train(model, optimizer, rows)
+        report = handle.report()
+        assert_equal(results, expected)
+        assert report.profiled_steps == 4
+        assert sum(record.profiled for record in report.steps_measured) == 4
+        misses = handle.engine.misses
+        train(model, optimizer, rows)
+        assert handle.engine.misses == misses, "a known signature waits for nothing that it did not ask back in time"
+        assert handle.report().profiled_steps == 4
+
+
+def test_evaluation_and_accumulation_in_between(tmp_path):
+    def run(model, optimizer):
+        losses = []
+        for number in range(4):
+            for micro in range(2):
+                x, y = batch(256, 2 * number + micro)
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                losses.append(loss.detach().clone())
+                del loss
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(batch(64, number)[0]).sum())
+            model.train()
+            optimizer.step()
+            losses += [parameter.grad.clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+        return losses
+
+    expected = run(*make())
+    model, optimizer = make()
+    with enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
+        assert_equal(run(model, optimizer), expected)
+        assert handle.report().profiled_steps == 1
+
+
+def test_memory_limit_is_kept_while_gradients_accumulate(tmp_path):
+    def run(model, optimizer):
+        peak, results = Peak(), []
+        for number in range(6):
+            x, y = batch(512, number, 64)
+            with peak.watch() if number >= 2 else nullcontext():
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+            before = sum(p.grad.nbytes for p in model.parameters()) if number % 2 else 0
+            results += [parameter.grad.clone() for parameter in model.parameters()]
+            del loss, x, y
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return results, peak.nbytes + before + held_bytes(model, optimizer)
+
+    expected, plain_peak = run(*make(width=64))
+    model, optimizer = make(width=64)
+    limit = int(plain_peak * 0.5)
+    with enabled(model, memory_limit=limit, spill_dir=tmp_path) as handle:
+        results, peak = run(model, optimizer)
+        assert_equal(results, expected)
+        assert peak <= limit
+        assert handle.plan.swaps
+
+
+def test_trace_is_that_of_the_step(tmp_path):
+    model, optimizer = make(blocks=2)
+    with enabled(model, spill_dir=tmp_path) as handle:
+        with pytest.raises(RuntimeError, match="no step has been profiled yet"):
+            handle.trace()
+        with handle.step():
+            x, y = batch(512, 0)
+            loss = nn.functional.cross_entropy(model(x), y)
+        del x
+        loss.backward()
+        trace = handle.trace()
+        assert handle.plan is None
+        names = {node.name for node in trace.nodes}
+        assert {"0.up", "1.up", "0.down", "1.norm"} <= names
+        assert any(node.backward for node in trace.nodes)
+        flags = [node.backward for node in trace.nodes]
+        assert flags == sorted(flags), "backward follows forward"
+        row_bytes = 512 * 32 * 4
+        # Of the spans of one storage one tensor is made: it comes and goes as a whole.
+        assert {tensor.bytes for tensor in trace.tensors} <= {512 * 4 * 4, row_bytes, 2 * row_bytes, 3 * row_bytes}
+        assert 3 * row_bytes in {tensor.bytes for tensor in trace.tensors}
+        assert min(trace.base_bytes) >= held_bytes(model, optimizer)
+        trace.save(tmp_path / "step.json")
+        assert Trace.load(tmp_path / "step.json") == trace
+
+
+def test_by_hand_there_is_no_plan():
+    model, _ = make()
+    with offload.enable(model, n_tensors=3) as handle:
+        assert handle.plan is None
+        with pytest.raises(RuntimeError, match="by hand"):
+            handle.trace()
+
+
+def test_predicted_and_measured_stand_side_by_side(tmp_path):
+    model, optimizer = make()
+    with enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
+        train(model, optimizer, [512] * 4)
+        about = handle.report().to_dict()
+        assert about["predicted_step_seconds"] == handle.plan.step_seconds
+        assert about["measured_step_seconds"] > 0
+        assert about["planned_peak_bytes"] == handle.plan.peak_bytes
+        planned = [row for row in about["steps_measured"] if not row["profiled"]]
+        assert planned
+        assert all(0 <= row["paused_seconds"] <= row["seconds"] for row in planned)
+        pursuit = handle.settle()
+        assert len(pursuit.starts) == len(handle.plan.timing.start)
+        assert list(pursuit.starts) == sorted(pursuit.starts)
+        assert "predicted" in str(handle.report())
+        assert "leaves at node" in handle.plan.explain()
+
+
+def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(planning.ByPlan, "_measured_link", lambda self, link: Link(1e6, 1e6))
+    model, optimizer = make()
+    with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
+        train(model, optimizer, [512] * 12)
+        assert "copy-out is slower than calibrated" in caplog.text
+        assert handle.plan.link == Link(1e6, 1e6)
+        assert 1 <= handle.settle().replans <= planning.REPLANS_MAX
+        assert caplog.text.count("planning anew") <= planning.REPLANS_MAX
+
+
+def test_a_late_tensor_comes_back_earlier_where_there_is_room(tmp_path):
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+        train(model, optimizer, [512] * 2)
+        plan = handle.plan
+        swap = next(s for s in plan.swaps if s.prefetch > s.release)
+        late = {swap.id: plan.step_seconds}
+        longer = planning._with_longer_leads(plan, late, plan.unswapped_peak_bytes)
+        moved = next(s for s in longer.swaps if s.id == swap.id)
+        assert moved.prefetch < swap.prefetch
+        assert simulate(plan.trace, longer.swaps, plan.link).peak_bytes == longer.peak_bytes
+        tight = planning._with_longer_leads(plan, late, plan.peak_bytes)
+        assert tight.peak_bytes <= plan.peak_bytes
+
+
+def test_what_somebody_else_holds_is_no_candidate(tmp_path):
+    """The batch that the training loop still holds: moving it would free nothing."""
+    model, optimizer = make(blocks=1)
+    with enabled(model, spill_dir=tmp_path) as handle:
+        x, y = batch(4096, 0)
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert x.nbytes in {entry.nbytes for entry in handle._planning.settle().profile.order.entries.values()}
+        produced_by_input = [t for t in handle.trace().tensors if t.packed == 0]
+        assert not produced_by_input
+        del x, y
+        optimizer.step()
+
+
+SCRIPT = """
+import sys, torch, offload
+from torch import nn
+assert sys.argv[1:] == ["--epochs", "3"], sys.argv
+print("hello from the script")
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+offload.enable(model, min_tensor_bytes="4KiB", n_tensors=1)
+optimizer = torch.optim.Adam(model.parameters())
+for step in range({steps}):
+    model(torch.randn(512, 64)).square().mean().backward()
+    optimizer.step()
+    print("step", step)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_plan_of_a_script(tmp_path, steps):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(steps=steps))
+    command = [sys.executable, "-m", "offload", "plan", "--json", str(script), "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    about = json.loads(done.stdout)
+    assert "hello from the script" in done.stderr
+    assert ("the end" in done.stderr) == (steps == 1)
+    names = [row["name"] for row in about["options"]]
+    assert names == ["unswapped", "5% slowdown", "10% slowdown", "25% slowdown", "least memory"]
+    for row in about["options"]:
+        assert row["host_bytes"] == 0, "on the CPU everything goes to disk"
+        assert row["peak_bytes"] <= about["options"][0]["peak_bytes"]
+    assert about["options"][0]["disk_bytes"] == 0
+    assert about["options"][-1]["disk_bytes"] > 0
+
+
+def test_plan_of_a_script_that_trains_nothing(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('nothing')")
+    command = [sys.executable, "-m", "offload", "plan", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "finished no training step under offload.enable" in done.stderr
+    script.write_text("raise SystemExit(7)")
+    assert subprocess.run(command, capture_output=True, timeout=240).returncode == 7
