@@ -315,5 +315,5 @@ def sample(handle):
         "file": stats["spill_file_bytes"],
         "pool held": stats["pool_held_bytes"],
         "pool requested": stats["pool_requested_bytes"],
-        "bookkeeping": [len(handle._schedules), len(handle._recorders), len(handle.engine._retired)],
+        "targets held": len(handle.engine._retired),
     }
