@@ -87,9 +87,6 @@ def refused(model, kind, message):
         ({"exclude": "first"}, r'exclude takes several module names: write exclude=\("first",\)'),
         ({"exclude": None}, "exclude takes .*module names"),
         ({"exclude": 3}, "exclude takes .*module names"),
-        ({"memory_limit": "8GiB"}, "memory_limit is not there yet; until then write n_tensors=-1"),
-        ({"memory_limit": 0.5}, "memory_limit is not there yet"),
-        ({"max_slowdown": 0.05}, "max_slowdown is not there yet"),
     ],
     ids=str,
 )

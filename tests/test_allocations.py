@@ -1,0 +1,166 @@
+"""What a recorded step's memory is made of."""
+
+import threading
+
+import pytest
+import torch
+from torch.autograd.profiler import profile
+
+from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes
+
+MiB = 1 << 20
+
+
+def empty(mebibytes):
+    return torch.empty(mebibytes * MiB, dtype=torch.uint8)
+
+
+def place(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_temporaries_and_what_is_saved_are_told_apart():
+    watched = HostAllocations()
+    watched.node(0)
+    first = empty(4)
+    watched.saved(7)
+    saved = SavedBytes(7, place(first), 4 * MiB, packed=0, last_forward=1, first_use=3, last_use=3)
+    watched.node(1)
+    temporary = empty(8)
+    del temporary
+    late = empty(2)
+    watched.node(2)
+    del first
+    gradient = empty(1)
+    watched.node(3)
+    del late
+    watched.node(4)
+    assert watched.stop()
+    assert watched.complete
+    found = watched.footprint([saved], {place(gradient)}, node_count=5)
+    assert [nbytes // MiB for nbytes in found.others] == [0, 8, 3, 3, 1]
+    assert [nbytes // MiB for nbytes in found.gradients] == [0, 0, 0, 1, 1]
+    assert saved.produced == 0
+
+
+def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
+    watched = HostAllocations()
+    watched.node(0)
+    watched.node(1)
+    made = empty(4)
+    watched.node(2)
+    watched.saved(1)
+    row = SavedBytes(1, place(made), 4 * MiB, packed=2, last_forward=2, first_use=3, last_use=3)
+    watched.node(3)
+    watched.stop()
+    assert watched.footprint([row], set(), 4).others == [0, 0, 0, 0]
+    assert row.produced == 1
+
+
+def test_spans_count_for_their_own_bytes_only():
+    """What of a storage no span covers stays with the rest."""
+    watched = HostAllocations()
+    watched.node(0)
+    whole = empty(9)
+    watched.saved(1)
+    row = SavedBytes(1, place(whole), 6 * MiB, packed=0, last_forward=0, first_use=1, last_use=1)
+    watched.node(1)
+    del whole
+    watched.node(2)
+    watched.stop()
+    assert [n // MiB for n in watched.footprint([row], set(), 3).others] == [3, 3, 0]
+
+
+def test_an_address_that_comes_back_is_another_storage():
+    watched = HostAllocations()
+    watched.node(0)
+    old = empty(3)
+    where = place(old)
+    del old
+    new = empty(3)
+    watched.saved(1)
+    row = SavedBytes(1, place(new), 3 * MiB, packed=0, last_forward=0, first_use=1, last_use=1)
+    watched.node(1)
+    watched.stop()
+    found = watched.footprint([row], set(), 2)
+    assert found.others[0] == 3 * MiB, "the old one was nobody's"
+    assert found.others[1] == (0 if where == place(new) else found.others[1])
+
+
+def test_another_profiler_comes_first(caplog):
+    with profile(use_cpu=True):
+        watched = HostAllocations()
+        watched.node(0)
+        assert watched.stop()
+    assert not watched.complete
+    assert "another profiler is running" in caplog.text
+    assert watched.footprint([], set(), 1).others == [0]
+
+
+def test_it_ends_where_it_began():
+    watched = HostAllocations()
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(watched.stop()))
+    thread.start()
+    thread.join()
+    assert answers == [False]
+    assert watched.stop()
+    with profile(use_cpu=True):
+        pass  # nobody is profiling any more
+
+
+def test_it_is_quiet(capfd):
+    block = empty(1)
+    watched = HostAllocations()
+    del block  # older than the profile: torch would warn
+    watched.stop()
+    assert capfd.readouterr().err == ""
+
+
+class Device:
+    """The statistics of a caching allocator."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.peak = 10 * MiB
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def reset(self, device):
+        self.peak = self.now
+
+    def change(self, mebibytes):
+        self.now += mebibytes * MiB
+        self.peak = max(self.peak, self.now)
+
+
+def test_device_peaks_by_node(monkeypatch):
+    device = Device(monkeypatch)
+    watched = DeviceAllocations(torch.device("cuda", 0))
+    watched.node(0)
+    device.change(4)  # saved at the end of node 0, and gone in node 1
+    watched.node(1)
+    device.change(6)
+    device.change(-10)
+    watched.node(2)
+    device.change(4)  # back
+    device.change(2)
+    watched.node(3)
+    device.change(-6)
+    watched.stop()
+    row = SavedBytes(1, 0, 4 * MiB, packed=0, last_forward=1, first_use=2, last_use=3)
+    found = watched.footprint([row], set(), 4)
+    assert [nbytes // MiB for nbytes in found.others] == [0, 6, 2, 2]
+    assert row.produced == 0
+    assert found.gradients == [0] * 4
+
+
+@pytest.mark.parametrize("events", [0, 1])
+def test_a_short_device_step(monkeypatch, events):
+    device = Device(monkeypatch)
+    watched = DeviceAllocations(torch.device("cuda", 0))
+    for number in range(events):
+        watched.node(number)
+    device.change(3)
+    watched.stop()
+    assert watched.footprint([], set(), 1).others == [3 * MiB]

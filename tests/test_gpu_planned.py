@@ -1,0 +1,85 @@
+"""Plans on a CUDA device: the limit holds for what torch's allocator hands out, and the bits are the same."""
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.plan import InfeasibleLimitError
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    """Skip without a device; else compute the same bits every time."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def train(knobs):
+    """Losses, gradients of every step, and the allocator's peak from the third step on; the handle."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(1024) for _ in range(8)]).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    handle = offload.enable(model, **knobs) if knobs else None
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for step in range(STEPS):
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        x = torch.randn(4096, 1024, generator=generator).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        results += [loss.detach().clone(), *(parameter.grad.clone().cpu() for parameter in model.parameters())]
+        del loss, x
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    if handle is not None:
+        handle.disable()
+    return results, peak, handle
+
+
+@pytest.mark.parametrize("fraction", [0.8, 0.6])
+def test_memory_limit_is_kept(fraction):
+    expected, plain_peak, _ = train({})
+    limit = int(fraction * plain_peak)
+    try:
+        results, peak, handle = train({"memory_limit": limit})
+    except InfeasibleLimitError as error:
+        results, peak, handle = train({"memory_limit": (limit := error.least_bytes)})
+    assert all(map(torch.equal, results, expected))
+    assert handle.plan.peak_bytes <= limit
+    assert peak <= limit + MIB, "rounding of the allocator's blocks"
+    assert handle.report().swapped.tensors > 0
+
+
+def test_default_is_planned_and_bit_equal():
+    expected, plain_peak, _ = train({})
+    results, peak, handle = train({"max_slowdown": 0.05})
+    assert all(map(torch.equal, results, expected))
+    assert peak <= plain_peak
+    assert len(handle.trace().tensors) > 0
+    about = handle.report().to_dict()
+    assert about["predicted_step_seconds"] > 0
+    assert about["measured_step_seconds"] > 0
