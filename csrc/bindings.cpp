@@ -175,8 +175,19 @@ void register_store(py::module_& module) {
           py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0,
           py::arg("departure") = py::none(), py::arg("enter") = py::none())
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
-      .def("trim", &SwapStore::trim, ReleaseGil())
-      .def("stats", [](SwapStore& store) { return to_dict(store.stats()); })
+      // A forked child may have inherited a locked mutex: it is refused before it waits for one.
+      .def(
+          "trim",
+          [](SwapStore& store) {
+            store.require_same_process();
+            return store.trim();
+          },
+          ReleaseGil())
+      .def("stats",
+           [](SwapStore& store) {
+             store.require_same_process();
+             return to_dict(store.stats());
+           })
       .def("record_copies", &SwapStore::record_copies, py::arg("limit"), ReleaseGil())
       .def("take_copies",
            [](SwapStore& store) {

@@ -140,7 +140,7 @@ void SpillFile::open_in(const std::string& directory) {
     direct_ = direct != 0;
     error_number = errno;
     unlink(file.c_str());
-    if (descriptor_ >= 0) break;
+    if (descriptor_ >= 0 || error_number == EEXIST) break;  // somebody else's file or link: refused, not tried again
   }
   rmdir(folder.c_str());
   if (descriptor_ < 0) fail(error_number, 0, "cannot create the spill file");

@@ -198,21 +198,30 @@ class SwappedStorage:
             stream = engine.current_stream()
             if self._storage is not None and self._stream != stream:
                 self._abandon_incoming()  # prefetched for another stream: its memory belongs to that one
+            if self._storage is not None and self._incoming:
+                try:
+                    self._await_incoming(stream)
+                except OSError as error:
+                    log.warning("a read ahead of need failed, and is repeated: %s", str(error))
             if self._storage is None:
                 engine.misses += 1
                 self._begin_return()
+                self._await_incoming(stream)
             storage = self._storage
             assert storage is not None
-            if self._incoming:
-                try:
-                    self.ticket.swap_in(stream)
-                except BaseException:
-                    engine.retire(self.ticket, storage)
-                    self._drop_storage()
-                    raise
-                self._incoming = False
             self._count_view()
             return storage, 0
+
+    def _await_incoming(self, stream: int) -> None:
+        storage = self._storage
+        assert storage is not None
+        try:
+            self.ticket.swap_in(stream)
+        except BaseException:
+            self._engine.retire(self.ticket, storage)
+            self._drop_storage()
+            raise
+        self._incoming = False
 
     def _count_view(self) -> None:
         self._views_left -= 1

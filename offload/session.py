@@ -256,7 +256,7 @@ class Session(Answers):
         """Say, once per kind of error, that a tensor stays because the store cannot take it."""
         if type(error) not in self._warned:
             self._warned.add(type(error))
-            log.warning("a tensor stays on the device: %s", error)
+            log.warning("a tensor stays on the device: %s", str(error))  # not its frames, which hold graphs
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
