@@ -27,19 +27,6 @@ _LOG_ERRORS = 2
 
 
 @dataclass(frozen=True)
-class HeldBytes:
-    """What is on the device before a step begins, in bytes."""
-
-    state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
-    gradients: int
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.state + self.gradients
-
-
-@dataclass(frozen=True)
 class Footprint:
     """Bytes by node, over those that were there at the start."""
 

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from torch import nn
 
-from offload.allocations import HeldBytes
 from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
+from offload.held import HeldBytes
 from offload.options import Options
 from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
 from offload.profiler import Profile, Profiler, Recorder

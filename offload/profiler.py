@@ -14,10 +14,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from offload.allocations import DeviceAllocations, HeldBytes, HostAllocations, SavedBytes, watch_allocations
+from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.compiled import is_compiled_node
 from offload.course import Stopwatch
 from offload.engine import Engine, Lease, LeaseReference, has_storage
+from offload.held import HeldBytes
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"timeline_page"},
     {"plan"},
     {"engine", "report", "options", "forward_wrapper"},
-    {"allocations", "calibration", "oom", "schedule"},
+    {"allocations", "calibration", "held", "oom", "schedule", "stores"},
     {"course"},
     {"hooks", "profiler"},
     {"planning", "step_recording"},

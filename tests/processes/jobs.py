@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def enable(model, directory, tier):
     if tier == "slab":
-        session._make_engine = make_slab_engine
+        session.make_engine = make_slab_engine
     options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "spill_dir": directory}
     return offload.enable(model, **options)
 
