@@ -35,6 +35,7 @@ ROUNDS_WATCHED_MAX = 2
 REPLANS_MAX = 5
 MEASUREMENTS_MAX = 5
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
+_FASTER = 0.25
 _LATE_SECONDS = 0.5e-3
 _DEVICE_MEASURED_STEPS = 8
 _KEPT = "kept by plan"
@@ -382,10 +383,14 @@ class ByPlan:
             reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.step_seconds)}")
         if abs(compute - plan.compute_seconds) > _OFF * plan.compute_seconds:
             reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
-        if link.out_bandwidth < (1 - _OFF) * pursuit.link.out_bandwidth:
-            reasons.append("copy-out is slower than calibrated")
-        if link.in_bandwidth < (1 - _OFF) * pursuit.link.in_bandwidth:
-            reasons.append("copy-in is slower than calibrated")
+        for name, found, known in (
+            ("copy-out", link.out_bandwidth, pursuit.link.out_bandwidth),
+            ("copy-in", link.in_bandwidth, pursuit.link.in_bandwidth),
+        ):
+            if found < (1 - _OFF) * known:
+                reasons.append(f"{name} is slower than planned with")
+            elif found > (1 + _FASTER) * known:
+                reasons.append(f"{name} is faster than planned with: there is memory or time to give back")
         if not reasons:
             return False
         pursuit.replans += 1
@@ -395,7 +400,7 @@ class ByPlan:
 
     def _measured_link(self, link: Link) -> Link:
         """The link as the engine's own copies have found it; as it was where too little has been copied."""
-        stats = self._engine.store.stats()
+        stats = self._engine.store_stats()
         rates = {}
         for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
