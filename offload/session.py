@@ -420,7 +420,9 @@ def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
         if tell is not None:
             tell(optimizer)
 
-    return [register_optimizer_step_pre_hook(before_step)]
+    hook = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(session, hook.remove).atexit = False  # type: ignore[misc]
+    return [hook]
 
 
 def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
