@@ -396,7 +396,7 @@ class ByPlan:
 
     def _measured_link(self, link: Link) -> Link:
         """The link as the engine's own copies have found it; as it was where too little has been copied."""
-        stats = self._engine.store.stats()
+        stats = self._engine.store_stats()
         rates = {}
         for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]

@@ -43,7 +43,7 @@ log = logging.getLogger("offload")
 
 UNHELD_MAX = 4096
 
-_kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
+_kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
@@ -343,8 +343,8 @@ class Session(Answers):
     # -- what planning asks -------------------------------------------------------------------------------------------
 
     def _measure_link(self) -> Link:
-        # A store of its own: the report tells of the training's copies alone.
-        store = _make_engine(self._device, self.options).store
+        # A store of its own: the figures of the shared one tell of the training's copies alone.
+        store = _make_store(self._device, self.options)
         return calibrate(store, self._device, self.options.spill_dir).link()
 
     def _held_bytes(self) -> HeldBytes:
@@ -355,7 +355,8 @@ class Session(Answers):
         if self._device.type == "cuda":
             return HeldBytes(torch.cuda.memory_allocated(self._device) - gradients, gradients)
         buffers = list(model.buffers()) if model is not None else []
-        states = [value for each in self._optimizers for row in each.state.values() for value in _tensors_in(row)]
+        states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
+        states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
         return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self.engine.resident.now, gradients)
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -431,11 +432,6 @@ def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
     return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
 
 
-def _tensors_in(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, dict):
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
 def _checkpoint_is_innermost() -> bool:
     """Whether non-reentrant checkpointing listens already; hooks of ours inside would undo it."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -456,14 +452,15 @@ def _shared_store(device: torch.device, options: Options) -> _core.SwapStore:
     with _stores_lock:
         store = _stores.get(key)
         if store is None:
-            lanes = _core.HostDriver(niceness=LANE_NICENESS)
-            if device.type == "cpu":
-                store = _core.SwapStore.direct(lanes, options.spill_dir)
-            else:
-                driver = _core.cuda_driver(device.index or 0)
-                store = _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
-            _stores[key] = store
+            store = _stores[key] = _make_store(device, options)
         return store
+
+
+def _make_store(device: torch.device, options: Options) -> _core.SwapStore:
+    lanes = _core.HostDriver(niceness=LANE_NICENESS)
+    if device.type == "cpu":
+        return _core.SwapStore.direct(lanes, options.spill_dir)
+    return _core.SwapStore.slab(_core.cuda_driver(device.index or 0), lanes, options.host_limit, options.spill_dir)
 
 
 _stores: weakref.WeakValueDictionary[tuple[int, str, str, int], _core.SwapStore] = weakref.WeakValueDictionary()
@@ -560,7 +557,7 @@ def enable(
     session = compiled.untraced(Session, model, device, options, _make_engine(device, options))
     _sessions[model] = session
     if planning.on_profile is not None:
-        _kept.append(model)
+        _kept.append((model, session))
     return session
 
 
@@ -572,7 +569,7 @@ def session_of(model: nn.Module) -> Session | None:
 def settle_all() -> None:
     """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
     while _kept:
-        _sessions[_kept.pop()].settle()
+        _kept.pop()[1].settle()  # disabled or not
 
 
 def disable(model: nn.Module) -> None:
