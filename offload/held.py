@@ -6,13 +6,14 @@ Beside the data path: the planner adds it to what a recorded step allocates.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from offload.engine import Engine, has_storage
 
@@ -48,6 +49,7 @@ class HeldMemory:
                 tell(optimizer)
 
         self._hook = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, self._hook.remove).atexit = False  # type: ignore[misc]
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Have `call` called before any optimizer steps: backward is over then."""
@@ -65,7 +67,8 @@ class HeldMemory:
         if self._engine.device.type == "cuda":
             return HeldBytes(torch.cuda.memory_allocated(self._engine.device) - gradients, gradients)
         buffers = list(model.buffers()) if model is not None else []
-        states = [value for each in self._optimizers for row in each.state.values() for value in _tensors_in(row)]
+        states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
+        states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
         return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -83,8 +86,3 @@ def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the tensors' storages, each counted once."""
     plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
     return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
-
-
-def _tensors_in(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, dict):
-        yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -182,9 +182,10 @@ class ByPlan:
             for recorded in list(self._profilers):
                 self._begin_pursuit(recorded)
             pursuit = self.pursuits.get(signature)
-            for table in (self.pursuits, self._profilers):
-                while len(table) > SIGNATURES_MAX:
-                    table.popitem(last=False)
+            while len(self.pursuits) > SIGNATURES_MAX:
+                self.pursuits.popitem(last=False)
+            while len(self._profilers) > SIGNATURES_MAX:
+                self._profilers.popitem(last=False)[1].stop()
             if pursuit is None:
                 larger = self._larger(signature)
                 if larger is not None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.compiled import is_compiled_node
@@ -161,13 +162,14 @@ class Profiler(Recorder):
         self._running: list[str] = []
         self._thread = threading.get_ident()
         self._module_hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_pre_hook(_weakly(self._enter_module)),
+            register_module_forward_hook(_weakly(self._leave_module), always_call=True),
         ]
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
         self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
+        weakref.finalize(self, _unwatch, self._module_hooks, self._memory).atexit = False  # type: ignore[misc]
         self._memory.node(0)
 
     @property
@@ -307,3 +309,21 @@ class Profiler(Recorder):
             first_use=first_use,
             last_use=last_use,
         )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, for somebody global to call, who shall not keep its owner alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call
+
+
+def _unwatch(hooks: list[RemovableHandle], memory: HostAllocations | DeviceAllocations) -> None:
+    while hooks:
+        hooks.pop().remove()
+    memory.stop()

@@ -41,7 +41,7 @@ log = logging.getLogger("offload")
 
 UNHELD_MAX = 4096
 
-_kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
+_kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
@@ -470,7 +470,7 @@ def enable(
     session = compiled.untraced(Session, model, device, options, make_engine(device, options))
     _sessions[model] = session
     if planning.on_profile is not None:
-        _kept.append(model)
+        _kept.append((model, session))
     return session
 
 
@@ -482,7 +482,7 @@ def session_of(model: nn.Module) -> Session | None:
 def settle_all() -> None:
     """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
     while _kept:
-        _sessions[_kept.pop()].settle()
+        _kept.pop()[1].settle()  # disabled or not
 
 
 def disable(model: nn.Module) -> None:
