@@ -49,7 +49,7 @@ class HeldMemory:
                 tell(optimizer)
 
         self._hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._hook.remove).atexit = False  # type: ignore[misc]
+        weakref.finalize(self, self._hook.remove).atexit = False
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Have `call` called before any optimizer steps: backward is over then."""

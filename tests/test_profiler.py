@@ -139,7 +139,7 @@ def test_state_in_lists_counts(tmp_path):
         history = sum(tensor.nbytes for tensor in [*state["old_dirs"], *state["old_stps"]])
         parameters = sum(parameter.nbytes for parameter in model.parameters())
         assert history > 0
-        assert handle._held_bytes().state >= parameters + history
+        assert handle._held.look().state >= parameters + history
 
 
 def test_the_report_counts_the_training_s_copies_alone(tmp_path, monkeypatch):
