@@ -10,17 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload._core import DriverError, PoolExhausted, SpillError
+    from offload.accumulate import GradAccumulator
+    from offload.feed import Prefetcher
     from offload.recovery import recover
     from offload.report import Report
     from offload.session import Session, disable, enable
 
 __version__ = "0.1.0"
 
-__all__ = ["DriverError", "PoolExhausted", "Report", "Session", "SpillError", "disable", "enable", "recover"]
+__all__ = [
+    "DriverError",
+    "GradAccumulator",
+    "PoolExhausted",
+    "Prefetcher",
+    "Report",
+    "Session",
+    "SpillError",
+    "disable",
+    "enable",
+    "recover",
+]
 
 _HOMES = {
     "DriverError": "offload._core",
+    "GradAccumulator": "offload.accumulate",
     "PoolExhausted": "offload._core",
+    "Prefetcher": "offload.feed",
     "Report": "offload.report",
     "Session": "offload.session",
     "SpillError": "offload._core",

@@ -6,10 +6,13 @@ Beside the data path: sessions count here, and people read it as a table or as a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from offload.units import format_bytes, format_seconds
+
+LATE_SECONDS = 1e-3
 
 
 @dataclass
@@ -71,6 +74,50 @@ class Counts(defaultdict[str, Count]):
         return self.swapped.minus(self._swapped_before), kept
 
 
+@dataclass
+class Feed:
+    """What a loader gave, and how long the step waited for it."""
+
+    batches: int = 0
+    late_batches: int = 0  # those the step waited for, `LATE_SECONDS` or more
+    empty_batches: int = 0
+    host_wait_seconds: float = 0.0
+    device_wait_seconds: float = 0.0
+    copied_bytes: int = 0
+    passes_without_batches: int = 0
+
+    @property
+    def wait_seconds(self) -> float:
+        """In the loader, and on the device for a copy that had not arrived."""
+        return self.host_wait_seconds + self.device_wait_seconds
+
+    @classmethod
+    def total(cls, feeds: Iterable[Feed]) -> Feed:
+        """The sum of what several loaders counted."""
+        result = cls()
+        for feed in feeds:
+            for about in fields(cls):
+                setattr(result, about.name, getattr(result, about.name) + getattr(feed, about.name))
+        return result
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers; seconds and bytes."""
+        return {**asdict(self), "wait_seconds": self.wait_seconds}
+
+    def notes(self) -> Iterator[str]:
+        """What a user should hear of."""
+        if self.empty_batches:
+            yield (
+                f"{self.empty_batches} of {self.batches} batches had no rows: the device had nothing to compute; "
+                "give a batch size of at least one row for each device"
+            )
+        if self.passes_without_batches:
+            yield (
+                "a pass over the data gave no batch at all: with drop_last, the batch size must not exceed the rows "
+                "that this process gets"
+            )
+
+
 @dataclass(frozen=True)
 class Report:
     """What a session has done so far.
@@ -96,6 +143,7 @@ class Report:
     planned_peak_bytes: int | None = None
     steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    feed: Feed = field(default_factory=Feed)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings; seconds, bytes, bytes per second."""
@@ -121,6 +169,7 @@ class Report:
             "spill_file_bytes": store["spill_file_bytes"],
             "host_bytes_held": store["pool_held_bytes"],
             "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
+            "feed": self.feed.to_dict(),
             "profiled_steps": self.profiled_steps,
             "predicted_step_seconds": self.predicted_step_seconds,
             "measured_step_seconds": self.measured_step_seconds,
@@ -150,6 +199,10 @@ class Report:
             ("host memory held", format_bytes(about["host_bytes_held"])),
             ("allocator", self.allocator),
         ]
+        if self.feed.batches:
+            waited = f"{self.feed.wait_seconds:.3f} s in all"
+            late = f"{self.feed.late_batches} of {self.feed.batches} batches {LATE_SECONDS * 1e3:.0f} ms or more"
+            rows.append(("waited for data", f"{waited}; {late}"))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -35,7 +35,7 @@ from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
 from offload.planning import ByHand, ByPlan, Pursuit
 from offload.refusals import check_model, hooks_allowed
-from offload.report import Counts, Report
+from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
 from offload.trace import Trace
 
@@ -70,6 +70,8 @@ class Session(Answers):
         self._compiled_demand: compiled.Demand | None = None
         self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
+        self._feeds: list[Feed] = []
+        self._remarks: list[str] = []
         self._enabled = True
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
@@ -80,9 +82,20 @@ class Session(Answers):
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        """The device that the model was on when it was enabled."""
+        return self._device
+
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *inputs: Any) -> Iterator[None]:
         """Cover everything that autograd saves inside, the loss as well as the model's forward.
+
+        Parameters
+        ----------
+        *inputs
+            The batch, for a step that calls parts of the model and not the model itself: the shapes of its tensors
+            tell then which schedule applies. Otherwise the first forward inside tells.
 
         Examples
         --------
@@ -97,8 +110,19 @@ class Session(Answers):
         if not self._applies() or self._current_round() is not None:
             yield
             return
-        with self._round():
+        with self._round() as current:
+            if inputs:
+                self._attach(current, inputs, {})
             yield
+
+    def watch(self, feed: Feed) -> None:
+        """Show in the report what a loader counts."""
+        self._feeds.append(feed)
+
+    def remark(self, text: str) -> None:
+        """Show a note in the report, once."""
+        if text not in self._remarks:
+            self._remarks.append(text)
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
@@ -127,6 +151,7 @@ class Session(Answers):
             planned_peak_bytes=plan.peak_bytes if plan is not None else None,
             steps_measured=tuple(self.counts.steps_measured),
             notes=tuple(self._notes()),
+            feed=Feed.total(self._feeds),
         )
 
     @property
@@ -362,6 +387,9 @@ class Session(Answers):
             yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
         if self.options.spill_dir and is_in_memory(self.options.spill_dir):
             yield f"{self.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
+        for feed in self._feeds:
+            yield from feed.notes()
+        yield from self._remarks
 
 
 def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
@@ -513,6 +541,11 @@ def enable(
     if planning.on_profile is not None:
         _kept.append(model)
     return session
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """The session of a model on which `enable` is in force; None where it is not."""
+    return _sessions.get(model)
 
 
 def settle_all() -> None:

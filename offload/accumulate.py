@@ -1,0 +1,240 @@
+"""One optimizer step from several small batches.
+
+Beside the data path: wraps an optimizer of the user's; the engine knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+
+class GradAccumulator(Optimizer):
+    """Stands in for an optimizer whose step acts on every N-th call only.
+
+    The gradient of a group of batches is that of the mean over all items of the group, whatever the size of each batch:
+    four batches of 16 give what one of 64 gives, within float rounding (batch statistics, as in BatchNorm, aside).
+
+    Parameters
+    ----------
+    optimizer
+        Any but those that need a closure. Its state and state_dict stay as they are.
+    steps
+        Batches to a group, at least 1.
+    max_norm
+        Clip the gradient of the whole group to this norm right before the optimizer's step. None: do not.
+    scaler
+        A `torch.amp.GradScaler`, which this object then scales, steps and updates with: do not call it yourself.
+
+    Raises
+    ------
+    ValueError
+        `steps` is not at least 1, `max_norm` is not positive, or there is no optimizer to wrap.
+
+    Notes
+    -----
+    A learning rate scheduler takes this object or the optimizer; step it where `stepped` is true. Under
+    DistributedDataParallel, run forward and backward of all but the last batch of a group (`is_last`) in
+    ``model.no_sync()``; items are then counted per process.
+
+    Examples
+    --------
+    >>> import torch, offload
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = offload.GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    >>> acted = []
+    >>> for x in torch.ones(70, 3).split(16):
+    ...     loss = optimizer.scale(model(x).square().mean(), items=len(x))
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     acted.append(optimizer.stepped)
+    >>> acted, optimizer.flush()
+    ([False, False, False, True, False], True)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        steps: int,
+        max_norm: float | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: parameters and state are the wrapped optimizer's. The base is there for the isinstance
+        # checks of learning rate schedulers.
+        if isinstance(optimizer, GradAccumulator):
+            raise ValueError("the optimizer is a GradAccumulator already; wrap the optimizer once, with steps=N")
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(f"GradAccumulator takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be a count of batches, at least 1, not {steps!r}; 1 accumulates nothing")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, not {max_norm!r}; leave it out to clip nothing")
+        self.optimizer = optimizer
+        self.steps = steps
+        self.max_norm = max_norm
+        self.scaler = scaler
+        self.grad_norm: Tensor | None = None
+        self._stepped = False
+        self._calls = 0  # of `step` in this group
+        self._items = 0
+        self._items_expected = 0  # were all batches of the group like its first one
+        self._is_scaled = False
+
+    # -- the loop's calls ---------------------------------------------------------------------------------------------
+
+    def scale(self, loss: Tensor, items: int) -> Tensor:
+        """The loss to call backward on: this batch's share in its group.
+
+        Parameters
+        ----------
+        loss
+            The mean over the batch's items.
+        items
+            How many those are: rows, or tokens where the mean is over tokens. At least 1.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            `items` is no count; or this is the second call before `step`.
+        """
+        if isinstance(items, bool) or not isinstance(items, int) or items < 1:
+            raise ValueError(f"items must be the count that the loss is the mean of, at least 1, not {items!r}")
+        if self._is_scaled:
+            raise RuntimeError(
+                "scale() twice before step(): add the losses of one batch and scale their sum; after a batch "
+                "that failed call reset()"
+            )
+        if not self._items:
+            self._items_expected = items * self.steps
+        self._items += items
+        self._is_scaled = True
+        share = loss * (items / self._items_expected)
+        return share if self.scaler is None else self.scaler.scale(share)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Count one batch; with the last one of its group, correct, clip and step.
+
+        Raises
+        ------
+        RuntimeError
+            `scale` was not called for this batch.
+        ValueError
+            A closure is given.
+        """
+        if closure is not None:
+            raise ValueError("GradAccumulator.step takes no closure: it cannot run several batches anew")
+        if not self._is_scaled:
+            raise RuntimeError(
+                "step() without a loss: write optimizer.scale(loss, items=len(batch)).backward() before it"
+            )
+        self._is_scaled = False
+        self._calls += 1
+        self._stepped = False
+        if self._calls == self.steps:
+            self._act()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, if the group is complete; within a group they stay."""
+        if self._items == 0:
+            self.optimizer.zero_grad(set_to_none)
+
+    def flush(self) -> bool:
+        """Step with what the last, ragged group has, and clear the gradients. Returns whether there was anything."""
+        if self._calls == 0:
+            return False
+        self._act()
+        self.zero_grad()
+        return True
+
+    def reset(self) -> None:
+        """Drop the group as far as it has come, with its gradients: after a batch that failed."""
+        self._calls = self._items = 0
+        self._is_scaled = False
+        self.zero_grad()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last `step` or `flush` stepped the optimizer; false too where the scaler found an overflow."""
+        return self._stepped
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next `step` completes its group."""
+        return self._calls == self.steps - 1
+
+    def _act(self) -> None:
+        correction = self._items_expected / self._items
+        self._calls = self._items = 0
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if correction != 1:
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(correction)
+        if self.max_norm is not None:
+            self.grad_norm = clip_grad_norm_(list(self._parameters()), self.max_norm)
+        self._stepped = self._step_inner()
+
+    def _step_inner(self) -> bool:
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before  # it lowers its scale where it has skipped a step
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    # -- the optimizer's face -----------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, key for key. An incomplete group is not in it, as no gradient is."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what the wrapped optimizer, or this object, has saved."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Hand on to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"GradAccumulator(steps={self.steps}, {self.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # What torch keeps on every optimizer besides: tables of hooks, marks of schedulers.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)

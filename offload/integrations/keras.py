@@ -1,0 +1,136 @@
+"""Keras 3 on its torch backend: a callback for `model.fit`.
+
+Beside the data path: `fit` calls `train_function` for every batch; the callback wraps that.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from torch import nn
+
+from offload.integrations.switch import CallWrapper, Switch
+from offload.report import Report
+from offload.session import Session
+
+
+class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Swaps what `model.fit` saves for backward; the model is as before when `fit` ends, also with an exception.
+
+    Parameters
+    ----------
+    **options
+        The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
+        `exclude`, `host_limit`, `spill_dir`.
+
+    Raises
+    ------
+    RuntimeError
+        Keras runs on another backend than torch.
+    TypeError
+        An option is none of `offload.enable`'s.
+
+    Notes
+    -----
+    An exception in the step itself undoes everything at once. One from a data set or from another callback, of which
+    Keras tells nobody, does when the frame of `fit` is gone, or at the next `fit`.
+
+    Examples
+    --------
+    >>> import os
+    >>> os.environ["KERAS_BACKEND"] = "torch"
+    >>> import keras, numpy
+    >>> from offload.integrations.keras import OffloadCallback
+    >>> model = keras.Sequential([keras.layers.Dense(32, activation="relu"), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> callback = OffloadCallback(n_tensors=-1, min_tensor_bytes="1KiB")
+    >>> _ = model.fit(numpy.ones((64, 8)), numpy.ones((64, 1)), verbose=0, callbacks=[callback])
+    >>> callback.report().swapped.tensors > 0
+    True
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        if keras.backend.backend() != "torch":
+            raise RuntimeError(
+                f"offload works with PyTorch, and Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=torch in "
+                "the environment before keras is imported"
+            )
+        self._switch = Switch(f"a Keras {type(self).__name__}", options)
+        self._wrapper: CallWrapper | None = None
+        self._fit: Callable[[], Any] = _nothing
+
+    @property
+    def handle(self) -> Session:
+        """The session of the current `fit`, or of the last one."""
+        return self._switch.handle
+
+    def report(self) -> Report:
+        """What the current `fit`, or the last one, has moved."""
+        return self._switch.report()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Enable the engine and wrap `model.train_function`."""
+        model = self.model
+        fit = sys._getframe(1).f_locals.get("self")  # the list of callbacks lives as long as `fit` runs
+        current = getattr(model.train_function, "callback", None)
+        if current is not None:
+            is_of_this_fit = current._fit() is fit
+            current.undo()  # an earlier `fit` ended outside of its steps; or this one will, by the error below
+            if is_of_this_fit:
+                raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
+        self.undo()
+        handle = self._switch.turn_on(_as_module(model))
+        self._wrapper = CallWrapper(model, "train_function", lambda data: handle.step(*data), self.undo)
+        self._wrapper.callback = self  # type: ignore[attr-defined]
+        if isinstance(fit, keras.callbacks.CallbackList):
+            self._fit = weakref.ref(fit)
+            weakref.finalize(fit, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Undo it."""
+        self.undo()
+
+    def undo(self) -> None:
+        """Unwrap the model and disable the engine; nothing where that has been done."""
+        if self._wrapper is not None:
+            self._wrapper.undo()
+            self._wrapper = None
+        self._switch.turn_off()
+
+
+class LMSCallback(OffloadCallback):
+    """`OffloadCallback` under the name and with the arguments of TensorFlow Large Model Support.
+
+    Parameters
+    ----------
+    n_tensors
+        Storages to swap, longest-lived first; −1 all, 0 none.
+    lb
+        Lead: backward nodes between the start of a copy-in and its use, at least 1.
+    **options
+        More knobs of `offload.enable`.
+    """
+
+    def __init__(self, n_tensors: int = -1, lb: int = 1, **options: Any) -> None:
+        super().__init__(n_tensors=n_tensors, lb=lb, **options)
+
+
+def _nothing() -> None:
+    """In place of a weak reference."""
+
+
+def _as_module(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"offload needs a Keras model of the torch backend, not {type(model).__name__}")
+    return model
+
+
+def _undo_if_alive(callback: weakref.ref[OffloadCallback], handle: weakref.ref[Session]) -> None:
+    found = callback()
+    if found is not None and found._switch.is_on and found.handle is handle():
+        found.undo()

@@ -1,0 +1,120 @@
+"""What the integrations share: the engine is on while a training run lasts, however that ends.
+
+Beside the data path: between a framework's callbacks and `offload.enable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from offload.report import Report
+from offload.session import Session, enable, session_of
+
+KNOBS = tuple(name for name in inspect.signature(enable).parameters if name != "model")
+
+
+class Switch:
+    """Turns the engine on for one model and off again; the report outlives the run.
+
+    Parameters
+    ----------
+    owner
+        How the user calls the object that has the switch; for messages.
+    options
+        Knobs of `offload.enable`.
+    """
+
+    def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in KNOBS:
+                raise TypeError(f"{owner} takes the knobs of offload.enable ({', '.join(KNOBS)}), not {name!r}")
+        self.owner = owner
+        self.options = dict(options)
+        self._handle: Session | None = None
+        self.is_on = False
+
+    @property
+    def handle(self) -> Session:
+        """The session of the current run, or of the last one."""
+        if self._handle is None:
+            raise RuntimeError(f"{self.owner} has no session yet: it begins with training")
+        return self._handle
+
+    def report(self) -> Report:
+        """What the current run, or the last one, has moved."""
+        return self.handle.report()
+
+    def turn_on(self, model: nn.Module) -> Session:
+        """Enable the engine.
+
+        Raises
+        ------
+        ValueError
+            It is enabled on this model already, or an option is wrong.
+        """
+        if session_of(model) is not None:
+            raise ValueError(
+                f"offload is already enabled on this model, so {self.owner} cannot enable it again: keep one of the "
+                "two. Remove the other callback, or the call of offload.enable (offload.disable(model) undoes it)"
+            )
+        self._handle = enable(model, **self.options)
+        self.is_on = True
+        return self._handle
+
+    def turn_off(self) -> None:
+        """Disable what this switch has enabled; nothing where it is off."""
+        if self.is_on:
+            self.is_on = False
+            self.handle.disable()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Frameworks copy and pickle callbacks; a session stays with its model.
+        return {**self.__dict__, "_handle": None, "is_on": False}
+
+
+class CallWrapper:
+    """Stands in for a method, or a function kept as an attribute, of one object.
+
+    Undone by `undo`, or by `on_error` when a call raises: frameworks do not tell their callbacks of every exception.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        name: str,
+        around: Callable[[tuple[Any, ...]], AbstractContextManager[None]],
+        on_error: Callable[[], None],
+    ) -> None:
+        self._target = weakref.ref(target)
+        self._name = name
+        self._around = around
+        self._on_error = on_error
+        self._was_own = name in vars(target)
+        self._inner = getattr(target, name) if self._was_own else getattr(type(target), name)
+        functools.update_wrapper(self, self._inner)
+        setattr(target, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self._around(args):
+                return self._inner(*args, **kwargs) if self._was_own else self._inner(self._target(), *args, **kwargs)
+        except BaseException:
+            self._on_error()
+            raise
+
+    def undo(self) -> None:
+        """Give the object its own back, unless somebody else has replaced this meanwhile."""
+        target = self._target()
+        if target is None or vars(target).get(self._name) is not self:
+            return
+        if self._was_own:
+            setattr(target, self._name, self._inner)
+        else:
+            delattr(target, self._name)

@@ -1,0 +1,201 @@
+"""transformers' Trainer and those made of it, TRL's among them: a mixin, and a callback where no subclass is wanted.
+
+Beside the data path: the Trainer computes its loss inside `compute_loss_context_manager`; the mixin covers that.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from offload.integrations.switch import CallWrapper, Switch
+from offload.report import Report
+from offload.session import Session
+
+CHECKPOINTING_REMARK = (
+    "gradient checkpointing is on: what its blocks compute is recomputed and not saved, so that only the rest is "
+    "swapped; without it (gradient_checkpointing=False) there is more to swap and nothing to recompute"
+)
+
+
+class OffloadTrainerMixin:
+    """Makes a Trainer swap what its loss saves for backward, from the beginning to the end of `train`.
+
+    Put it before the Trainer among the bases. Everything is undone when `train` ends, however it ends.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        The Trainer's.
+    offload
+        Knobs of `offload.enable`, as a dictionary.
+
+    Raises
+    ------
+    ValueError
+        In `train`: the Trainer's own activation offloading is on, or it uses DataParallel.
+
+    Examples
+    --------
+    >>> from transformers import Trainer
+    >>> from offload.integrations.transformers import OffloadTrainerMixin
+    >>> class OffloadTrainer(OffloadTrainerMixin, Trainer):
+    ...     pass
+    """
+
+    def __init__(self, *args: Any, offload: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._offload = Switch(type(self).__name__, offload or {})
+        self._is_training_run = False
+        super().__init__(*args, **kwargs)
+
+    @property
+    def offload_handle(self) -> Session:
+        """The session of the current run of `train`, or of the last one."""
+        return self._offload.handle
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with the engine on."""
+        refuse_other_offloading(self.args)  # type: ignore[attr-defined]
+        self._is_training_run = True
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._is_training_run = False
+            self._offload.turn_off()
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """The Trainer's own context, and a step of the engine inside it."""
+        stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if self._is_training_run and torch.is_grad_enabled():
+            # Not before: the model may be made, moved and wrapped by `train` itself.
+            if not self._offload.is_on:
+                turn_on(self._offload, self.model, self.args)  # type: ignore[attr-defined]
+            stack.enter_context(self._offload.handle.step())
+        return stack
+
+
+class OffloadTrainerCallback(TrainerCallback):  # type: ignore[misc]
+    """Makes any Trainer swap what its model saves for backward.
+
+    A loss that is computed outside of the model is covered too. An exception in a step or in the data loader undoes
+    everything; one in another callback is undone when the next `train` begins: the mixin undoes that as well.
+
+    Parameters
+    ----------
+    **options
+        The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
+        `exclude`, `host_limit`, `spill_dir`.
+
+    Raises
+    ------
+    ValueError
+        In `train`: the Trainer's own activation offloading is on, or it uses DataParallel.
+
+    Examples
+    --------
+    >>> from offload.integrations.transformers import OffloadTrainerCallback
+    >>> callback = OffloadTrainerCallback(n_tensors=-1)  # then: Trainer(..., callbacks=[callback])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._switch = Switch("an OffloadTrainerCallback", options)
+        self._wrappers: list[CallWrapper] = []
+        self._state: Any = None  # of the run that this is on for
+
+    @property
+    def handle(self) -> Session:
+        """The session of the current run of `train`, or of the last one."""
+        return self._switch.handle
+
+    def report(self) -> Report:
+        """What the current run, or the last one, has moved."""
+        return self._switch.report()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Enable the engine and wrap the Trainer's step."""
+        trainer = _calling_trainer()
+        current = getattr(vars(trainer).get("training_step"), "callback", None)
+        if current is not None:
+            is_of_this_run = current._state is state
+            current.undo()  # an earlier run ended outside of its steps; or this one will, by the error below
+            if is_of_this_run:
+                raise ValueError("the Trainer has OffloadTrainerCallback twice; keep one of them")
+        self.undo()
+        refuse_other_offloading(args)
+        handle = turn_on(self._switch, kwargs["model"], args)
+        self._state = state
+        step = CallWrapper(trainer, "training_step", lambda _: handle.step(), self.undo)
+        step.callback = self  # type: ignore[attr-defined]
+        loading = CallWrapper(trainer, "get_batch_samples", lambda _: nullcontext(), self.undo)
+        self._wrappers += [step, loading]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo it."""
+        self.undo()
+
+    def undo(self) -> None:
+        """Unwrap the Trainer and disable the engine; nothing where that has been done."""
+        for wrapper in self._wrappers:
+            wrapper.undo()
+        self._wrappers.clear()
+        self._state = None
+        self._switch.turn_off()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_wrappers": [], "_state": None}
+
+
+def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
+    """Enable the engine, and have its report say what these arguments mean for it."""
+    handle = switch.turn_on(model)
+    if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
+        handle.remark(CHECKPOINTING_REMARK)
+    return handle
+
+
+def refuse_other_offloading(args: Any) -> None:
+    """Check that nobody else moves the same tensors.
+
+    Raises
+    ------
+    ValueError
+        Somebody does, or the model would run on several devices of one process.
+    """
+    name = type(args).__name__
+    if _argument(args, "activation_offloading"):
+        raise ValueError(
+            f"{name}(activation_offloading=True) swaps the same tensors, and autograd listens to the innermost of two "
+            "only: set activation_offloading=False, or leave offload out"
+        )
+    for knob in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        chosen = _argument(args, knob)
+        if isinstance(chosen, dict) and chosen.get("offload"):
+            raise ValueError(
+                f'{name}({knob}={{"offload": True}}) moves the same tensors itself, on the compute stream: leave that '
+                "entry out, or leave offload out"
+            )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"the Trainer would use DataParallel over {args.n_gpu} GPUs of one process, and offload knows one device "
+            "per process: run torchrun --nproc_per_node=N, or set CUDA_VISIBLE_DEVICES to one device"
+        )
+
+
+def _argument(args: Any, name: str) -> Any:
+    # Read from the instance: some names are deprecated properties that warn, and older releases lack others.
+    return vars(args).get(name)
+
+
+def _calling_trainer() -> Trainer:
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError("OffloadTrainerCallback.on_train_begin must be called by a transformers Trainer")
