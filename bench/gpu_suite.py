@@ -3,8 +3,8 @@
     python bench/gpu_suite.py --out DIR [--only PART,…] [--no-build] [--require-cuda]
 
 Needs torch, pybind11, ninja, cmake, setuptools, pytest and pytest-benchmark. Each part runs in a
-process of its own, within a time limit of its own, and leaves DIR/PART.json; what it had found
-when its time was up is kept. DIR/summary.json says which parts failed. The exit status is 0 when
+process of its own, within a time limit of its own, and leaves DIR/PART.json (the build none); what it
+had found when its time was up is kept. DIR/summary.json says which parts failed. The exit status is 0 when
 none did, 1 otherwise. Without a CUDA device the parts that need one are skipped and say so.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -33,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS_MAX = 530.0  # of all parts together: nine minutes, less what starting and stopping takes
 SECONDS_TO_STOP = 5.0
 OUTPUT_CHARACTERS_MAX = 20_000
+COMPLAINT_CHARACTERS_MAX = 2_000
 NO_DEVICE = "no device: torch finds no CUDA device here"
 
 
@@ -63,28 +63,28 @@ class Outcome:
 def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
     """Every part, in the order in which they run; `site` is where the build goes."""
     python, here = sys.executable, Path(__file__).parent
-    device = "cpu" if rehearse else "cuda"
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     pip = (python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index")
-    demo = (python, "-m", "offload", "demo", "--json", "--with-checkpoint", "--device", device)
-    tiny = ("--layers=2", "--width=64", "--heads=2", "--batch=4", "--length=64", "--steps=3")
+    on_device = not rehearse
 
-    def script(name: str) -> tuple[str, ...]:
+    def script(name: str, *options: str, part: str = "") -> tuple[str, ...]:
         size = ("--rehearse",) if rehearse else ()
-        return (python, str(here / name), "--json", str(out / f"{name[4:-3]}.json"), *size)
+        return (python, str(here / f"gpu_{name}.py"), "--json", str(out / f"{part or name}.json"), *options, *size)
+
+    def frontier(width: int) -> Part:
+        name = f"frontier-{width}"
+        command = script("frontier", "--width", str(width), part=name)
+        return Part(name, {2048: 105, 4096: 120}[width], on_device, command, deterministic)
 
     return [
-        Part("build", 110, False, (*pip, "--target", str(site), str(ROOT))),
-        Part("driver", 40, False, script("gpu_driver.py")),
-        Part("tests", 150, True, test_command(python), {"OFFLOAD_REQUIRE_CUDA": "1", **deterministic}),
-        Part("copies", 80, not rehearse, script("gpu_copies.py")),
-        Part(
-            "demo",
-            90,
-            not rehearse,
-            (*demo, "--html", str(out / "demo.html"), *(tiny if rehearse else ())),
-        ),
-        Part("frontier", 180, not rehearse, script("gpu_frontier.py"), deterministic),
+        Part("build", 75, False, (*pip, "--target", str(site), str(ROOT))),
+        Part("driver", 20, False, script("driver")),
+        Part("tests", 95, True, test_command(python), {"OFFLOAD_REQUIRE_CUDA": "1", **deterministic}),
+        Part("copies", 45, on_device, script("copies")),
+        frontier(2048),
+        frontier(4096),
+        Part("largest", 70, on_device, script("largest"), deterministic),
+        Part("pair", 40, on_device, script("pair"), deterministic),
     ]
 
 
@@ -151,11 +151,6 @@ def text_of(file: IO[bytes]) -> str:
 
 def results_of(outcome: Outcome, out: Path) -> dict[str, Any]:
     """What a part found: what it wrote itself, or what its output says."""
-    if outcome.part == "demo":
-        try:
-            return dict(json.loads(outcome.stdout))
-        except ValueError:
-            return {}
     if outcome.part == "tests":
         counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", outcome.stdout[-600:])
         return {word: int(count) for count, word in counts}
@@ -163,7 +158,12 @@ def results_of(outcome: Outcome, out: Path) -> dict[str, Any]:
 
 
 def keep(outcome: Outcome, out: Path, about: dict[str, Any]) -> None:
-    """Write a part's JSON: how it ended, on which machine, what it found, and the end of its output."""
+    """Write a part's JSON: how it ended, on which machine, what it found, and the end of its output.
+
+    The build finds nothing; the summary tells how it ended.
+    """
+    if outcome.part == "build":
+        return
     results = results_of(outcome, out)
     if outcome.part == "tests" and outcome.status == "passed" and not results.get("passed"):
         outcome.status, outcome.reason = "failed", "no test ran"
@@ -193,6 +193,7 @@ def summarize(outcomes: list[Outcome], out: Path, about: dict[str, Any], strict:
                 "status": outcome.status,
                 "reason": outcome.reason,
                 "seconds": outcome.seconds,
+                "stderr": outcome.stderr[-COMPLAINT_CHARACTERS_MAX:] if outcome.status == "failed" else "",
             }
             for outcome in outcomes
         },
@@ -211,7 +212,7 @@ def run_all(args: argparse.Namespace, chosen: list[Part], site: Path, work: Path
     outcomes: list[Outcome] = []
     failed: list[str] = []
     for part in chosen:
-        print(f"{part.name:<9} …", end="", flush=True)
+        print(f"{part.name:<13} …", end="", flush=True)
         paths = [str(site)] if part.name != "build" and not args.no_build else []
         if part.needs_cuda and not has_cuda:
             outcome = Outcome(part.name, "skipped", NO_DEVICE)

@@ -1,4 +1,4 @@
-"""Throughput of the host driver and of the spill file, beside memcpy and plain direct I/O.
+"""Throughput of the slab tier and of the spill file, beside Tensor.copy_ and plain direct I/O.
 
     pytest bench/test_copies.py --benchmark-only
 
@@ -13,13 +13,19 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+import torch
 from contest import medians, seconds
-from copy_rig import GIB, MIB, HostCopyRig, SpillRig, slab_seconds, slab_waste
+from copy_rig import GIB, MIB, SpillRig, slab_seconds, slab_waste
+from gpu_copies import BLOCK_BYTES as EVERY_BLOCK_BYTES
+from gpu_copies import ROUND_BYTES, Blocks, DeviceClock, StoreCopies, TorchCopies, make_store
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from offload.options import default_spill_dir
+from offload.options import default_host_limit, default_spill_dir
+from offload.units import format_bytes
 
 ROUNDS = 7
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_BYTES = EVERY_BLOCK_BYTES if DEVICE == "cuda" else EVERY_BLOCK_BYTES[:-1]  # a gigabyte six times is much RAM
 SPILL_BLOCKS_MIB = (1, 4, 16, 64)
 SPILL_TOTAL_BYTES = 128 * MIB
 
@@ -48,13 +54,24 @@ def compete(
     }
 
 
-@pytest.mark.parametrize("direction", ["out", "into"])
-def test_host_copy(benchmark: BenchmarkFixture, direction: str) -> None:
-    benchmark.group = "host driver, 64 MiB blocks"
-    rig = HostCopyRig()
-    engine = {"out": rig.out, "into": rig.into}[direction]
-    engine()
-    compete(benchmark, engine, rig.memcpy, rig.block_bytes, "memcpy, one thread")
+@pytest.mark.parametrize("nbytes", BLOCK_BYTES, ids=format_bytes)
+@pytest.mark.parametrize("direction", ["out", "into", "both"])
+def test_copies(benchmark: BenchmarkFixture, direction: str, nbytes: int) -> None:
+    benchmark.group = f"copies of the slab tier, {DEVICE}"
+    pool_bytes = 3 * max(nbytes, ROUND_BYTES)
+    if pool_bytes > default_host_limit():
+        pytest.skip(f"needs {format_bytes(pool_bytes)} of host memory and as much again")
+    blocks, clock = Blocks(nbytes, DEVICE), DeviceClock(DEVICE)
+    ours = StoreCopies(blocks, make_store(DEVICE, pool_bytes), DEVICE)
+    theirs = TorchCopies(blocks, DEVICE)
+    engine, yardstick = (getattr(each, direction) for each in (ours, theirs))
+    clock.measure(engine)
+    moved = nbytes * blocks.count * (2 if direction == "both" else 1)
+    name = "Tensor.copy_, pinned" if DEVICE == "cuda" else "Tensor.copy_"
+    compete(benchmark, lambda: clock.measure(engine), lambda: clock.measure(yardstick), moved, name)
+    benchmark.extra_info["block_bytes"] = nbytes
+    if direction != "out":
+        assert ours.arrived()
 
 
 @pytest.mark.parametrize("block_mib", SPILL_BLOCKS_MIB)

@@ -2,11 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <functional>
+
 #include "checksum.h"
 #include "driver.h"
 #include "error.h"
 #include "host_block.h"
 #include "host_driver.h"
+#include "numa.h"
 #include "swap_store.h"
 
 namespace py = pybind11;
@@ -106,6 +109,8 @@ void register_errors(py::module_& module) {
 }
 
 void register_store(py::module_& module) {
+  // Made once, and never destroyed: the interpreter is gone before statics are.
+  const py::handle ticket_name = PyUnicode_InternFromString("ticket");
   py::class_<Ticket>(module, "Ticket")
       .def_property_readonly("id", &Ticket::id)
       .def_property_readonly("bytes", &Ticket::bytes)
@@ -151,10 +156,10 @@ void register_store(py::module_& module) {
           ReleaseGil())
       .def(
           "swap_out",
-          // `departure`, where given, gets the ticket and is appended to `departures` before any Python code can run,
-          // an interrupt's included: whoever holds the source never loses sight of the copy.
-          [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need,
-             const py::object& departure, const py::object& departures) {
+          // `departure`, where given, gets the ticket and is handed to `enter` before any Python code can run, an
+          // interrupt's included: whoever holds the source never loses sight of the copy.
+          [ticket_name](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need,
+                        const py::object& departure, const py::object& enter) {
             std::unique_ptr<Ticket> ticket;
             {
               py::gil_scoped_release release;
@@ -162,16 +167,27 @@ void register_store(py::module_& module) {
             }
             py::object handle = py::cast(std::move(ticket));
             if (!departure.is_none()) {
-              departure.attr("ticket") = handle;
-              departures.attr("append")(departure);
+              py::setattr(departure, ticket_name, handle);
+              enter(departure);
             }
             return handle;
           },
           py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0,
-          py::arg("departure") = py::none(), py::arg("departures") = py::none())
+          py::arg("departure") = py::none(), py::arg("enter") = py::none())
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
-      .def("trim", &SwapStore::trim, ReleaseGil())
-      .def("stats", [](SwapStore& store) { return to_dict(store.stats()); })
+      // A forked child may have inherited a locked mutex: it is refused before it waits for one.
+      .def(
+          "trim",
+          [](SwapStore& store) {
+            store.require_same_process();
+            return store.trim();
+          },
+          ReleaseGil())
+      .def("stats",
+           [](SwapStore& store) {
+             store.require_same_process();
+             return to_dict(store.stats());
+           })
       .def("record_copies", &SwapStore::record_copies, py::arg("limit"), ReleaseGil())
       .def("take_copies",
            [](SwapStore& store) {
@@ -267,6 +283,18 @@ PYBIND11_MODULE(_core, module) {
 #ifdef OFFLOAD_MUTANTS
   register_campaign(module);
 #endif
+  module.def(
+      "numa_node_of_pci",
+      [](std::string bus_id, const std::string& sysfs) { return numa_node_of_pci(std::move(bus_id), sysfs); },
+      py::arg("bus_id"), py::arg("sysfs") = "/sys");
+  module.def(
+      "pages_near",
+      [](size_t bytes, int node) {
+        const std::unique_ptr<char, std::function<void(char*)>> pages(map_pages(bytes, node),
+                                                                      [&](char* data) { unmap_pages(data, bytes); });
+        return py::bytes(pages.get(), bytes);
+      },
+      py::arg("bytes"), py::arg("node"));
   module.def(
       "crc32c",
       [](const py::bytes& data, uint32_t crc) {

@@ -16,6 +16,7 @@
 #include "cuda_api.h"
 #include "driver.h"
 #include "error.h"
+#include "numa.h"
 
 namespace offload {
 namespace {
@@ -243,24 +244,32 @@ class CudaDriver final : public Driver {
     }
   }
 
-  void host_unregister(void* address) noexcept override {
-    if (in_forked_child()) return;  // before the lock, likewise
+  bool host_unregister(void* address) noexcept override {
+    if (in_forked_child()) return false;  // before the lock, likewise
     std::byte* const base = static_cast<std::byte*>(address);
     size_t bytes = 0;
     {
       const std::lock_guard lock(mutex_);
       const auto found = registered_bytes_.find(base);
-      if (found == registered_bytes_.end()) return;
+      if (found == registered_bytes_.end()) return true;
       bytes = found->second;
       registered_bytes_.erase(found);
     }
-    unregister_chunks(base, bytes);
+    return unregister_chunks(base, bytes);
   }
 
   DeviceMemory device_memory() override {
     DeviceMemory memory;
     call(api_.cuMemGetInfo_v2, &memory.free_bytes, &memory.total_bytes);
     return memory;
+  }
+
+  int numa_node() noexcept override {
+    char bus_id[32] = {};
+    const auto ask = api_.cuDeviceGetPCIBusId.function;
+    if (in_forked_child() || ask == nullptr) return -1;
+    if (ask(bus_id, static_cast<int>(sizeof bus_id), device_) != cuda::kSuccess) return -1;
+    return numa_node_of_pci(bus_id);
   }
 
  private:
@@ -326,10 +335,11 @@ class CudaDriver final : public Driver {
 
   // For destroying things: what cannot be given back any more (a dead context, a forked child) is leaked.
   template <typename Signature, typename... Arguments>
-  void call_noexcept(const Entry<Signature>& entry, Arguments... arguments) noexcept {
+  bool call_noexcept(const Entry<Signature>& entry, Arguments... arguments) noexcept {
     try {
-      attempt(entry, arguments...);
+      return attempt(entry, arguments...) == cuda::kSuccess;
     } catch (...) {
+      return false;
     }
   }
 
@@ -341,10 +351,12 @@ class CudaDriver final : public Driver {
                           " bytes, failed after " + std::to_string(done_bytes) + "; lower host_limit");
   }
 
-  void unregister_chunks(std::byte* base, size_t bytes) noexcept {
+  bool unregister_chunks(std::byte* base, size_t bytes) noexcept {
+    bool all = true;
     for (size_t done = 0; done < bytes; done += bytes_to_chunk_end(base + done)) {
-      call_noexcept(api_.cuMemHostUnregister, base + done);
+      if (!call_noexcept(api_.cuMemHostUnregister, base + done)) all = false;
     }
+    return all;
   }
 
   const Api api_;

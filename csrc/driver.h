@@ -69,9 +69,12 @@ class Driver {
 
   // Pins a page-aligned range for DMA (on the host driver: nothing to do).
   virtual void host_register(void* address, size_t bytes) = 0;
-  virtual void host_unregister(void* address) noexcept = 0;
+  // False where the driver refuses: the range is still pinned then, and must stay mapped.
+  virtual bool host_unregister(void* address) noexcept = 0;
 
   virtual DeviceMemory device_memory() = 0;
+  // The NUMA node that is nearest to the device; -1 where there is no choice. Never an error.
+  virtual int numa_node() noexcept { return -1; }
 };
 
 // The GPU's provider. Opens libcuda.so.1 (or `library`, for tests) at the first call; retains `device`'s primary

@@ -50,7 +50,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   void copy_out_batch(const Copy* copies, size_t count, Stream stream) override;
   void copy_in_batch(const Copy* copies, size_t count, Stream stream) override;
   void host_register(void*, size_t) override {}
-  void host_unregister(void*) noexcept override {}
+  bool host_unregister(void*) noexcept override { return true; }
   DeviceMemory device_memory() override;
 
   // Queues host work on a lane. `work` must not throw.

@@ -39,11 +39,11 @@ inline void pause() {
 }  // namespace offload::mutants
 
 #define OFFLOAD_BROKEN(edge) ::offload::mutants::is_broken(edge)
-#define OFFLOAD_EDGE(edge, ...)           \
-  do {                                    \
-    if (!OFFLOAD_BROKEN(edge)) {          \
-      __VA_ARGS__;                        \
-    }                                     \
+#define OFFLOAD_EDGE(edge, ...)  \
+  do {                           \
+    if (!OFFLOAD_BROKEN(edge)) { \
+      __VA_ARGS__;               \
+    }                            \
   } while (false)
 
 #else

@@ -6,10 +6,12 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <system_error>
 #include <thread>
 
 #include "error.h"
 #include "mutants.h"
+#include "numa.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -25,15 +27,19 @@ void populate(char* data, size_t bytes) {
 
 }  // namespace
 
-char* map_pages(size_t bytes) {
+char* map_pages(size_t bytes, int node) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(address);
+  prefer_numa_node(data, bytes, node);
   const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 4);
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::vector<std::thread> threads;
-  for (size_t at = part_bytes; at < bytes; at += part_bytes)
-    threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
+  for (size_t at = part_bytes; at < bytes; at += part_bytes) try {
+      threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
+    } catch (const std::system_error&) {  // no room for a thread more
+      populate(data + at, std::min(part_bytes, bytes - at));
+    }
   populate(data, std::min(part_bytes, bytes));
   for (std::thread& thread : threads) thread.join();
   return data;
@@ -48,7 +54,10 @@ void unmap_pages(char* data, size_t bytes) noexcept {
 }
 
 SlabPool::SlabPool(std::shared_ptr<Driver> driver, size_t max_bytes, size_t slab_bytes)
-    : driver_(std::move(driver)), max_bytes_(max_bytes / kPageBytes * kPageBytes), slab_bytes_(slab_bytes) {
+    : driver_(std::move(driver)),
+      max_bytes_(max_bytes / kPageBytes * kPageBytes),
+      slab_bytes_(slab_bytes),
+      numa_node_(driver_->numa_node()) {
   stats_.max_bytes = max_bytes_;
 }
 
@@ -61,8 +70,7 @@ SlabPool::~SlabPool() {
   }
   for (const Slab& slab : slabs_) {
     if (slab.data == nullptr) continue;
-    driver_->host_unregister(slab.data);
-    unmap_pages(slab.data, slab.bytes);
+    if (driver_->host_unregister(slab.data)) unmap_pages(slab.data, slab.bytes);  // else it is leaked, still pinned
   }
 }
 
@@ -97,7 +105,7 @@ bool SlabPool::grow(size_t bytes) {
   }
   const size_t slab_bytes = std::max(wanted, std::min(slab_bytes_, max_bytes_ - stats_.held_bytes));
   const auto begin = std::chrono::steady_clock::now();
-  char* data = map_pages(slab_bytes);
+  char* data = map_pages(slab_bytes, numa_node_);
   try {
     driver_->host_register(data, slab_bytes);
   } catch (...) {
@@ -115,7 +123,7 @@ bool SlabPool::grow(size_t bytes) {
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
-  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read") && !driver_->event_done(fence.get())) {
+  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
     fenced_.push_back({block, std::move(fence)});
   } else {
     give_back(block);
@@ -132,11 +140,16 @@ void SlabPool::give_back(const Block& block) {
   stats_.requested_bytes -= block.bytes;
 }
 
+// A driver that fails to answer leaves every block where it is.
 void SlabPool::sweep() {
-  auto still_pending = std::stable_partition(
-      fenced_.begin(), fenced_.end(), [&](const Fenced& entry) { return driver_->event_done(entry.fence.get()); });
-  for (auto entry = fenced_.begin(); entry != still_pending; ++entry) give_back(entry->block);
-  fenced_.erase(fenced_.begin(), still_pending);
+  for (auto entry = fenced_.begin(); entry != fenced_.end();) {
+    if (driver_->event_done(entry->fence.get())) {
+      give_back(entry->block);
+      entry = fenced_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
 }
 
 EventRef SlabPool::oldest_fence() const { return fenced_.empty() ? nullptr : fenced_.front().fence; }
@@ -146,8 +159,7 @@ size_t SlabPool::trim() {
   size_t given_back = 0;
   for (Slab& slab : slabs_) {
     if (slab.data == nullptr || slab.free.free_bytes() < slab.bytes) continue;
-    driver_->host_unregister(slab.data);
-    unmap_pages(slab.data, slab.bytes);
+    if (driver_->host_unregister(slab.data)) unmap_pages(slab.data, slab.bytes);  // else it is leaked, still pinned
     given_back += slab.bytes;
     slab = Slab{};
   }

@@ -77,13 +77,15 @@ class SlabPool {
   const std::shared_ptr<Driver> driver_;
   const size_t max_bytes_;
   const size_t slab_bytes_;
+  const int numa_node_;
   std::vector<Slab> slabs_;
   std::deque<Fenced> fenced_;
   PoolStats stats_;
 };
 
-// `bytes` of zeroed pages, touched by several threads so that registering them does not have to.
-char* map_pages(size_t bytes);
+// `bytes` of zeroed pages, near NUMA node `node` where that is not -1, touched by several threads so that registering
+// them does not have to.
+char* map_pages(size_t bytes, int node = -1);
 void unmap_pages(char* data, size_t bytes) noexcept;
 
 }  // namespace offload

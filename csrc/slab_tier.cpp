@@ -146,7 +146,8 @@ void SlabStore::issue_out(const Refs& slots) {
 void SlabStore::copy_out(const Refs& slots) {
   for (size_t each = 0; each < slots.size(); ++each) {  // the last record of a stream covers the earlier ones
     const bool covered = each + 1 < slots.size() && slots[each + 1]->compute == slots[each]->compute;
-    if (!covered) OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, slots[each]->produced.get()));
+    if (!covered)
+      OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, slots[each]->produced.get()));
   }
   auto transfer = std::make_shared<Transfer>();
   transfer->begin = events_->record(out_stream_);
@@ -224,8 +225,8 @@ EventRef SlabStore::spill_coldest(size_t bytes) {
       OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
     } else {
       OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
-                     device->event_synchronize(done.get());
-                   }));
+        device->event_synchronize(done.get());
+      }));
     }
     lanes_->call(spill_lane_, [store = self(), slot] { store->spill(slot); });
   }
@@ -237,6 +238,8 @@ void SlabStore::spill(const Ref& slot) {
   slot->spill_queued = false;
   if (slot->released) return free_slot(*slot);
   if (slot->state == State::copying_out) {
+    const bool has_arrived = OFFLOAD_BROKEN("spill waits for copy-out") || device_->event_done(slot->out_event.get());
+    if (!has_arrived) return make_spillable(slot);  // the wait for it failed
     count_out(*slot);
     advance(*slot, State::out);
   }
@@ -310,10 +313,18 @@ void SlabStore::release(const SlotRef& base) {
 
 // Caller holds the lock. The slot's last copy may still be under way on a device stream: its event fences the block.
 void SlabStore::free_slot(SlabSlot& slot) {
-  count_out(slot);
-  count_in(slot);
+  try {
+    count_out(slot);
+    count_in(slot);
+  } catch (const DriverError&) {
+    // A figure less; the slot must go all the same.
+  }
   if (slot.block) {
-    pool_.release(slot.block, last_copy(slot));
+    try {
+      pool_.release(slot.block, last_copy(slot));
+    } catch (const DriverError&) {
+      if (settle(in_stream_)) pool_.release(slot.block, nullptr);  // else nobody can say what still reads it: leaked
+    }
     slot.block = {};
   }
   if (file_) OFFLOAD_EDGE("extent outlives its fill", file_->release(slot.extent));

@@ -29,7 +29,7 @@ constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // thousands of stores in 
 constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
 #endif
 constexpr char kScribble = static_cast<char>(0xDB);  // tests: where bytes are not what was written
-constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfers shorter than a sector
+constexpr int kAttemptsMax = 1000;                   // without progress: EINTR, EAGAIN, transfers shorter than a sector
 
 }  // namespace
 
@@ -140,7 +140,7 @@ void SpillFile::open_in(const std::string& directory) {
     direct_ = direct != 0;
     error_number = errno;
     unlink(file.c_str());
-    if (descriptor_ >= 0) break;
+    if (descriptor_ >= 0 || error_number == EEXIST) break;  // somebody else's file or link: refused, not tried again
   }
   rmdir(folder.c_str());
   if (descriptor_ < 0) fail(error_number, 0, "cannot create the spill file");
@@ -308,7 +308,8 @@ void SpillFile::finish_piece(FileOperation operation, uint64_t offset, char* dat
       fail(static_cast<int>(-result), offset + done, writing ? "spill write failed" : "spill read failed");
     if (attempted && result == 0)
       fail(EIO, offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
-    if (result > 0 && (done + static_cast<size_t>(result) >= bytes || OFFLOAD_BROKEN("short write is continued"))) return;
+    if (result > 0 && (done + static_cast<size_t>(result) >= bytes || OFFLOAD_BROKEN("short write is continued")))
+      return;
     if (result >= static_cast<int64_t>(alignment_bytes_)) {
       attempt = 0;
       done += static_cast<size_t>(result) / alignment_bytes_ * alignment_bytes_;  // it may have stopped within a sector
@@ -363,7 +364,8 @@ int64_t SpillFile::tamper(FileOperation operation, uint64_t offset, char* data, 
   if (result <= 0) return result;
   const auto moved = static_cast<size_t>(result);
   if (fault_.kind == FaultKind::short_transfer) {
-    const size_t kept = moved / 2 / kExtentBytes * kExtentBytes;  // the rest is really missing
+    // The rest is really missing, and what is said to be there is there.
+    const size_t kept = std::min(moved, (moved / 2 + kExtentBytes - 1) / kExtentBytes * kExtentBytes);
     if (operation == FileOperation::read) std::memset(data + kept, kScribble, moved - kept);
     if (operation == FileOperation::write) scribble(offset + kept, (moved - kept) / kExtentBytes * kExtentBytes);
     return result / 2;
@@ -380,7 +382,8 @@ void SpillFile::scribble(uint64_t offset, uint64_t bytes) const {
     return sector;
   }();
   for (uint64_t at = 0; at < bytes; at += kExtentBytes)
-    if (pwrite(descriptor_, junk.data(), kExtentBytes, static_cast<off_t>(offset + at)) < 0) fail(errno, offset + at, "cannot scribble");
+    if (pwrite(descriptor_, junk.data(), kExtentBytes, static_cast<off_t>(offset + at)) < 0)
+      fail(errno, offset + at, "cannot scribble");
 }
 
 void SpillFile::truncate_for_test(uint64_t bytes) {

@@ -107,10 +107,10 @@ std::string Ticket::failure_text() const {
 }
 
 bool Ticket::out_done() {
+  if (store_->lanes_->in_forked_child()) return false;  // nobody finishes it here; who only drops it leaks
   switch (state()) {
     case State::queued:
     case State::copying_out:
-      store_->lanes_->require_same_process();
       store_->lanes_->breathe();
       return store_->out_done(*slot_);
     default:
@@ -119,6 +119,7 @@ bool Ticket::out_done() {
 }
 
 void Ticket::wait_out(Stream compute) {
+  store_->require_same_process();
   if (out_done()) return;
   const Stopwatch watch;
   store_->issue_out(*slot_);
@@ -155,7 +156,8 @@ bool Ticket::in_done() {
   std::lock_guard lock(store_->mutex_);
   const State now = state();
   // Not all issued: the event says nothing yet.
-  if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in)) return false;
+  if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in))
+    return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
 }
 

@@ -73,7 +73,7 @@ class HostAllocations:
         self._profile: Any = None
         self._events: list[tuple[str, int, int]] = []
         if torch._C._autograd._profiler_enabled():
-            log.warning("another profiler is running: the bytes of temporaries stay unknown to the plan")
+            log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
             return
         self._quiet = _Quiet()
         self._profile = profile(use_cpu=True, profile_memory=True)

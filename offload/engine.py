@@ -198,21 +198,30 @@ class SwappedStorage:
             stream = engine.current_stream()
             if self._storage is not None and self._stream != stream:
                 self._abandon_incoming()  # prefetched for another stream: its memory belongs to that one
+            if self._storage is not None and self._incoming:
+                try:
+                    self._await_incoming(stream)
+                except OSError as error:
+                    log.warning("a read ahead of need failed, and is repeated: %s", str(error))
             if self._storage is None:
                 engine.misses += 1
                 self._begin_return()
+                self._await_incoming(stream)
             storage = self._storage
             assert storage is not None
-            if self._incoming:
-                try:
-                    self.ticket.swap_in(stream)
-                except BaseException:
-                    engine.retire(self.ticket, storage)
-                    self._drop_storage()
-                    raise
-                self._incoming = False
             self._count_view()
             return storage, 0
+
+    def _await_incoming(self, stream: int) -> None:
+        storage = self._storage
+        assert storage is not None
+        try:
+            self.ticket.swap_in(stream)
+        except BaseException:
+            self._engine.retire(self.ticket, storage)
+            self._drop_storage()
+            raise
+        self._incoming = False
 
     def _count_view(self) -> None:
         self._views_left -= 1
@@ -315,16 +324,16 @@ class SwappedView:
         if found != self._version:
             raise_changed(self._probe.type(), self._shape, found, self._version)
         storage, begin = self._lease.record.bring_back()
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-            tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
-            if self._is_conj:
-                tensor = torch._conj(tensor)
-            if self._is_neg:
-                tensor = torch._neg_view(tensor)
-            # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
-            restored = self._probe.detach()
-            restored.data = tensor
+        # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
+        tensor = self._probe.new_empty(0)
+        tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
+        if self._is_conj:
+            tensor = torch._conj(tensor)
+        if self._is_neg:
+            tensor = torch._neg_view(tensor)
+        # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
+        restored = self._probe.detach()
+        restored.data = tensor
         return restored
 
 
@@ -373,6 +382,8 @@ class Engine:
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, LeaseReference] = {}
         self._departing: deque[Departure] = deque()
+        self._begin_copy = store.swap_out
+        self._enter = self._departing.append
         self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
 
@@ -460,9 +471,8 @@ class Engine:
     def find(self, tensor: torch.Tensor, key: StorageKey) -> Lease | None:
         """The lease on these bytes, or on the whole storage around them, where they have been swapped out already."""
         reference = self._live.get(key)
-        if reference is None:
-            whole = (key[0], key[1], 0, tensor.untyped_storage().nbytes(), key[4])
-            reference = self._live.get(whole) if whole != key else None
+        if reference is None and 2 * key[3] < (whole_nbytes := tensor.untyped_storage().nbytes()):
+            reference = self._live.get((key[0], key[1], 0, whole_nbytes, key[4]))
         return reference() if reference is not None else None
 
     def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
@@ -485,7 +495,7 @@ class Engine:
             tensor.record_stream(torch.cuda.current_stream(self.device))
         departure = Departure(storage, nbytes, stream)
         # The store enters the departure itself: no interrupt can come between the copy's start and the source's hold.
-        ticket = self.store.swap_out(address, nbytes, stream, need, departure, self._departing)
+        ticket = self._begin_copy(address, nbytes, stream, need, departure, self._enter)
         base = tensor._base
         owner = torch._C._WeakTensorRef(tensor if base is None else base)  # type: ignore[attr-defined]
         record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, departure)

@@ -46,8 +46,8 @@ class ForwardWrapper:
         if twin is not None:
             return self._inner(*args, **kwargs) if self._was_own else self._inner(twin, *args, **kwargs)
         around = untraced(self._around, args, kwargs)
-        untraced(around.__enter__)
-        try:
+        try:  # around the entering too: an interrupt may come when it is done and not yet known to be
+            untraced(around.__enter__)
             result = self._inner(*args, **kwargs) if self._was_own else self._inner(self._module(), *args, **kwargs)
         except BaseException as error:
             untraced(around.__exit__, type(error), error, error.__traceback__)

@@ -6,6 +6,7 @@ Beside the data path: a session asks at the beginning of every round. Plans are 
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Protocol
 from torch import nn
 
 from offload.allocations import HeldBytes
-from offload.course import Course, Follower, Measured, Stopwatch
+from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
 from offload.options import Options
 from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
@@ -29,15 +30,33 @@ from offload.units import format_seconds
 log = logging.getLogger("offload")
 
 SIGNATURES_MAX = 64
+PROFILES_MIN = 4
+ROUNDS_WATCHED_MAX = 2
 REPLANS_MAX = 5
 MEASUREMENTS_MAX = 5
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
 _LATE_SECONDS = 0.5e-3
 _DEVICE_MEASURED_STEPS = 8
+_KEPT = "kept by plan"
 
 # Told of every profiled step before it is planned (trace, link, most bytes that host memory takes), where somebody
 # wants to see the options instead of a run. While it is set nothing is done by hand.
 on_profile: Callable[[Trace, Link, int], None] | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What tells one kind of step from another: the shapes and kinds of the model's inputs, and the mode."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[object, ...]
+
+    def is_within(self, other: Signature) -> bool:
+        """Whether the other is of the same kinds and nowhere smaller."""
+        return self.kinds == other.kinds and all(
+            len(own) == len(theirs) and all(map(operator.le, own, theirs))
+            for own, theirs in zip(self.shapes, other.shapes, strict=True)
+        )
 
 
 class Planning(Protocol):
@@ -50,7 +69,10 @@ class Planning(Protocol):
         """This signature behaves otherwise than recorded: record it anew at its next round."""
 
     def pause(self) -> None:
-        """Something else than a step begins: stop watching what is only to be watched in a step."""
+        """Something else than a step begins: stop watching the steps that are over."""
+
+    def stop(self) -> None:
+        """Stop watching whatever is only watched in a step."""
 
 
 class ByHand:
@@ -87,6 +109,9 @@ class ByHand:
         self.schedules.pop(signature, None)
 
     def pause(self) -> None:
+        """Nothing is watched but the hooks themselves."""
+
+    def stop(self) -> None:
         """Nothing is watched but the hooks themselves."""
 
 
@@ -139,6 +164,7 @@ class ByPlan:
         self._profilers: OrderedDict[object, Profiler] = OrderedDict()
         self.pursuits: OrderedDict[object, Pursuit] = OrderedDict()
         self.latest: Pursuit | None = None
+        self._peculiar: set[object] = set()  # signatures that have left a course
         self._lock = threading.RLock()
 
     def follower(self, signature: object, model: nn.Module) -> Follower:
@@ -152,27 +178,52 @@ class ByPlan:
         with self._lock:
             self.pause()
             held = self._held()
-            pursuit = self.pursuits.get(signature) or self._begin_pursuit(signature)
+            for recorded in list(self._profilers):
+                self._begin_pursuit(recorded)
+            pursuit = self.pursuits.get(signature)
             for table in (self.pursuits, self._profilers):
                 while len(table) > SIGNATURES_MAX:
                     table.popitem(last=False)
             if pursuit is None:
-                profiler = self._profilers[signature] = Profiler(self._engine, model, held)
-                self._counts.profiled_steps += 1
-                return profiler
+                larger = self._larger(signature)
+                if larger is not None:
+                    if larger.plan is None or self._outgrown(larger, held):
+                        self._make_plan(larger, held)
+                    return self._course(signature, larger, borrowed=True)
+                return self._profiler(signature, model, held)
             self.pursuits.move_to_end(signature)
             self._learn(pursuit)
             if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
                 self._make_plan(pursuit, held)
             return self._course(signature, pursuit)
 
+    def _profiler(self, signature: object, model: nn.Module, held: HeldBytes) -> Follower:
+        """Profile this round, unless an earlier one of the same signature waits for its backward."""
+        for profiler in self._profilers.values():
+            profiler.rounds_since += 1
+            if profiler.rounds_since > ROUNDS_WATCHED_MAX:
+                profiler.stop()  # nobody differentiates it
+        pending = self._profilers.get(signature)
+        if pending is not None and pending.rounds_since <= ROUNDS_WATCHED_MAX:
+            return Idle()
+        self._counts.profiled_steps += 1
+        profiler = self._profilers[signature] = Profiler(self._engine, model, held)
+        return profiler
+
     def forget(self, signature: object) -> None:
-        """Record it anew at its next round."""
+        """Record it anew at its next round, even where a plan could be borrowed."""
         with self._lock:
             self.pursuits.pop(signature, None)
+            self._peculiar.add(signature)
 
     def pause(self) -> None:
-        """Watch allocations no longer."""
+        """Stop watching the steps that are over."""
+        for profiler in self._profilers.values():
+            if profiler.finished:
+                profiler.stop()
+
+    def stop(self) -> None:
+        """Stop watching, over or not: an optimizer steps, or the session ends."""
         for profiler in self._profilers.values():
             profiler.stop()
 
@@ -185,6 +236,11 @@ class ByPlan:
             for pursuit in self.pursuits.values():
                 self._learn(pursuit)
             return self.latest
+
+    @property
+    def knows_temporaries(self) -> bool:
+        """Whether every profile tells the bytes of temporaries."""
+        return all(pursuit.profile.knows_temporaries for pursuit in self.pursuits.values())
 
     # -- from profile to plan -----------------------------------------------------------------------------------------
 
@@ -245,8 +301,29 @@ class ByPlan:
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
 
-    def _course(self, signature: object, pursuit: Pursuit) -> Course:
+    def _larger(self, signature: object) -> Pursuit | None:
+        """Where many shapes come: the latest plan of a signature that is nowhere smaller, so that its limit holds.
+
+        A loader that yields a new length every time would have every step profiled otherwise.
+        """
+        if len(self.pursuits) < PROFILES_MIN or signature in self._peculiar or not isinstance(signature, Signature):
+            return None
+        for other, pursuit in reversed(self.pursuits.items()):
+            if isinstance(other, Signature) and signature.is_within(other):
+                return pursuit
+        return None
+
+    def _course(self, signature: object, pursuit: Pursuit, borrowed: bool = False) -> Course:
         assert pursuit.schedule is not None
+        if borrowed:
+            self._counts.borrowed_steps += 1
+            return Course(
+                replace(pursuit.schedule, borrowed=True),
+                self._engine,
+                self._counts,
+                _KEPT,
+                lambda: self.forget(signature),
+            )
         pursuit.rounds += 1
         self.latest = pursuit
         measures = self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
@@ -254,7 +331,7 @@ class ByPlan:
             pursuit.schedule,
             self._engine,
             self._counts,
-            "kept by plan",
+            _KEPT,
             lambda: self.forget(signature),
             Stopwatch(self._engine) if measures else None,
         )

@@ -154,6 +154,8 @@ class Profiler(Recorder):
         self._model = weakref.ref(model)
         self._gradient_places: set[int] = set()
         self._module_names = {id(module): name for name, module in model.named_modules()}
+        self.rounds_since = 0  # that began after this one
+        self._watched_to_the_end = True
         self._names = [_ROOT]
         self._running: list[str] = []
         self._thread = threading.get_ident()
@@ -174,6 +176,8 @@ class Profiler(Recorder):
 
     def stop(self) -> bool:
         """Watch allocations and modules no longer. False where another thread has to do it."""
+        if self._module_hooks:
+            self._watched_to_the_end = self.finished
         while self._module_hooks:
             self._module_hooks.pop().remove()
         model = self._model()
@@ -267,6 +271,7 @@ class Profiler(Recorder):
                 members[row.id] = tuple(group.entries)
                 saved.append(row)
         found = self._memory.footprint(saved, self._gradient_places, node_count)
+        knows = self._memory.complete and self._watched_to_the_end
         backward = set(self.order.backward_nodes)
         trace = Trace(
             nodes=tuple(
@@ -280,7 +285,7 @@ class Profiler(Recorder):
             ),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
         )
-        return Profile(self.order, trace, members, found.gradients, self._held, self._memory.complete)
+        return Profile(self.order, trace, members, found.gradients, self._held, knows)
 
     def _saved_bytes(self, group: Group) -> SavedBytes | None:
         """What a group means for memory; None where moving it frees nothing, because somebody else holds it too."""

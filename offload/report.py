@@ -59,6 +59,7 @@ class Counts(defaultdict[str, Count]):
         self.prefetches_without_memory = 0
         self.steps = 0
         self.profiled_steps = 0
+        self.borrowed_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
         self._swapped_before = Count()
         self._kept_before: dict[str, Count] = {}
@@ -138,6 +139,7 @@ class Report:
     misses: int
     prefetched: int
     profiled_steps: int = 0
+    borrowed_steps: int = 0
     predicted_step_seconds: float | None = None
     measured_step_seconds: float | None = None
     planned_peak_bytes: int | None = None
@@ -171,6 +173,7 @@ class Report:
             "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
             "feed": self.feed.to_dict(),
             "profiled_steps": self.profiled_steps,
+            "borrowed_steps": self.borrowed_steps,
             "predicted_step_seconds": self.predicted_step_seconds,
             "measured_step_seconds": self.measured_step_seconds,
             "planned_peak_bytes": self.planned_peak_bytes,
@@ -216,7 +219,7 @@ class Report:
         return [
             ("forward and backward", f"{format_seconds(self.predicted_step_seconds)} predicted, {measured}"),
             ("peak planned", format_bytes(self.planned_peak_bytes)),
-            ("steps profiled", f"{self.profiled_steps}"),
+            ("steps profiled", f"{self.profiled_steps}; on the plan of a larger shape: {self.borrowed_steps}"),
         ]
 
 

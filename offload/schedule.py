@@ -54,11 +54,12 @@ class Schedule:
     ]  # (node at whose start its copy-in begins, first use, pack index), in order
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
+    borrowed: bool = False  # from a step with larger inputs
 
     def expects(self, pack_index: int, nbytes: int) -> bool:
-        """Whether the recorded step saved a storage of this size at this point."""
+        """Whether the recorded step saved a storage of this size at this point (where borrowed: at least as large)."""
         entry = self.order.entries.get(pack_index)
-        return entry is not None and entry.nbytes == nbytes
+        return entry is not None and (nbytes <= entry.nbytes if self.borrowed else entry.nbytes == nbytes)
 
 
 def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:

@@ -33,13 +33,15 @@ from offload.forward_wrapper import ForwardWrapper
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
-from offload.planning import ByHand, ByPlan, Pursuit
+from offload.planning import ByHand, ByPlan, Pursuit, Signature
 from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
 from offload.trace import Trace
 
 log = logging.getLogger("offload")
+
+UNHELD_MAX = 4096
 
 _kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -56,6 +58,9 @@ class Session(Answers):
         self._device = device
         self._local = threading.local()
         self._parameters: set[int] = set()
+        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
+        # that became a parameter since is seen at the next forward.
+        self._unheld: set[int] = set()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._planning: ByHand | ByPlan
@@ -144,6 +149,7 @@ class Session(Answers):
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
             profiled_steps=self.counts.profiled_steps,
+            borrowed_steps=self.counts.borrowed_steps,
             predicted_step_seconds=plan.step_seconds if plan is not None else None,
             measured_step_seconds=median(pursuit.step_seconds)
             if pursuit is not None and pursuit.step_seconds
@@ -191,7 +197,7 @@ class Session(Answers):
         self._wrappers.clear()
         for hook in self._optimizer_hooks:
             hook.remove()
-        self._planning.pause()
+        self._planning.stop()
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
@@ -232,8 +238,14 @@ class Session(Answers):
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
         if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
+            if storage_id in self._unheld:
+                return None
             self._refresh_parameters()
-            return "parameter" if storage_id in self._parameters else None
+            if storage_id in self._parameters:
+                return "parameter"
+            if len(self._unheld) >= UNHELD_MAX:
+                self._unheld.clear()
+            self._unheld.add(storage_id)
         return None
 
     def is_excluded(self) -> bool:
@@ -244,7 +256,7 @@ class Session(Answers):
         """Say, once per kind of error, that a tensor stays because the store cannot take it."""
         if type(error) not in self._warned:
             self._warned.add(type(error))
-            log.warning("a tensor stays on the device: %s", error)
+            log.warning("a tensor stays on the device: %s", str(error))  # not its frames, which hold graphs
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -314,10 +326,12 @@ class Session(Answers):
                 log.warning("%s", demand)
             self._compiled_demand = demand
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        leaves = tree_leaves((args, kwargs))
-        shapes = tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor))
-        return shapes, torch.is_autocast_enabled(self._device.type)
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        kinds = tuple((leaf.dtype, leaf.requires_grad) for leaf in leaves)
+        return Signature(
+            tuple(tuple(leaf.shape) for leaf in leaves), (*kinds, torch.is_autocast_enabled(self._device.type))
+        )
 
     def _refresh_parameters(self) -> None:
         model = self._model()
@@ -346,7 +360,7 @@ class Session(Answers):
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: backward is over."""
-        self._planning.pause()
+        self._planning.stop()
         if optimizer in self._optimizers:
             return
         model = self._model()
@@ -381,6 +395,11 @@ class Session(Answers):
             yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
         if self._compiled_demand is not None:
             yield str(self._compiled_demand)
+        if isinstance(self._planning, ByPlan) and not self._planning.knows_temporaries:
+            yield (
+                "a step was profiled while another profiler ran, or left before its backward had ended: its "
+                "temporaries are unknown to the plan, and memory_limit does not count them"
+            )
         if self.engine.failed:
             yield f"{self.engine.failed} tensors stayed because writing them failed: {self.engine.failure}"
         if counts.prefetches_without_memory:

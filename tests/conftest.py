@@ -2,14 +2,23 @@
 
 A test marked `gpu` is skipped where there is no CUDA device, with that reason; OFFLOAD_REQUIRE_CUDA=1 turns the skip
 into a failure. `--all-databases` runs tests/test_databases.py on every case instead of the quick subset.
+
+The campaigns of docs/reliability.md run in a short form; `--long` runs them in full. What they count (faults injected,
+kills survived, …) is written as JSON where `--reliability-json PATH` is given.
 """
 
+import json
 import os
+import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 TALLY = pytest.StashKey[dict]()
+PASSED = pytest.StashKey[Counter]()
+STARTED = pytest.StashKey[float]()
 FIGURES = pytest.StashKey[dict]()
 
 
@@ -20,6 +29,8 @@ def pytest_addoption(parser):
         default=os.environ.get("OFFLOAD_ALL_DATABASES") == "1",
         help="run PyTorch's whole operator and module databases (also: OFFLOAD_ALL_DATABASES=1)",
     )
+    parser.addoption("--long", action="store_true", help="run the campaigns of docs/reliability.md in full")
+    parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
     parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
     parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
     parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
@@ -27,6 +38,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[TALLY] = {}
+    config.stash[PASSED] = Counter()
+    config.stash[STARTED] = time.monotonic()
     config.stash[FIGURES] = {}
 
 
@@ -48,6 +61,45 @@ def tally(request):
 def figures(request):
     """What a run counted, by name; said at its end."""
     return request.config.stash[FIGURES]
+
+
+@pytest.fixture(scope="session")
+def is_long(request):
+    """Whether the campaigns run in full."""
+    return request.config.getoption("--long")
+
+
+@pytest.fixture(scope="session")
+def campaign_counts(request):
+    """What a campaign counts: `campaign_counts["faults injected"] += 1`."""
+    return request.config.stash[FIGURES].setdefault("campaigns", Counter())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call" and report.passed:
+        item.config.stash[PASSED][str(item.path.relative_to(item.config.rootpath))] += 1
+    return report
+
+
+def pytest_sessionfinish(session, exitstatus):
+    path = session.config.getoption("--reliability-json")
+    if path is None:
+        return
+    databases = {
+        name: {outcome: len(cases) for outcome, cases in outcomes.items()}
+        for name, outcomes in session.config.stash[TALLY].items()
+    }
+    found = {
+        "long": session.config.getoption("--long"),
+        "figures": session.config.stash[FIGURES],
+        "passed": dict(session.config.stash[PASSED]),
+        "failed": session.testsfailed,
+        "databases": databases,
+        "seconds": round(time.monotonic() - session.config.stash[STARTED], 1),
+    }
+    Path(path).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -88,7 +88,7 @@ def test_an_address_that_comes_back_is_another_storage():
 
 
 def test_another_profiler_comes_first(caplog):
-    with profile(use_cpu=True):
+    with caplog.at_level("INFO", "offload"), profile(use_cpu=True):
         watched = HostAllocations()
         watched.node(0)
         assert watched.stop()

@@ -429,8 +429,9 @@ def test_failing_read_is_an_error_and_the_graph_survives(tmp_path, kind):
         assert_same(step(model, rows=500), expected)
 
 
-def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path):
-    """A copy that begins ahead of need fails; whoever needs the bytes is told, and may ask again."""
+@pytest.mark.parametrize("persistent", [False, True])
+def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path, caplog, persistent):
+    """A copy that begins ahead of need fails: it is repeated on demand. If that fails too, backward may ask again."""
     model = nn.Sequential(*[nn.Tanh() for _ in range(6)])
     x = torch.rand(500, 64)
 
@@ -446,12 +447,16 @@ def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path):
         expected = leaf.grad
         leaf, out = forward()
         handle.engine.drain()
-        handle.engine.store.inject_fault("read", "error", nth=3, error_number=errno.EIO)
-        with pytest.raises(OSError, match="offset"):
-            out.sum().backward(retain_graph=True)
-        leaf.grad = None
+        store = handle.engine.store
+        store.inject_fault("read", "error", nth=3, error_number=errno.EIO, persistent=persistent)
+        if persistent:
+            with pytest.raises(OSError, match="offset"):
+                out.sum().backward(retain_graph=True)
+            store.inject_fault("read", "error", nth=0)
+            leaf.grad = None
         out.sum().backward()
         assert torch.equal(leaf.grad, expected)
+        assert "a read ahead of need failed, and is repeated: [Errno 5]" in caplog.text
         del out
         handle.engine.drain()
         assert handle.engine.live_records == 0

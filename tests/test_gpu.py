@@ -211,11 +211,14 @@ def train(
     steps: int = 3,
     before_step: Callable[[], None] = lambda: None,
     check: Callable[[Any], None] = lambda handle: None,
+    enabled: Callable[[Any], None] = lambda handle: None,
 ) -> list[Tensor]:
-    """Losses and gradients of a few steps; `check` is given the handle after the last one."""
+    """Losses and gradients of a few steps; `enabled` is given the handle before the first, `check` after the last."""
     torch.manual_seed(0)
     model = make().to("cuda")
     handle = None if options is None else offload.enable(model, **options)
+    if handle is not None:
+        enabled(handle)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     found = []
     for step in range(steps):
@@ -250,6 +253,68 @@ def test_gradients_are_bit_equal(name: str, n_tensors: int, lb: int) -> None:
 
     options = {"n_tensors": n_tensors, "lb": lb, "min_tensor_bytes": 1}
     assert_same(train(make, shape, options, check=check), train(make, shape))
+
+
+STEP_MODELS = [(family, "float32") for family in ("gpt", "resnet", "unet", "lstm", "vit")] + [("gpt", "bfloat16")]
+
+
+@pytest.mark.parametrize(("family", "dtype"), STEP_MODELS)
+def test_step_models_are_bit_equal(family: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "bench"))
+    from contestants import BY_HAND, PLAIN
+    from models import FAMILIES
+    from training import Setting, Trainer
+
+    setting = Setting(family, FAMILIES[family].tiny, "cuda", dtype, min_tensor_bytes=1024)
+    found = {}
+    for contestant in (PLAIN, PLAIN, *BY_HAND):
+        trainer = Trainer(setting, contestant)
+        trainer.begin()
+        steps = [*trainer.settle(), trainer.step()]
+        if contestant.is_ours:
+            assert trainer.figures()["report"]["swapped"]["tensors"] > 0
+        trainer.close()
+        bits = [(step.loss, step.gradients) for step in steps]
+        assert found.setdefault("plain", bits) == bits, contestant.name  # plain twice: the model is deterministic
+
+
+@pytest.mark.parametrize("side", ["computation", "copies", "both"])
+@pytest.mark.parametrize("lb", [1, 8])
+def test_delays_on_either_side_change_no_bit(side: str, lb: int) -> None:
+    """Before every layer, forward and backward, the device sleeps; or the copy stream waits for one that does."""
+    make, shape = MODELS["mlp"]
+    sleeper, held = torch.cuda.Stream(), []
+    dummy = torch.zeros(1, dtype=torch.uint8, device="cuda")
+
+    def delay(module: nn.Module, *_: Any) -> None:
+        if side != "copies":
+            torch.cuda._sleep(SLEEP_CYCLES // 20)
+        store = stores.get("engine")
+        if side != "computation" and store is not None:
+            with torch.cuda.stream(sleeper):
+                torch.cuda._sleep(SLEEP_CYCLES // 10)
+            held.append(store.swap_out(dummy.data_ptr(), 1, stream_of(sleeper)))  # the copy stream waits for it
+
+    def slow() -> nn.Module:
+        model = make()
+        for module in model:  # type: ignore[attr-defined]
+            module.register_forward_pre_hook(delay)
+            module.register_full_backward_hook(delay)
+        return model
+
+    stores: dict[str, Any] = {}
+    expected = train(make, shape)
+
+    def enabled(handle: Any) -> None:
+        stores["engine"] = handle.engine.store
+
+    def check(handle: Any) -> None:
+        assert handle.report().swapped.tensors > 0
+        assert bool(held) == (side != "computation")
+        held.clear()
+
+    options = {"n_tensors": -1, "lb": lb, "min_tensor_bytes": 1}
+    assert_same(train(slow, shape, options, check=check, enabled=enabled), expected)
 
 
 @pytest.mark.parametrize("kind", ["side", "external", "default"])

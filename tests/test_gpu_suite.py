@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ["build", "driver", "tests", "copies", "demo", "frontier"]
+PARTS = ["build", "driver", "tests", "copies", "frontier-2048", "frontier-4096", "largest", "pair"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_without_a_device_parts_are_skipped_and_say_so(
 ) -> None:
     monkeypatch.setattr(suite.torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("OFFLOAD_REQUIRE_CUDA", raising=False)
-    options = ["--out", str(tmp_path), "--no-build", "--only", "tests,copies,demo,frontier"]
+    options = ["--out", str(tmp_path), "--no-build", "--only", ",".join(PARTS[2:])]
     status = suite.main([*options, "--require-cuda"] if strict else options)
     summary = read(tmp_path / "summary.json")
     assert list(summary["parts"]) == PARTS[2:]
@@ -46,7 +46,7 @@ def test_without_a_device_parts_are_skipped_and_say_so(
     assert set(summary["machine"]) >= {"date", "commit", "torch", "device", "processor", "python"}
     assert summary["failed"] == (PARTS[2:] if strict else [])
     assert status == (1 if strict else 0)
-    assert ("failed: tests, copies, demo, frontier" if strict else "no part failed") in capsys.readouterr().out
+    assert (f"failed: {', '.join(PARTS[2:])}" if strict else "no part failed") in capsys.readouterr().out
 
 
 def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
@@ -55,28 +55,45 @@ def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OFFLOAD_REQUIRE_CUDA": "0", "OMP_NUM_THREADS": "1"}
     hidden["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), hidden.get("PYTHONPATH")]))
     run = subprocess.run(
-        [*command, "--only", "driver,copies,frontier"], capture_output=True, text=True, env=hidden, check=False
+        [*command, "--only", "driver,copies,frontier-2048,largest,pair"],
+        capture_output=True,
+        text=True,
+        env=hidden,
+        check=False,
     )
-    driver, copies, frontier = (read(out / f"{name}.json") for name in ("driver", "copies", "frontier"))
-    assert run.returncode == 0, run.stdout + copies["stderr"] + frontier["stdout"] + frontier["stderr"]
-    assert driver["status"] == "skipped"
-    assert driver["results"]["device_count"] == {"torch": 0, "offload": 0}
-    assert copies["machine"]["rehearsal"]
-    assert copies["results"]["arrived_whole"]
-    assert {row["direction"] for row in copies["results"]["copies"]} == {"out", "in", "both"}
-    assert len(copies["results"]["control_path"]) == 5
-    assert copies["results"]["slab_memory"]["seconds_per_gib"]["slab"] > 0
-    rows = {row["name"]: row for row in frontier["results"]["rows"]}
-    assert {"plain", "checkpoint per block", "save_on_cpu", "offload all, lb 8", "offload 25%, lb 8"} <= set(rows)
-    assert all(row["equal"] for row in rows.values())
-    assert len(list(out.iterdir())) == 4  # and no draft of a file is left
+    ran = {path.stem: read(path) for path in out.iterdir()}
+    assert run.returncode == 0, run.stdout + "".join(part.get("stderr", "") for part in ran.values())
+    assert set(ran) == {"driver", "copies", "frontier-2048", "largest", "pair", "summary"}  # and no draft is left
+    assert ran["driver"]["status"] == "skipped"
+    assert ran["driver"]["results"]["device_count"] == {"torch": 0, "offload": 0}
+    copies, frontier, largest, pair = (ran[name]["results"] for name in ("copies", "frontier-2048", "largest", "pair"))
+    assert ran["copies"]["machine"]["rehearsal"]
+    assert copies["arrived_whole"]
+    assert {row["direction"] for row in copies["copies"]} == {"out", "in", "both"}
+    assert len(copies["control_path"]) == 5
+    assert copies["slab_memory"]["seconds_per_gib"]["slab"] > 0
+    rows = {row["name"]: row for row in frontier["rows"]}
+    by_hand = {"offload, n_tensors −1, lb 4", "offload, half of the tensors, lb 4"}
+    for name in {"plain", "checkpoint per block", "selective checkpointing", "save_on_cpu", *by_hand}:
+        assert rows[name]["equal_losses"], name
+        assert rows[name]["equal_gradients"], name
+    assert rows["TRL OffloadActivations"]["inapplicable"].startswith("needs CUDA")
+    found = {row["name"]: row.get("largest") for row in largest["rows"]}
+    assert found["plain"] > 0
+    assert found["checkpoint per block"] > 0
+    assert pair["equal"] == [True, True, True]
 
 
 def test_what_it_leaves_is_flat_and_little(tmp_path: Path, suite: Any) -> None:
-    names = [f"{part.name}.json" for part in suite.parts(tmp_path, tmp_path / "site", rehearse=False)]
-    assert names == [f"{name}.json" for name in PARTS]
-    every = [*names, "summary.json", "demo.html"]
+    parts = suite.parts(tmp_path, tmp_path / "site", rehearse=False)
+    assert [part.name for part in parts] == PARTS
+    for part in parts:
+        suite.keep(suite.Outcome(part.name, "passed"), tmp_path, {})
+    suite.summarize([suite.Outcome("build", "passed")], tmp_path, {}, strict=False)
+    every = sorted(path.name for path in tmp_path.iterdir())
+    assert every == sorted([*(f"{name}.json" for name in PARTS[1:]), "summary.json"])
     assert len(every) <= 8
+    assert sum(part.seconds_max for part in parts) <= 600  # of which the whole allows 530
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in every)
 
 

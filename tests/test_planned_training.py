@@ -201,6 +201,49 @@ def test_several_lengths_and_a_ragged_batch_stall_in_their_first_steps_only(tmp_
         assert handle.report().profiled_steps == 4
 
 
+def test_a_new_length_every_time_is_not_profiled_every_time(tmp_path):
+    """Smaller shapes borrow the plan of a larger one, whose limit then holds for them too."""
+    rows = [512, 512, 500, 490, 480, *range(470, 270, -20), 600, 600, 590]
+    model, optimizer = make()
+    expected, _ = train(model, optimizer, rows)
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+        results, _ = train(model, optimizer, rows)
+        assert_equal(results, expected)
+        report = handle.report()
+        assert report.profiled_steps == 5, "512, 500, 490, 480, and 600, which is larger than any"
+        assert report.borrowed_steps == len(rows) - 7
+        assert handle.engine.resident.peak < handle.engine.unswapped.peak / 2
+
+
+def test_a_borrowed_plan_that_does_not_fit_is_left(tmp_path):
+    """The same shapes as ever, another branch: right by demand, and then profiled on its own."""
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.Sequential(*[Residual(32) for _ in range(3)]), nn.Linear(32, 4)
+
+        def forward(self, x):
+            x = self.blocks(x)
+            if len(x) == 300:
+                x = torch.cat([torch.tanh(x), torch.tanh(x * x)])[: len(x)]
+            return self.head(x)
+
+    def run(**knobs):
+        torch.manual_seed(0)
+        model = Branching()
+        handle = enabled(model, spill_dir=tmp_path, **knobs) if knobs else None
+        results, _ = train(model, torch.optim.Adam(model.parameters()), [512, 511, 510, 509, 512, 300, 300, 300])
+        return results, handle
+
+    expected, _ = run()
+    results, handle = run(max_slowdown=10)
+    assert_equal(results, expected)
+    assert handle.report().profiled_steps == 5
+    handle.disable()
+
+
 def test_evaluation_and_accumulation_in_between(tmp_path):
     def run(model, optimizer):
         losses = []
@@ -277,6 +320,47 @@ def test_trace_is_that_of_the_step(tmp_path):
         assert min(trace.base_bytes) >= held_bytes(model, optimizer)
         trace.save(tmp_path / "step.json")
         assert Trace.load(tmp_path / "step.json") == trace
+
+
+def test_two_forwards_before_their_backwards(tmp_path):
+    def run(model, optimizer):
+        results = []
+        for number in range(4):
+            (x, y), (u, v) = batch(256, number), batch(256, number + 10)
+            first = nn.functional.cross_entropy(model(x), y)
+            second = nn.functional.cross_entropy(model(u), v)
+            (second + first).backward()
+            results += [first.detach(), second.detach(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+        return results
+
+    expected = run(*make())
+    model, optimizer = make()
+    with enabled(model, max_slowdown=1, spill_dir=tmp_path) as handle:
+        assert_equal(run(model, optimizer), expected)
+        handle.report()
+        assert handle.report().profiled_steps == 1
+        assert handle.plan is not None
+
+
+def test_a_profiled_forward_that_nobody_differentiates(tmp_path):
+    model, optimizer = make()
+    with enabled(model, max_slowdown=1, spill_dir=tmp_path) as handle:
+        for number in range(8):
+            model(batch(256, number)[0])
+        train(model, optimizer, [256] * 6)
+        assert handle.plan is not None
+        assert handle.settle().profile.knows_temporaries
+        assert not torch.autograd._profiler_enabled()
+
+
+def test_temporaries_that_could_not_be_watched_are_said(tmp_path):
+    model, optimizer = make()
+    with enabled(model, max_slowdown=1, spill_dir=tmp_path) as handle:
+        with Peak().watch():
+            train(model, optimizer, [256] * 2)
+        assert any("temporaries are unknown" in note for note in handle.report().notes)
 
 
 def test_by_hand_there_is_no_plan():

@@ -16,7 +16,7 @@ def spill_files(directory: Path) -> int:
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(entry)
+            target = str(entry.readlink())
         except FileNotFoundError:  # the folder's own descriptor
             continue
         count += target.startswith(str(directory)) and target.endswith("(deleted)")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from fake_cuda.double import the_double
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
@@ -38,6 +39,11 @@ class Setup:
         lanes = _core.HostDriver(schedule=self.schedule, seed=self.seed)
         if self.tier == "direct":
             store = _core.SwapStore.direct(lanes, options.spill_dir)
+        elif self.tier == "cuda":
+            driver = _core.cuda_driver(0, the_double().path)
+            store = _core.SwapStore.slab(
+                driver, lanes, self.host_bytes_max, options.spill_dir, slab_bytes=1 << 20, slice_bytes=16 << 10
+            )
         else:
             store = _core.SwapStore.slab(
                 lanes, lanes, self.host_bytes_max, options.spill_dir, slab_bytes=1 << 20, slice_bytes=16 << 10
@@ -52,6 +58,7 @@ SETUPS = (
     Setup("slab", "threads", settles=True),
     Setup("slab", "delays", settles=False, seed=3, in_flight_bytes_max=64 << 10),
     Setup("slab", "stepped", settles=True, seed=4, host_bytes_max=160 << 10),  # spills
+    Setup("cuda", "threads", settles=False, seed=5),  # the CUDA driver, over the double of libcuda
 )
 
 
@@ -145,6 +152,8 @@ class Offloaded:
             assert stats["spill_used_bytes"] == 0, stats
             assert stats["pool_requested_bytes"] == self.pool_bytes_at_rest[id(handle)], stats
             assert (engine.resident.now, engine.unswapped.now, engine.in_flight_bytes) == (0, 0, 0)
+        if self.setup.tier == "cuda":
+            assert the_double().first_violation == ""
 
 
 def sum_of(outputs):

@@ -58,7 +58,7 @@ class Chain(nn.Module):
 
 
 def enabled_chain(offloaded):
-    if offloaded.setup.tier != "slab":
+    if offloaded.setup.tier == "direct":
         pytest.skip("a copy of the direct tier owns its target itself")
     model = Chain()
     handle = offloaded.enable(model, lb=8)

@@ -33,9 +33,9 @@ def cmake_build(target: str, *options: str) -> Path:
         return finished
     building = cache.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)
+    configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(building), "-G", "Ninja", "-DOFFLOAD_WERROR=ON"]
     commands = [
-        ["cmake", "-S", str(ROOT / "csrc"), "-B", str(building), "-G", "Ninja", "-DOFFLOAD_WERROR=ON"]
-        + [f"-DPython_EXECUTABLE={sys.executable}", *pybind11_option(), *options],
+        [*configure, f"-DPython_EXECUTABLE={sys.executable}", *pybind11_option(), *options],
         ["cmake", "--build", str(building), "--target", Path(target).stem],
     ]
     for command in commands:

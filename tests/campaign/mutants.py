@@ -49,12 +49,15 @@ EDGES = JUDGED | {
 RACES = {"event pool is locked": "tests/stress/test_stress.py::test_a_planted_race_is_found"}
 
 # Broken in Python, by campaign/broken_engine.py: the tests that must fail then, and must pass otherwise.
+IN_PLACE = "tests/autograd/test_in_place.py::test_"
 PYTHON = {
-    "source is held until its copy ends": "tests/autograd/test_copies_in_flight.py::test_a_freed_source_may_be_overwritten",
-    "version of a swapped tensor is checked": "tests/autograd/test_in_place.py::test_write_after_save_is_the_usual_error",
-    "identity is more than an address": "tests/autograd/test_in_place.py::test_freed_addresses_that_come_back_are_other_tensors",
+    "source is held until its copy ends": (
+        "tests/autograd/test_copies_in_flight.py::test_a_freed_source_may_be_overwritten"
+    ),
+    "version of a swapped tensor is checked": IN_PLACE + "write_after_save_is_the_usual_error",
+    "identity is more than an address": IN_PLACE + "freed_addresses_that_come_back_are_other_tensors",
     "a duplicate keeps its stride": "tests/autograd/test_tensor_kinds.py::test_views_come_back_onto_one_storage",
-    "version of a kept tensor is checked": "tests/autograd/test_in_place.py::test_tensors_that_pass_through_are_watched_too",
+    "version of a kept tensor is checked": IN_PLACE + "tensors_that_pass_through_are_watched_too",
 }
 
 

@@ -310,7 +310,8 @@ class Walk {
     world_->expect_all_idle_poisoned();
     const StoreStats stats = store_->stats();
     if (stats.live_tickets != 0) world_->fail(std::to_string(stats.live_tickets) + " tickets are left");
-    if (stats.spill.used_bytes != 0) world_->fail(std::to_string(stats.spill.used_bytes) + " bytes of extents are left");
+    if (stats.spill.used_bytes != 0)
+      world_->fail(std::to_string(stats.spill.used_bytes) + " bytes of extents are left");
     if (stats.pool.used_bytes != idle_pool_bytes_)
       world_->fail(std::to_string(stats.pool.used_bytes - idle_pool_bytes_) + " pool bytes are left");
   }

@@ -1,4 +1,5 @@
-// The framework that a walk plays: device memory with a stream-ordered allocator, kernels, and a log of what was issued.
+// The framework that a walk plays: device memory with a stream-ordered allocator, kernels, and a log of what was
+// issued.
 //
 // Freed device memory is poisoned by a kernel on its own stream, as the next kernel of that stream might; whoever
 // allocates a block again first checks that nobody has written to it since.
@@ -103,7 +104,8 @@ class LoggingDriver final : public Driver {
     base_->copy_in(device, host, bytes, stream);
   }
   void copy_out_batch(const Copy* copies, size_t count, Stream stream) override {
-    for (size_t each = 0; each < count; ++each) copy_out(copies[each].to, copies[each].from, copies[each].bytes, stream);
+    for (size_t each = 0; each < count; ++each)
+      copy_out(copies[each].to, copies[each].from, copies[each].bytes, stream);
   }
   void copy_in_batch(const Copy* copies, size_t count, Stream stream) override {
     for (size_t each = 0; each < count; ++each) copy_in(copies[each].to, copies[each].from, copies[each].bytes, stream);
@@ -111,7 +113,10 @@ class LoggingDriver final : public Driver {
   void host_register(void* address, size_t bytes) override {
     append({Kind::allocate, nullptr, nullptr, {}, range_of(address, bytes)});
   }
-  void host_unregister(void* address) noexcept override { append({Kind::free, nullptr, nullptr, {}, range_of(address, 0)}); }
+  bool host_unregister(void* address) noexcept override {
+    append({Kind::free, nullptr, nullptr, {}, range_of(address, 0)});
+    return true;
+  }
   DeviceMemory device_memory() override { return base_->device_memory(); }
 
   // The framework's own work, on `stream`.

@@ -1,4 +1,4 @@
-"""A device that fails between two calls: nobody's memory is touched after its owner has heard, and no slot too early."""
+"""A device that fails between two calls: nobody's memory is touched after its owner has heard, no slot is early."""
 
 import os
 import threading
@@ -63,11 +63,13 @@ def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, n
     store.quiesce()
     source = next(source for source in sources if source.ticket.state == "on_disk")
     fake_cuda.fail_at("cuEventRecord", nth)
+    failed = []
     try:
         source.begin_return()
         source.finish_return()
     except _core.DriverError as error:
-        assert error.call == "cuEventRecord"
+        failed.append(error.call)
+    assert set(failed) <= {"cuEventRecord"}
     store.quiesce()
     fake_cuda.fail_at("cuEventRecord", 1 << 30)
     for each in sources:

@@ -40,5 +40,5 @@ def build_fake_cuda(output: Path, without: tuple[str, ...] = ()) -> Path:
 
 def build_driver_checks(output: Path, fake_cuda: Path) -> Path:
     """Build driver_checks.cpp with the real cuda_driver.cpp, linked to the double `fake_cuda`."""
-    sources = [HERE / "driver_checks.cpp", CSRC / "cuda_driver.cpp", fake_cuda]
+    sources = [HERE / "driver_checks.cpp", CSRC / "cuda_driver.cpp", CSRC / "numa.cpp", fake_cuda]
     return compile_sources(output, sources, f"-Wl,-rpath,{fake_cuda.parent}", "-ldl")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fake_cuda.build import build_fake_cuda
 
-# What an engine calls once it runs; all others belong to the driver's start.
+# What an engine calls once it runs; others belong to the driver's start, or (batches) depend on the lanes' timing.
 ENTRY_POINTS = (
     "cuCtxPushCurrent_v2",
     "cuDevicePrimaryCtxRetain",
@@ -43,6 +43,10 @@ class Double:
     def fail_at(self, name: str, nth: int, code: int = 2) -> None:
         """The `nth` call of `name` from now on fails with `code`."""
         self._library.fake_fail_at(name.encode(), nth, code)
+
+    def hold_streams(self, held: bool) -> None:
+        """While held, what is queued stays queued."""
+        self._library.fake_hold_streams(int(held))
 
     def forget_faults(self) -> None:
         """No call fails any more."""

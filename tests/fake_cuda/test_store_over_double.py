@@ -1,6 +1,7 @@
 """The swap store over the double of libcuda: every entry point fails at every call, once, and nothing is lost."""
 
 import errno
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from fake_cuda.double import ENTRY_POINTS, the_double
 
 from offload import _core
 
-NBYTES = 40_000
+NBYTES = 40_000  # three slices
+SMALL_NBYTES = 9_000  # shares its transfer with others
 BLOCKS = 6
 SLAB_BYTES = 64 << 10
 
@@ -24,18 +26,28 @@ def make_store(directory):
 
 class Swapped:
     def __init__(self, store, number):
-        self.block = _core.HostBlock(NBYTES, 4096, 0)
+        nbytes = NBYTES if number % 3 == 0 else SMALL_NBYTES
+        self.block = _core.HostBlock(nbytes, 4096, 0)
         self.source = np.frombuffer(self.block, dtype=np.uint8)
-        self.source[:] = np.random.default_rng(number).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.source[:] = np.random.default_rng(number).integers(0, 256, nbytes, dtype=np.uint8)
         self.expected = self.source.tobytes()
-        self.ticket = store.swap_out(self.block.address, NBYTES, 0, number)
+        self.number = number
+        self.swap_out(store)
 
-    def leave(self):
+    def swap_out(self, store):
+        self.ticket = store.swap_out(self.block.address, len(self.expected), 0, self.number)
+
+    def leave(self, store):
         self.ticket.wait_out(0)
+        if self.ticket.state == "failed":  # told late, as its copy was issued late: the source is whole, try again
+            assert " failed with code 2" in self.ticket.failure
+            assert self.source.tobytes() == self.expected
+            self.swap_out(store)
+            self.ticket.wait_out(0)
         self.source[:] = 0xDB
 
     def come_back(self):
-        target = _core.HostBlock(NBYTES, 4096, 0)
+        target = _core.HostBlock(len(self.expected), 4096, 0)
         self.ticket.prefetch(target.address, 0, target)
         self.ticket.swap_in(0)
         assert np.frombuffer(target, dtype=np.uint8).tobytes() == self.expected
@@ -58,7 +70,7 @@ def exercise(directory):
     for number in range(BLOCKS):
         swapped.append(tried(errors, lambda number=number: Swapped(store, number)))
     for each in swapped:
-        tried(errors, each.leave)
+        tried(errors, lambda each=each: each.leave(store))
     for each in reversed(swapped):
         tried(errors, each.come_back)
     for each in swapped[:2]:  # a retained graph
@@ -79,6 +91,7 @@ def double():
     assert double.first_violation == ""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_every_call_fails_once(tmp_path, double, name, spills):
@@ -87,9 +100,10 @@ def test_every_call_fails_once(tmp_path, double, name, spills):
         before = double.calls(name)
         double.fail_at(name, nth)
         store, errors = exercise(str(tmp_path) if spills else "")
+        stats = tried(errors, store.stats)
+        del store
         reached = double.calls(name) - before >= nth
         double.forget_faults()
-        stats = store.stats()
         assert stats["live_tickets"] == 0, (nth, stats)
         assert stats["spill_used_bytes"] == 0, (nth, stats)
         for error in errors:
@@ -98,7 +112,8 @@ def test_every_call_fails_once(tmp_path, double, name, spills):
             assert errors == []
             break
         failed += 1
-    assert failed > 0 or name == "cuMemHostUnregister", f"{name} is never called"
+    # Without a disk only a third copy in flight waits for the first, which is for the threads to decide.
+    assert failed > 0 or (name == "cuEventSynchronize" and not spills), f"{name} is never called"
 
 
 def test_pool_and_handles_return_to_zero(double):
@@ -119,18 +134,33 @@ def test_pinning_fails_and_is_typed(double):
     assert store.stats()["pool_held_bytes"] == 0
     assert store.stats()["live_tickets"] == 0
     swapped = Swapped(store, 0)
-    swapped.leave()
+    swapped.leave(store)
     swapped.come_back()
 
 
 def test_disk_and_driver_fail_together(tmp_path, double):
     store, _ = exercise(str(tmp_path))
     store.inject_fault("write", "error", nth=1, error_number=errno.ENOSPC)
-    swapped = [Swapped(store, number) for number in range(3)]
+    swapped = [Swapped(store, 3 * number) for number in range(3)]
     double.fail_at("cuMemcpyHtoDAsync_v2", 2)
     errors = []
     for each in swapped:
-        each.leave()
+        each.leave(store)
     for each in swapped:
         tried(errors, each.come_back)
     assert [error.call for error in errors] == ["cuMemcpyHtoDAsync_v2"]
+
+
+def test_a_failed_wait_spills_nothing_early(tmp_path, double):
+    """Where the spill cannot wait for its copy-out, the block stays: its bytes are not there yet."""
+    store = make_store(str(tmp_path))
+    double.hold_streams(True)
+    swapped = [Swapped(store, 3 * number) for number in range(3)]  # all that fit
+    double.fail_at("cuEventSynchronize", 1)
+    threading.Timer(0.3, double.hold_streams, [False]).start()
+    swapped.append(Swapped(store, 9))
+    for each in swapped:
+        each.leave(store)
+    for each in swapped:
+        each.come_back()
+    assert store.stats()["spilled_bytes"] > 0

@@ -1,0 +1,299 @@
+"""What is compared: the engine at several settings, and what users would pick instead, each as documented.
+
+Beside the data path. A contestant is data; `prepare` does to a model what its name says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import offload
+
+NEEDS_CUDA = "needs CUDA"
+DISK_ELEMENTS_MIN = 1000  # the tutorial's own threshold
+
+
+class Inapplicable(Exception):
+    """A contestant cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train the same model.
+
+    `kind` is a key of `KINDS`, `options` what it takes. `cuda_only` says why there is nothing to measure without a GPU.
+    `slow` ones are left out of the quick runs. `equal` is False where other kernels compute, so that bits may differ.
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cuda_only: str = ""
+    slow: bool = False
+    equal: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine runs in it."""
+        return self.kind == "offload"
+
+
+@dataclass
+class Prepared:
+    """A model made ready: what to call in its stead, and what to enter around each forward and loss."""
+
+    model: nn.Module
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    handle: Any = None  # of offload.enable
+    disk: TutorialFiles | None = None
+
+
+class TutorialFiles:
+    """Hooks as PyTorch's tutorial on saved tensors describes them: a file for every tensor of some size."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Enter around a forward pass."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | TutorialFile:
+        if tensor.numel() < DISK_ELEMENTS_MIN:
+            return tensor
+        return TutorialFile(self, Path(self._folder.name, uuid.uuid4().hex), tensor)
+
+    @staticmethod
+    def _unpack(packed: Tensor | TutorialFile) -> Tensor:
+        return packed if isinstance(packed, Tensor) else torch.load(packed.path)
+
+
+class TutorialFile:
+    """One saved tensor on disk; the file goes with the object."""
+
+    def __init__(self, files: TutorialFiles, path: Path, tensor: Tensor) -> None:
+        self.path = path
+        self._files = files
+        torch.save(tensor, path)
+        self._nbytes = path.stat().st_size
+        files.live_bytes += self._nbytes
+        files.peak_bytes = max(files.peak_bytes, files.live_bytes)
+
+    def __del__(self) -> None:
+        self._files.live_bytes -= self._nbytes
+        self.path.unlink(missing_ok=True)
+
+
+def plain(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
+    """Change nothing."""
+    return Prepared(model)
+
+
+def offloaded(model: nn.Module, _device: str, probe: Callable[[], None], **options: Any) -> Prepared:
+    """Enable the engine; `share` of the storages stands for `n_tensors`, which a step more finds out."""
+    share = options.pop("share", None)
+    if share is not None:
+        least = {name: value for name, value in options.items() if name == "min_tensor_bytes"}
+        with offload.enable(model, n_tensors=-1, **least) as handle, handle.step():
+            probe()
+        options["n_tensors"] = max(round(share * handle.report().swapped.tensors), 1)
+    handle = offload.enable(model, **options)
+    return Prepared(model, handle.step, handle)
+
+
+def saved_on_cpu(model: nn.Module, device: str, _probe: Callable[[], None]) -> Prepared:
+    """Enter torch's own context manager around the forward pass."""
+    return Prepared(model, lambda: save_on_cpu(pin_memory=device == "cuda"))
+
+
+def wrap_blocks(model: nn.Module, run: Callable[..., Any]) -> None:
+    """Have `run(forward, *inputs)` stand for every block's forward."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.forward = functools.partial(run, block.forward)
+
+
+def checkpointed(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
+    """Recompute every block in backward."""
+    wrap_blocks(model, functools.partial(checkpoint, use_reentrant=False))
+    return Prepared(model)
+
+
+def selectively(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
+    """Recompute every block but its costly operators, whose results are saved."""
+    aten = torch.ops.aten
+    costly = [
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
+    contexts = functools.partial(create_selective_checkpoint_contexts, costly)
+    wrap_blocks(model, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    return Prepared(model)
+
+
+def tutorial(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
+    """Write every saved tensor to a file, and read it back when backward asks."""
+    files = TutorialFiles()
+    return Prepared(model, files.hooks, disk=files)
+
+
+def installed(name: str) -> None:
+    """Check that a package is there.
+
+    Raises
+    ------
+    Inapplicable
+        It is not.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise Inapplicable(f"{name} is not installed here")
+
+
+def trl(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
+    """TRL's context manager with its own defaults, the output layer left out as it does by itself."""
+    installed("trl")
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    manager = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    return Prepared(model, lambda: manager)
+
+
+def torchtune(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
+    """torchtune's context manager with its own defaults."""
+    installed("torchtune")
+    from torchtune.training import OffloadActivations
+
+    manager = OffloadActivations()
+    return Prepared(model, lambda: manager)
+
+
+def transformers_offload(model: nn.Module, device: str, _probe: Callable[[], None]) -> Prepared:
+    """What transformers' `offload=True` does: every block checkpointed, what it keeps in pinned memory.
+
+    transformers takes its own model classes only, so the same two context managers are entered here.
+    """
+
+    def run(function: Callable[..., Any], *inputs: Any) -> Any:
+        with save_on_cpu(pin_memory=device == "cuda"):
+            return checkpoint(function, *inputs, use_reentrant=False)
+
+    wrap_blocks(model, run)
+    return Prepared(model)
+
+
+def compiled(model: nn.Module, _device: str, _probe: Callable[[], None], *, budget: float) -> Prepared:
+    """Compile the whole model and let the partitioner recompute until the budget is met."""
+    import torch._functorch.config
+
+    torch._functorch.config.activation_memory_budget = budget
+    return Prepared(torch.compile(model))  # type: ignore[arg-type]
+
+
+KINDS: dict[str, Callable[..., Prepared]] = {
+    "plain": plain,
+    "offload": offloaded,
+    "save_on_cpu": saved_on_cpu,
+    "checkpoint": checkpointed,
+    "selective": selectively,
+    "tutorial": tutorial,
+    "trl": trl,
+    "torchtune": torchtune,
+    "transformers": transformers_offload,
+    "compile": compiled,
+}
+
+PLAIN = Contestant("plain", "plain")
+LEAST = Contestant("offload, least memory", "offload", {"n_tensors": -1, "lb": 1})
+SLOWDOWNS = tuple(
+    Contestant(f"offload, max_slowdown {percent} %", "offload", {"max_slowdown": percent / 100})
+    for percent in (0, 2, 5, 10, 25)
+)
+BY_HAND = (
+    LEAST,
+    Contestant("offload, n_tensors −1, lb 4", "offload", {"n_tensors": -1, "lb": 4}),
+    Contestant("offload, half of the tensors, lb 4", "offload", {"share": 0.5, "lb": 4}),
+)
+CHECKPOINT = Contestant("checkpoint per block", "checkpoint")
+TUTORIAL = Contestant("tutorial's disk hooks", "tutorial")
+PEERS = (
+    CHECKPOINT,
+    Contestant("selective checkpointing", "selective"),
+    Contestant("save_on_cpu", "save_on_cpu"),
+    TUTORIAL,
+    Contestant("TRL OffloadActivations", "trl", cuda_only="it moves tensors of an accelerator only"),
+    Contestant("torchtune OffloadActivations", "torchtune", cuda_only="it moves tensors of a GPU only"),
+    Contestant("transformers offload", "transformers", cuda_only="without one it is checkpointing per block"),
+    Contestant("torch.compile, budget 0.5", "compile", {"budget": 0.5}, slow=True, equal=False),
+    Contestant("torch.compile, budget 0.2", "compile", {"budget": 0.2}, slow=True, equal=False),
+)
+EVERY = (PLAIN, *SLOWDOWNS, *BY_HAND, *PEERS)
+
+
+def by_name(name: str) -> Contestant:
+    """Find a contestant.
+
+    Raises
+    ------
+    ValueError
+        There is none of this name; the message lists them.
+    """
+    for contestant in EVERY:
+        if contestant.name == name:
+            return contestant
+    raise ValueError(f"no contestant {name!r}; there are {', '.join(each.name for each in EVERY)}")
+
+
+def prepare(
+    contestant: Contestant, model: nn.Module, *, device: str, probe: Callable[[], None], defaults: Mapping[str, Any]
+) -> Prepared:
+    """Make a model ready to be trained in this way.
+
+    Parameters
+    ----------
+    contestant
+        How.
+    model
+        Has `blocks`, a sequence of modules that checkpointing wraps.
+    device
+        "cpu" or "cuda".
+    probe
+        Runs one forward and backward pass, for contestants that must see one first.
+    defaults
+        Further arguments of `offload.enable`, such as a small model's `min_tensor_bytes`.
+
+    Raises
+    ------
+    Inapplicable
+        It cannot run here.
+    """
+    if contestant.cuda_only and device == "cpu":
+        raise Inapplicable(f"{NEEDS_CUDA}: {contestant.cuda_only}")
+    options = {**defaults, **contestant.options} if contestant.is_ours else contestant.options
+    return KINDS[contestant.kind](model, device, probe, **options)
+
+
+def select(names: Sequence[str] | None, *, slow: bool) -> list[Contestant]:
+    """Return the contestants of these names, or every one; slow ones only where asked for."""
+    if names:
+        return [by_name(name) for name in names]
+    return [contestant for contestant in EVERY if slow or not contestant.slow]

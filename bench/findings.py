@@ -1,0 +1,336 @@
+"""Result files of every kind as tables: what stands beside what, and where a peer is better.
+
+Beside the data path: `report.py` shows what this module reads. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.units import format_bytes
+
+SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
+PEER_BETTER = "peer better"
+UNEQUAL = "OTHER BITS"
+
+
+@dataclass
+class Row:
+    """One line of a table. `key` names it for `why.json`; `point` is memory and step time over plain."""
+
+    key: str
+    cells: list[str]
+    mark: str = ""
+    ours: bool = False
+    point: tuple[float, float] | None = None
+
+
+@dataclass
+class Table:
+    """Rows under one title, and the machine they were measured on."""
+
+    title: str
+    columns: list[str]
+    rows: list[Row]
+    machine: Mapping[str, Any]
+    kind: str = "plain"  # "frontier" and "bars" have a picture
+    values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
+
+    @property
+    def slug(self) -> str:
+        """The title as a file's name."""
+        whole = f"{self.title} {device_of(self.machine)}"
+        words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in whole)
+        return "-".join(words.lower().split())
+
+
+def read(path: Path) -> list[Table]:
+    """Read the tables of one result file, or of every one in a folder.
+
+    Raises
+    ------
+    ValueError
+        The file is of no known kind.
+    """
+    if path.is_dir():
+        return [table for file in sorted(path.rglob("*.json")) for table in read(file)]
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if "benchmarks" in content:
+        return list(from_benchmarks(content))
+    if "part" in content:
+        return list(from_part(content))
+    if content.get("format") == "offload-frontier/1":
+        return list(frontiers(content["rows"], content["machine"]))
+    if content.get("format") == "offload-largest/1":
+        return list(largest_tables(content["rows"], content["machine"]))
+    if content.get("format") == "offload-reach/1":
+        return [reach_table(content)]
+    if content.get("format") == "offload-gpu-suite/1":
+        return [summary_table(content)]
+    if "contestants" in content:
+        return list(frontiers(demo_rows(content), demo_machine(content)))
+    raise ValueError(
+        f"{path}: no result of bench/; it reads what pytest-benchmark, race.py, largest.py, "
+        "reach.py, gpu_suite.py and `offload demo --json` write"
+    )
+
+
+def device_of(machine: Mapping[str, Any]) -> str:
+    """Where it ran, in two words."""
+    return str(machine.get("device") or machine.get("processor") or "unknown")
+
+
+def about(machine: Mapping[str, Any]) -> str:
+    """Where, when and with what it ran, in one line."""
+    words = [device_of(machine)]
+    if machine.get("device") is None and machine.get("processors"):
+        words.append(f"{machine['processors']} cores")
+    for name, key in (("driver", "driver"), ("Python", "python"), ("torch", "torch")):
+        if machine.get(key):
+            words.append(f"{name} {machine[key]}")
+    words += [str(machine.get("date", "date unknown")), f"commit {str(machine.get('commit', 'unknown'))[:12]}"]
+    if machine.get("rehearsal"):
+        words.append("A REHEARSAL: sizes are tiny, figures mean nothing")
+    return ", ".join(words)
+
+
+# -- frontiers ----------------------------------------------------------------------------------------------------
+
+
+def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Iterator[Table]:
+    """One table for each network: memory and time of every contestant over plain's."""
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = [row for row in rows if row["family"] == family]
+        columns = ["contestant", "memory", "step", "peak", "median step", "disk", "pinned", "stalled", "gradients", ""]
+        made = [frontier_row(row) for row in own]
+        mark_peers(made)
+        yield Table(f"Training steps: {family}{size_of(own)}", columns, made, machine, "frontier")
+
+
+def size_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The network's dimensions in words, where a row tells them."""
+    size = next((row["setting"]["size"] for row in rows if "setting" in row), {})
+    words = [f"{name} {value}" for name, value in size.items()]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def frontier_row(row: Mapping[str, Any]) -> Row:
+    """One contestant's row; dashes where it did not run, and why."""
+    key = f"{row['family']} / {row['name']}"
+    reason = row.get("inapplicable") or (f"failed: {row['error'].splitlines()[-1]}" if "error" in row else None)
+    if reason or row.get("memory_over_plain") is None:
+        return Row(key, [row["name"], *["–"] * 8, reason or "no memory measured"], ours=bool(row.get("ours")))
+    memory, step = float(row["memory_over_plain"]), float(row["step_over_plain"])
+    lower, upper = row["step_seconds_spread"]
+    equal = row["equal_losses"] and row["equal_gradients"]
+    stalled = row.get("stall_seconds_per_step")
+    cells = [
+        row["name"],
+        f"{memory:.2f} ×",
+        f"{step:.2f} ×",
+        format_bytes(int(row["peak_bytes"])),
+        f"{row['step_seconds_median']:.3f} s ({lower:.3f}–{upper:.3f})",
+        format_bytes(int(row["disk_bytes"])) if row.get("disk_bytes") else "–",
+        format_bytes(int(row["pinned_bytes"])) if row.get("pinned_bytes") else "–",
+        "–" if stalled is None else f"{stalled:.3f} s",
+        "bit-equal" if equal else ("other kernels" if not row.get("equal_expected", True) else UNEQUAL),
+        "",
+    ]
+    return Row(key, cells, ours=bool(row.get("ours")), point=(memory, step))
+
+
+def mark_peers(rows: Sequence[Row]) -> None:
+    """Mark every peer of which no setting of ours needs as little memory and as little time."""
+    ours = [row.point for row in rows if row.ours and row.point]
+    for row in rows:
+        if row.ours or row.point is None or row.cells[0] == "plain":
+            continue
+        memory, step = row.point
+        if ours and not any(mine[0] <= memory and mine[1] <= step for mine in ours):
+            row.mark = row.cells[-1] = PEER_BETTER
+
+
+def demo_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows out of what `offload demo --json` prints."""
+    base = content["contestants"][0]
+    names = {"offloaded": "offload, default", "checkpointed": "checkpoint per block"}
+    return [
+        {
+            "family": "gpt, the demo",
+            "name": names.get(each["name"], each["name"]),
+            "ours": each["name"] == "offloaded",
+            "memory_over_plain": each["peak_bytes"] / base["peak_bytes"],
+            "step_over_plain": each["step_seconds_median"] / base["step_seconds_median"],
+            "peak_bytes": each["peak_bytes"],
+            "step_seconds_median": each["step_seconds_median"],
+            "step_seconds_spread": [min(each["step_seconds"][1:]), max(each["step_seconds"][1:])],
+            "disk_bytes": (each["report"] or {}).get("spill_file_bytes"),
+            "stall_seconds_per_step": each["report"]["stall_seconds"] / each["steps"] if each["report"] else None,
+            "equal_losses": each["losses"] == base["losses"],
+            "equal_gradients": each["gradients"] == base["gradients"],
+        }
+        for each in content["contestants"]
+    ]
+
+
+def demo_machine(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine of a demo's run."""
+    first = content["contestants"][0]
+    return {
+        "processor": first["device"],
+        "processors": first["threads"],
+        "device": first["device"] if first["gpu"] else None,
+        "python": first["python"],
+        "torch": first["torch"],
+        "date": content.get("date", "date unknown"),
+        "commit": content.get("commit", "unknown"),
+    }
+
+
+# -- largest ------------------------------------------------------------------------------------------------------
+
+
+def largest_tables(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Iterator[Table]:
+    """One table for each dimension: the largest of every contestant, and what a sample costs there."""
+    for what in dict.fromkeys(row["what"] for row in rows):
+        own = [row for row in rows if row["what"] == what]
+        base = next((row for row in own if row["name"] == "plain"), {})
+        dimension = what.split(":")[1]
+        cap = format_bytes(int(own[0]["cap_bytes"]))
+        columns = ["contestant", f"largest {dimension}", "over plain", "step", f"time per {dimension} over plain", ""]
+        made = [largest_row(row, base) for row in own]
+        best = max((row["largest"] for row in own if row.get("ours") and "largest" in row), default=None)
+        for row, found in zip(own, made, strict=True):
+            if best is not None and not row.get("ours") and row.get("largest", 0) > best:
+                found.mark = found.cells[-1] = PEER_BETTER
+        values = {row["name"]: float(row["largest"]) for row in own if "largest" in row}
+        yield Table(f"Largest {what.replace(':', ', ')} in {cap}", columns, made, machine, "bars", values)
+
+
+def largest_row(row: Mapping[str, Any], base: Mapping[str, Any]) -> Row:
+    """One contestant's row."""
+    key = f"{row['what']} / {row['name']}"
+    if "largest" not in row:
+        reason = row.get("inapplicable") or f"failed: {row['error']}"
+        return Row(key, [row["name"], *["–"] * 4, reason], ours=bool(row.get("ours")))
+    over, cost = "–", "–"
+    if base.get("largest"):
+        over = f"{row['largest'] / base['largest']:.1f} ×"
+        if row.get("step_seconds") and base.get("step_seconds"):
+            each = row["step_seconds"] / row["largest"]
+            cost = f"{each / (base['step_seconds'] / base['largest']):.2f} ×"
+    seconds = f"{row['step_seconds']:.2f} s" if row.get("step_seconds") else "–"
+    return Row(key, [row["name"], str(row["largest"]), over, seconds, cost, row.get("cut_short", "")],
+               ours=bool(row.get("ours")))  # fmt: skip
+
+
+# -- what pytest-benchmark and the suite leave ---------------------------------------------------------------------
+
+
+def from_benchmarks(content: Mapping[str, Any]) -> Iterator[Table]:
+    """Tables by group; what could not run here is the last one."""
+    machine = content["machine_info"].get("offload", {})
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for each in content["benchmarks"]:
+        groups.setdefault(each["group"] or "other", []).append(each)
+    steps = [each["extra_info"] for group, rows in groups.items() if group.startswith("steps, ") for each in rows]
+    yield from frontiers(steps, machine)
+    found = [each["extra_info"] for group, rows in groups.items() if group.startswith("largest ") for each in rows]
+    yield from largest_tables(found, machine)
+    for group, rows in groups.items():
+        if not group.startswith(("steps, ", "largest ")):
+            yield plain_table(group, rows, machine)
+    if content.get("not_run"):
+        rows = [Row(each["name"], [each["name"], each["reason"]]) for each in content["not_run"]]
+        yield Table("Not run here", ["what", "why"], rows, machine)
+
+
+def plain_table(group: str, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Table:
+    """A group's medians beside its extra_info."""
+    extra = list(dict.fromkeys(name for row in rows for name, value in row["extra_info"].items() if is_flat(value)))
+    made = []
+    for row in rows:
+        cells = [row["name"], f"{row['stats']['median'] * 1e3:.3f} ms"]
+        cells += [shown(name, row["extra_info"].get(name)) for name in extra]
+        share = row["extra_info"].get("share_of_yardstick")
+        mark = PEER_BETTER if share is not None and share < SHARE_EVEN else ""
+        made.append(Row(f"{group} / {row['name']}", [*cells, mark], mark))
+    columns = ["benchmark", "median", *(name.replace("_", " ") for name in extra), ""]
+    return Table(group[0].upper() + group[1:], columns, made, machine)
+
+
+def is_flat(value: object) -> bool:
+    """Whether a cell can hold it."""
+    return value is None or isinstance(value, (str, int, float))
+
+
+def shown(name: str, value: object) -> str:
+    """A figure in the unit that its name tells."""
+    if value is None or isinstance(value, (bool, str)):
+        return "–" if value is None else str(value)
+    assert isinstance(value, (int, float))
+    if "bytes_per_second" in name:
+        return f"{value / 1e9:.2f} GB/s"
+    if "bytes" in name:
+        return format_bytes(round(value))
+    if "share" in name or name.startswith(("gap", "above")):
+        return f"{value:.2%}"
+    if name.endswith("_us"):
+        return f"{value:.1f} µs"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def from_part(content: Mapping[str, Any]) -> Iterator[Table]:
+    """Tables of one part of the GPU suite."""
+    machine, results, part = content["machine"], content["results"], content["part"]
+    if part.startswith("frontier"):
+        yield from frontiers(results.get("rows", []), machine)
+    elif part == "largest":
+        yield from largest_tables(results.get("rows", []), machine)
+    elif part == "copies":
+        yield from copy_tables(results, machine)
+
+
+def copy_tables(results: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterator[Table]:
+    """The suite's copies, its control path and its slab memory."""
+    rows = []
+    for each in results.get("copies", []):
+        name = f"{each['direction']}, {format_bytes(each['block_bytes'])}"
+        rates = [f"{each[f'{who}_bytes_per_second'] / 1e9:.2f} GB/s" for who in ("store", "torch")]
+        mark = PEER_BETTER if each["store_over_torch"] < SHARE_EVEN else ""
+        rows.append(Row(f"copies / {name}", [name, *rates, f"{each['store_over_torch']:.0%}", mark], mark))
+    if rows:
+        yield Table("Copies", ["blocks", "swap store", "Tensor.copy_, pinned", "share", ""], rows, machine)
+    costs = [Row(each["kind"], [each["kind"], f"{each['plain_us']:.1f} µs", f"{each['offload_us']:.1f} µs"])
+             for each in results.get("control_path", [])]  # fmt: skip
+    if costs:
+        yield Table("Control path per saved tensor", ["kind", "hooks that do nothing", "offload"], costs, machine)
+    memory = results.get("slab_memory")
+    if memory:
+        taken = memory["seconds_per_gib"]
+        cells = [f"{taken['slab']:.3f} s", f"{taken['torch']:.3f} s", f"{memory['slab_over_torch']:.2f} ×"]
+        mark = PEER_BETTER if memory["slab_over_torch"] < SHARE_EVEN else ""
+        row = Row("pinned memory", ["1 GiB pinned", *cells, mark], mark)
+        yield Table("Pinned memory", ["what", "slab", "pin_memory()", "faster", ""], [row], machine)
+
+
+def summary_table(content: Mapping[str, Any]) -> Table:
+    """How the parts of the GPU suite ended."""
+    rows = [
+        Row(f"suite / {name}", [name, part["status"], f"{part['seconds']:.0f} s", part["reason"]])
+        for name, part in content["parts"].items()
+    ]
+    return Table("GPU suite", ["part", "ended", "took", "why"], rows, content["machine"])
+
+
+def reach_table(content: Mapping[str, Any]) -> Table:
+    """What `reach.py` measured."""
+    rows = [
+        Row(f"reach / {name}", [name, row["measured"], {True: "yes", False: "no", None: "–"}[row["met"]]])
+        for name, row in content["rows"].items()
+    ]
+    return Table("Reach without a GPU", ["what", "measured", "met"], rows, content["machine"])

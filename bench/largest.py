@@ -1,0 +1,175 @@
+"""The largest network or batch that trains within a cap on memory, found by trying.
+
+    python bench/largest.py --json FILE [--what FAMILY:DIMENSION …] [--cap SIZE] [--size tiny|quick|full]
+
+Every try is a process of its own that ends as soon as its resident set has grown by more than the cap. A guess comes
+from the growth of the tries before; halving what is left to search bounds their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import contestants
+import machine
+import models
+from contestants import LEAST, PLAIN, Contestant, Inapplicable
+from race import OverCap, Runner, setting_of
+from result_file import ResultFile
+from training import Setting
+
+from offload.units import parse_bytes
+
+MIB = 1 << 20
+TOLERANCE = {"tiny": 0.15, "quick": 0.12, "full": 0.05}
+TRIES_MAX = 12
+SHRUNK = {  # where a search begins: so small that plain fits with room to spare
+    "tiny": {"gpt:layers": 1, "resnet:batch": 2, "unet:resolution": 16},
+    "quick": {"gpt:layers": 1, "resnet:batch": 4, "unet:resolution": 32},
+    "full": {"gpt:layers": 1, "resnet:batch": 4, "unet:resolution": 64},
+}
+CAPS = {"tiny": 64 * MIB, "quick": 128 * MIB, "full": 512 * MIB}
+MULTIPLES = {"unet:resolution": 16}  # of which a size must be
+DEFAULT = ("resnet:batch", "gpt:layers", "unet:resolution")
+
+
+@dataclass(frozen=True)
+class Try:
+    """One size that was tried: what it grew by, None where that was over the cap, and its settled step."""
+
+    value: int
+    growth_bytes: int | None
+    step_seconds: float | None = None
+
+
+def search(
+    probe: Callable[[int], Try], cap_bytes: int, first: int, *, multiple: int = 1, tolerance: float = 0.05
+) -> list[Try]:
+    """Try sizes until the largest that fits is known well enough, or `TRIES_MAX` have been tried.
+
+    Parameters
+    ----------
+    probe
+        Tries one size, a multiple of `multiple`.
+    cap_bytes
+        What growth is compared with to guess the next size.
+    first
+        The size to begin with.
+    multiple
+        Of which every size is one.
+    tolerance
+        How much larger, as a share, the largest may be that fits but was not tried.
+
+    Returns
+    -------
+    list of Try
+        All tries in order. Only sizes that were tried and fitted count as fitting.
+    """
+    tries: list[Try] = []
+    low, high, growth = 0, None, 0
+    guess = first
+    while len(tries) < TRIES_MAX:
+        tries.append(probe(guess))
+        if tries[-1].growth_bytes is None:
+            high = guess
+        else:
+            low, growth = guess, tries[-1].growth_bytes
+        if high is None:
+            likely = int(low * cap_bytes / max(growth, 1))
+            guess = min(max(likely, low + multiple), 4 * low)
+        elif high - low <= max(multiple, tolerance * low):
+            break
+        else:
+            guess = (low + high) // 2
+        guess = max(guess // multiple * multiple, low + multiple)
+        if high is not None and guess >= high:
+            break
+    return tries
+
+
+def largest_of(tries: Sequence[Try]) -> Try | None:
+    """Return the largest size that fitted."""
+    return max((each for each in tries if each.growth_bytes is not None), key=lambda each: each.value, default=None)
+
+
+def try_apart(setting: Setting, contestant: Contestant, cap_bytes: int, value: int) -> Try:
+    """Train the settling steps and one more in a process with a cap."""
+    try:
+        with Runner(setting, contestant, cap_bytes) as run:
+            seconds = run.step()
+            return Try(value, int(run.finish()["peak_bytes"]), seconds)
+    except OverCap:
+        return Try(value, None)
+
+
+def setting_at(what: str, size: str, value: int) -> Setting:
+    """Return a family's setting with its dimension at this value; for other dimensions the batch is small."""
+    family, dimension = what.split(":")
+    base = setting_of(family, size)
+    return replace(base, size={**base.size, **_batch(family, dimension), dimension: value})
+
+
+def _batch(family: str, dimension: str) -> dict[str, int]:
+    return {} if dimension == "batch" else {"batch": max(models.FAMILIES[family].quick["batch"] // 2, 1)}
+
+
+def measure(what: str, contestant: Contestant, *, size: str, cap_bytes: int) -> dict[str, Any]:
+    """Search for one contestant; a row, or one with "inapplicable" or "error" in it."""
+    begin = time.monotonic()
+    about: dict[str, Any] = {"what": what, "name": contestant.name, "ours": contestant.is_ours, "cap_bytes": cap_bytes}
+
+    def probe(value: int) -> Try:
+        return try_apart(setting_at(what, size, value), contestant, cap_bytes, value)
+
+    try:
+        tries = search(probe, cap_bytes, SHRUNK[size][what], multiple=MULTIPLES.get(what, 1), tolerance=TOLERANCE[size])
+    except Inapplicable as reason:
+        return {**about, "inapplicable": str(reason)}
+    except RuntimeError as error:
+        return {**about, "error": str(error)}
+    return {**about, **summary(tries), "size": size, "search_seconds": round(time.monotonic() - begin, 1)}
+
+
+def summary(tries: Sequence[Try]) -> dict[str, Any]:
+    """Return what a search found, as JSON can hold it."""
+    found = largest_of(tries)
+    return {
+        "largest": found.value if found else 0,
+        "growth_bytes": found.growth_bytes if found else None,
+        "step_seconds": found.step_seconds if found else None,
+        "tries": [[each.value, each.growth_bytes] for each in tries],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search; 1 where a run failed otherwise than by its cap."""
+    parser = argparse.ArgumentParser(prog="largest.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="rewritten after every row")
+    parser.add_argument("--what", action="append", choices=DEFAULT, help="again for several (all)")
+    parser.add_argument("--contestant", action="append", metavar="NAME", help="again for several")
+    parser.add_argument("--size", choices=tuple(CAPS), default="full")
+    parser.add_argument("--cap", type=parse_bytes, metavar="SIZE", help="on the growth of the resident set")
+    args = parser.parse_args(argv)
+    chosen = [contestants.by_name(name) for name in args.contestant or ()] or [PLAIN, LEAST, *contestants.PEERS[:4]]
+    results = ResultFile(args.json)
+    results.set("format", "offload-largest/1")
+    results.set("machine", machine.describe())
+    failed = 0
+    for what in args.what or DEFAULT:
+        for contestant in chosen:
+            row = measure(what, contestant, size=args.size, cap_bytes=args.cap or CAPS[args.size])
+            results.append("rows", row)
+            failed += "error" in row
+            words = row.get("inapplicable") or row.get("error") or f"{row['largest']} at {row['step_seconds']:.2f} s"
+            print(f"{what:<16} {contestant.name:<34} {words}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

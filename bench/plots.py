@@ -1,0 +1,67 @@
+"""Pictures of the tables: memory against time, and bars. Needs matplotlib.
+
+Beside the data path.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from findings import Table, device_of
+from matplotlib import pyplot
+
+OURS, THEIRS = "#0b6e99", "#b5542b"
+
+
+def draw(table: Table) -> bytes | None:
+    """Return the table's picture as PNG, None where it has none."""
+    if table.kind == "frontier" and any(row.point for row in table.rows):
+        figure = frontier(table)
+    elif table.kind == "bars" and table.values:
+        figure = bars(table)
+    else:
+        return None
+    figure.suptitle(f"{table.title} · {device_of(table.machine)}", fontsize=10)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return buffer.getvalue()
+
+
+def frontier(table: Table) -> Any:
+    """Draw memory over plain to the right, step time over plain upwards: lower left is better."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 5.2), layout="constrained")
+    for number, row in enumerate(row for row in table.rows if row.point):
+        assert row.point is not None
+        colour = OURS if row.ours else THEIRS
+        label = f"{number + 1}  {row.cells[0]}"
+        axes.scatter(*row.point, color=colour, marker="o" if row.ours else "s", zorder=3, label=label)
+        axes.annotate(str(number + 1), row.point, (4, 4), textcoords="offset points", fontsize=8, color=colour)
+    ours = sorted(row.point for row in table.rows if row.ours and row.point)
+    best = [point for place, point in enumerate(ours) if all(point[1] < other[1] for other in ours[:place])]
+    if len(best) > 1:
+        axes.step(*zip(*best, strict=True), where="post", color=OURS, linewidth=1, alpha=0.5)
+    axes.axhline(1, color="#888888", linewidth=0.6)
+    axes.axvline(1, color="#888888", linewidth=0.6)
+    axes.set_xlabel("memory over plain")
+    axes.set_ylabel("step time over plain")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def bars(table: Table) -> Any:
+    """Draw one bar a contestant."""
+    figure, axes = pyplot.subplots(figsize=(8.6, 0.8 + 0.42 * len(table.values)), layout="constrained")
+    names = list(table.values)
+    colours = [OURS if name.startswith("offload") else THEIRS for name in names]
+    drawn = axes.barh(names, list(table.values.values()), color=colours)
+    axes.bar_label(drawn, fmt="%g", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

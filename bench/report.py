@@ -1,0 +1,151 @@
+"""Tables and pictures out of result files: a page, and the document that the repository carries.
+
+    python bench/report.py RESULT… [--html FILE] [--png DIR] [--docs FILE]
+
+RESULT is a JSON file of pytest-benchmark, race.py, largest.py, reach.py or `offload demo --json`, or a folder of
+gpu_suite.py. The document of the repository:
+
+    python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from findings import PEER_BETTER, Table, about, device_of, read
+
+WHY = Path(__file__).with_name("why.json")
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f23 }
+table { border-collapse: collapse; font: 13px/1.4 system-ui; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap }
+tr.ours td { background: #eaf4f8 } tr.peer td { background: #fbeee6 }
+p.machine { color: #57606a; font-size: 13px } img { max-width: 100% }
+@media (prefers-color-scheme: dark) {
+  body { background: #14181c; color: #e6e6e6 } th, td { border-color: #333 } p.machine { color: #9aa4ae }
+  tr.ours td { background: #12303b } tr.peer td { background: #3b2416 } img { background: #fff }
+}
+"""
+PREFACE = """# Benchmarks
+
+This page is made, not written: `python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks`.
+
+Memory is what a training run grows by over its model and optimizer, relative to plain training. Step time is a median,
+with its quartiles, of steps that alternate with plain ones (the demo's runs follow each other). Every contestant trains
+the same model on the same data from the same seed with the same allocator, and gradients are compared with plain's to
+the last bit. A peer is marked as better where no setting of offload needs as little memory *and* as little time.
+"""
+NO_GPU = "No GPU has run the suite yet: nothing on this page says anything about GPUs.\n"
+
+
+def explain(tables: Sequence[Table], why: dict[str, str]) -> list[tuple[str, str]]:
+    """A paragraph for each row where a peer is better; the missing ones say that they are."""
+    marked = [(row.key, device_of(table.machine)) for table in tables for row in table.rows if row.mark == PEER_BETTER]
+    return [
+        (key, why.get(f"{key} / {device}") or why.get(key) or f"Not explained yet: bench/why.json has no {key!r}.")
+        for key, device in dict.fromkeys(marked)
+    ]
+
+
+def markdown(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, str]) -> str:
+    """Lay out the document; `pictures` are paths by a table's slug."""
+    on_gpu = any(table.machine.get("device") and not table.machine.get("rehearsal") for table in tables)
+    lines = [PREFACE] if on_gpu else [PREFACE, NO_GPU]
+    for table in tables:
+        lines += [f"## {table.title}\n", f"{about(table.machine)}.\n"]
+        if table.slug in pictures:
+            lines.append(f"![{table.title}]({pictures[table.slug]})\n")
+        lines.append("| " + " | ".join(table.columns) + " |")
+        lines.append("|" + "---|" * len(table.columns))
+        for row in table.rows:
+            cells = [cell.replace("|", "\\|") for cell in row.cells]
+            if row.ours:
+                cells[0] = f"**{cells[0]}**"
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    reasons = explain(tables, why)
+    if reasons:
+        lines.append("## Where a peer is better, and why\n")
+        lines += [f"**{key}.** {reason}\n" for key, reason in reasons]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def page(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, bytes]) -> str:
+    """Lay out the page, which needs no other file."""
+    parts = [f"<!doctype html><meta charset=utf-8><title>offload: benchmarks</title><style>{STYLE}</style>"]
+    parts.append("<h1>offload: benchmarks</h1>")
+    for table in tables:
+        parts.append(f"<h2>{html.escape(table.title)}</h2><p class=machine>{html.escape(about(table.machine))}</p>")
+        if table.slug in pictures:
+            data = base64.b64encode(pictures[table.slug]).decode()
+            parts.append(f'<img alt="{html.escape(table.title)}" src="data:image/png;base64,{data}">')
+        head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
+        rows = []
+        for row in table.rows:
+            kind = "ours" if row.ours else ("peer" if row.mark else "")
+            rows.append(f"<tr class='{kind}'>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells))
+        parts.append(f"<table><tr>{head}</tr>{''.join(rows)}</table>")
+    reasons = explain(tables, why)
+    if reasons:
+        parts.append("<h2>Where a peer is better, and why</h2>")
+        parts += [f"<p><b>{html.escape(key)}.</b> {html.escape(reason)}</p>" for key, reason in reasons]
+    return "\n".join(parts)
+
+
+def draw_all(tables: Sequence[Table]) -> dict[str, bytes]:
+    """Return the tables' pictures by slug; nothing without matplotlib, which is said on stderr."""
+    try:
+        import plots
+    except ImportError:
+        print('report.py: no pictures without matplotlib (pip install ".[bench]")', file=sys.stderr)
+        return {}
+    drawn = {table.slug: plots.draw(table) for table in tables}
+    return {slug: picture for slug, picture in drawn.items() if picture is not None}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, lay out, write; with neither page nor document asked for, the document goes to standard output."""
+    parser = argparse.ArgumentParser(prog="report.py", description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
+    parser.add_argument("--png", type=Path, metavar="DIR", help="write the pictures there")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="write Markdown")
+    args = parser.parse_args(argv)
+    try:
+        tables = [table for path in args.results for table in read(path)]
+    except (OSError, ValueError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+    why: dict[str, str] = json.loads(WHY.read_text(encoding="utf-8"))
+    pictures = draw_all(tables) if args.html or args.png else {}
+    paths: dict[str, str] = {}
+    if args.png is not None:
+        args.png.mkdir(parents=True, exist_ok=True)
+        for slug, picture in pictures.items():
+            (args.png / f"{slug}.png").write_bytes(picture)
+    if args.png is not None and args.docs is not None:
+        # What is there already counts too: the document is the same with and without matplotlib.
+        present = {table.slug for table in tables if (args.png / f"{table.slug}.png").is_file()}
+        relative = Path(args.png.resolve()).relative_to(args.docs.resolve().parent).as_posix()
+        paths = {slug: f"{relative}/{slug}.png" for slug in present}
+    if args.html is not None:
+        args.html.write_text(page(tables, why, pictures), encoding="utf-8")
+    if args.docs is not None:
+        args.docs.parent.mkdir(parents=True, exist_ok=True)
+        args.docs.write_text(markdown(tables, why, paths), encoding="utf-8")
+    if args.html is None and args.docs is None:
+        print(markdown(tables, why, paths), end="")
+    missing = sum(reason.startswith("Not explained yet") for _, reason in explain(tables, why))
+    if missing:
+        print(f"report.py: {missing} rows where a peer is better are not explained in {WHY.name}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""One contestant's training run in this process, step by step: its time, its memory, the bits of its gradients.
+
+Beside the data path: what the CPU's worker processes and the GPU suite's parts have in common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import contestants
+import models
+import torch
+from contestants import Contestant, Prepared
+from torch import Tensor, nn
+
+from offload import allocator
+from offload.demo_memory import MemoryMeter
+
+STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it; the next may be planned anew
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and where; the same for every contestant."""
+
+    family: str
+    size: models.Size
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+    min_tensor_bytes: int | None = None  # None: the engine's own default
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step took and gave."""
+
+    seconds: float
+    loss: str  # as float.hex
+    gradients: str  # hash over all bytes
+
+
+def gradient_hash(model: nn.Module) -> str:
+    """SHA-256 over the hashes of all gradients' bytes, in the order of the parameters; hexadecimal."""
+
+    def digest(gradient: Tensor) -> bytes:
+        whole = gradient.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return hashlib.sha256(whole.numpy()).digest()
+
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with ThreadPoolExecutor(8) as pool:
+        return hashlib.sha256(b"".join(pool.map(digest, gradients))).hexdigest()
+
+
+@contextlib.contextmanager
+def same_bits(device: str) -> Iterator[None]:
+    """Compute deterministically on a GPU; CUBLAS_WORKSPACE_CONFIG must be set as well."""
+    if device == "cpu":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    # Deterministic mode would also fill every fresh tensor, which no training run pays.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class Trainer:
+    """A model, its optimizer and one contestant's way to train it.
+
+    Raises
+    ------
+    Inapplicable
+        The contestant cannot run here.
+    """
+
+    def __init__(self, setting: Setting, contestant: Contestant) -> None:
+        self.setting = setting
+        self.contestant = contestant
+        self._number = 0
+        self._dtype = getattr(torch, setting.dtype)
+        self._owner = models.build(
+            setting.family, setting.size, seed=setting.seed, device=setting.device, dtype=self._dtype
+        )
+        self._optimizer = torch.optim.AdamW(self._owner.parameters(), lr=1e-4, fused=True)
+        for parameter in self._owner.parameters():  # what a run holds between steps is none of a step's growth
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), device=setting.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        defaults = {} if setting.min_tensor_bytes is None else {"min_tensor_bytes": setting.min_tensor_bytes}
+        self._prepared: Prepared = contestants.prepare(
+            contestant, self._owner, device=setting.device, probe=self._probe, defaults=defaults
+        )
+        self._baseline_bytes = 0
+        self._stall_before = 0.0
+        self._settled = 0
+        self.meter: MemoryMeter | None = None
+
+    def begin(self) -> None:
+        """Take the present memory as the baseline."""
+        gc.collect()
+        if self.setting.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            self._baseline_bytes = torch.cuda.memory_allocated()
+        else:
+            self.meter = MemoryMeter("cpu")
+            self.meter.start()
+
+    def settle(self) -> list[Step]:
+        """Run the first steps, which may differ from those that follow, and forget a GPU's peaks until here."""
+        steps = [self.step() for _ in range(STEPS_TO_SETTLE)]
+        if self.setting.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        self._stall_before = self._report().get("stall_seconds", 0.0)
+        self._settled = self._number
+        return steps
+
+    def step(self, hashes: bool = True) -> Step:
+        """Train one step; only forward, loss, backward and optimizer are timed."""
+        setting = self.setting
+        self._optimizer.zero_grad(set_to_none=True)
+        x, y = models.batch_of(
+            setting.family,
+            setting.size,
+            seed=setting.seed,
+            step=self._number,
+            device=setting.device,
+            dtype=self._dtype,
+        )
+        self._number += 1
+        self._synchronize()
+        begin = time.perf_counter()
+        with self._prepared.around():
+            loss = models.loss_of(self._prepared.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._synchronize()
+        seconds = time.perf_counter() - begin
+        return Step(seconds, float(loss.item()).hex(), gradient_hash(self._owner) if hashes else "")
+
+    def figures(self) -> dict[str, Any]:
+        """Memory, disk and stalls since `begin`; ends the measuring."""
+        report = self._report()
+        disk = self._prepared.disk
+        stalled = report.get("stall_seconds")
+        steps = max(self._number - self._settled, 1)
+        return {
+            "report": report or None,
+            "disk_bytes": disk.peak_bytes if disk else report.get("spill_file_bytes", 0),
+            "stall_seconds_per_step": None if stalled is None else (stalled - self._stall_before) / steps,
+            **(self._device_memory(report) if self.setting.device == "cuda" else self._resident_memory()),
+        }
+
+    def close(self) -> None:
+        """Undo what was done to the model."""
+        if self._prepared.handle is not None:
+            self._prepared.handle.disable()
+
+    def _resident_memory(self) -> dict[str, Any]:
+        assert self.meter is not None
+        self.meter.stop()
+        return {
+            "allocator": allocator.current(),
+            "baseline_bytes": self.meter.baseline_bytes,
+            "peak_bytes": self.meter.peak_bytes - self.meter.baseline_bytes,
+            "pinned_bytes": 0,
+        }
+
+    def _device_memory(self, report: dict[str, Any]) -> dict[str, Any]:
+        pinned = int(report.get("host_bytes_held", 0))
+        statistics = getattr(torch.cuda, "host_memory_stats", None)
+        if statistics is not None and not pinned:
+            pinned = int(statistics().get("allocated_bytes.peak", 0))
+        return {
+            "baseline_bytes": self._baseline_bytes,
+            "peak_bytes": torch.cuda.max_memory_allocated() - self._baseline_bytes,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "pinned_bytes": pinned,
+        }
+
+    def _report(self) -> dict[str, Any]:
+        handle = self._prepared.handle
+        return {} if handle is None else dict(handle.report().to_dict())
+
+    def _probe(self) -> None:
+        setting = self.setting
+        x, y = models.batch_of(
+            setting.family, setting.size, seed=setting.seed, step=0, device=setting.device, dtype=self._dtype
+        )
+        models.loss_of(self._owner(x), y).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _synchronize(self) -> None:
+        if self.setting.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def warm_up(setting: Setting, contestant: Contestant) -> None:
+    """Train a tiny model in the same way, so that loading code counts as nobody's memory.
+
+    Raises
+    ------
+    Inapplicable
+        The contestant cannot run here.
+    """
+    size = models.FAMILIES[setting.family].tiny
+    tiny = Setting(setting.family, size, setting.device, setting.dtype, min_tensor_bytes=1024)
+    trainer = Trainer(tiny, contestant)
+    for _ in range(STEPS_TO_SETTLE):
+        trainer.step()
+    trainer.close()

@@ -1,0 +1,151 @@
+"""The store where memory cannot be pinned, or hardly any may be: typed errors, no deadlock, nothing kept."""
+
+import ctypes
+import errno
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from fake_cuda.build import build_fake_cuda
+
+from offload import _core
+
+OUT_OF_MEMORY = 2  # CUDA's code
+BLOCK_BYTES = 64 << 10
+
+
+class Trip:
+    """A block that leaves and comes back."""
+
+    def __init__(self, store, number):
+        self.source = _core.HostBlock(BLOCK_BYTES)
+        self.target = _core.HostBlock(BLOCK_BYTES)
+        self.value = number % 251
+        np.frombuffer(self.source, dtype=np.uint8)[:] = self.value
+        self.ticket = store.swap_out(self.source.address, BLOCK_BYTES, 0)
+
+    def leave(self):
+        self.ticket.wait_out(0)
+        while not self.ticket.out_done():  # where waiting is the compute stream's, not this thread's
+            time.sleep(0.0001)
+        np.frombuffer(self.source, dtype=np.uint8)[:] = 0xDB
+
+    def come_back(self):
+        self.ticket.prefetch(self.target.address, 0, self.target)
+        self.ticket.swap_in(0)
+
+    def is_whole(self):
+        return bool((np.frombuffer(self.target, dtype=np.uint8) == self.value).all())
+
+
+@pytest.fixture(scope="module")
+def fake_cuda(tmp_path_factory):
+    library = build_fake_cuda(tmp_path_factory.mktemp("fake_cuda") / "libfake.so")
+    return str(library), ctypes.CDLL(str(library))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_pinning_fails_at_the_nth_slab(fake_cuda, nth, campaign_counts):
+    path, double = fake_cuda
+    driver = _core.cuda_driver(0, path)
+    store = _core.SwapStore.slab(
+        driver, _core.HostDriver(), 4 * BLOCK_BYTES, slab_bytes=BLOCK_BYTES, slice_bytes=16 << 10
+    )
+    registered = double.fake_registrations()
+    double.fake_fail_at(b"cuMemHostRegister_v2", nth, OUT_OF_MEMORY)
+    trips = [Trip(store, number) for number in range(nth - 1)]
+    with pytest.raises(RuntimeError, match="cuMemHostRegister") as raised:
+        Trip(store, nth)
+    assert raised.value.code == OUT_OF_MEMORY
+    campaign_counts["faults injected"] += 1
+    stats = store.stats()
+    assert stats["live_tickets"] == nth - 1
+    assert stats["pool_held_bytes"] == stats["pool_used_bytes"] == (nth - 1) * BLOCK_BYTES
+    trips.append(Trip(store, nth))  # the fault has passed
+    for trip in trips:
+        trip.leave()
+        trip.come_back()
+    store.quiesce()
+    assert all(trip.is_whole() for trip in trips)
+    for trip in trips:
+        trip.ticket.release()
+    store.quiesce()
+    store.trim()
+    stats = store.stats()
+    assert (stats["live_tickets"], stats["pool_used_bytes"], stats["pool_held_bytes"]) == (0, 0, 0)
+    assert double.fake_registrations() == registered
+    assert double.fake_violations() == 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("spills", [True, False], ids=["with disk", "without"])
+def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_long, campaign_counts):
+    """Each waits for room that the others hold: all of them go on, and every byte is right."""
+    lanes = _core.HostDriver()
+    host_bytes_max = BLOCK_BYTES + (24 << 10 if spills else 0)  # beside the block: what reading from disk goes through
+    directory = str(tmp_path) if spills else ""
+    store = _core.SwapStore.slab(
+        lanes, lanes, host_bytes_max, directory, slab_bytes=host_bytes_max, slice_bytes=16 << 10
+    )
+    end = time.monotonic() + (60 if is_long else 5)
+    done, wrong = [0] * 8, []
+
+    def work(thread):
+        for number in itertools.count(thread):
+            if time.monotonic() > end:
+                return
+            try:
+                trip = Trip(store, number)
+            except _core.PoolExhausted:
+                time.sleep(0.0001)  # the one block is on its way back to somebody
+                continue
+            trip.leave()
+            trip.come_back()
+            if not trip.is_whole():
+                wrong.append((thread, number))
+            trip.ticket.release()
+            done[thread] += 1
+
+    threads = [threading.Thread(target=work, args=(thread,), daemon=True) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads), f"deadlock: {store.stats()}"
+    assert wrong == []
+    assert min(done) > 0, done
+    store.quiesce()
+    stats = store.stats()
+    assert (stats["live_tickets"], stats["spill_used_bytes"]) == (0, 0)
+    assert (stats["spilled_bytes"] > 0) == spills
+    campaign_counts["blocks through a memory of one"] += sum(done)
+
+
+@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+def test_one_block_of_memory_and_a_disk_that_fails(tmp_path, kind, campaign_counts):
+    """Room that cannot be made is refused with its numbers; a read that fails can be repeated."""
+    lanes = _core.HostDriver()
+    store = _core.SwapStore.slab(lanes, lanes, 88 << 10, str(tmp_path), slab_bytes=88 << 10, slice_bytes=16 << 10)
+    first = Trip(store, 1)
+    first.leave()
+    operation = "write" if kind == "error" else "read"
+    store.inject_fault(operation, kind, error_number=errno.ENOSPC, persistent=True)
+    campaign_counts["faults injected"] += 1
+    if operation == "write":
+        with pytest.raises(_core.PoolExhausted, match=r"asked 65536 bytes, \d+ free of 90112; raise host_limit"):
+            Trip(store, 2)
+    else:
+        second = Trip(store, 2)
+        second.leave()
+        for _ in range(3):
+            with pytest.raises(OSError, match=f"offset .* of {tmp_path}"):
+                first.come_back()
+        store.inject_fault("read", "error", nth=0)
+        second.ticket.release()
+    first.come_back()
+    assert first.is_whole()
+    first.ticket.release()
+    store.quiesce()
+    assert store.stats()["live_tickets"] == 0

@@ -1,0 +1,319 @@
+"""What the processes of these tests do: train, be interrupted, hit a limit, fork, end.
+
+Each function runs in a process of its own (see zygote.py), gets JSON arguments and answers with something JSON can say.
+"""
+
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import offload
+from offload import _core, session
+from offload.engine import Engine
+
+logging.getLogger("offload").addHandler(logging.NullHandler())  # a tensor that stays is logged: no fault here
+SLAB_BYTES = {}
+KEPT_ALIVE = []  # until the interpreter itself takes it down
+
+
+class Net(nn.Module):
+    """Saves four tensors of 250 KiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, x):
+        return self.layers(x * 2)
+
+
+def enable(model, directory, tier):
+    if tier == "slab":
+        session._make_engine = make_slab_engine
+    options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "spill_dir": directory}
+    return offload.enable(model, **options)
+
+
+def make_slab_engine(device, options):
+    """A device's tier over host streams; by default in so little memory that it spills."""
+    lanes = _core.HostDriver()
+    nbytes = SLAB_BYTES.get("all", 640 << 10)
+    spill_dir = options.spill_dir if nbytes < 1 << 20 else ""
+    store = _core.SwapStore.slab(lanes, lanes, nbytes, spill_dir, slab_bytes=nbytes, slice_bytes=64 << 10)
+    engine = Engine(store, device)
+    session._engines.add(engine)
+    return engine
+
+
+def steps(model, count, handle=None):
+    """Train `count` steps (None: for ever) from a seed; where there is a handle, every copy ends before backward."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done = 0
+    while count is None or done < count:
+        loss = model(torch.randn(1000, 64)).square().mean()
+        if handle is not None and done % 2:
+            handle.engine.drain()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        if count is None:
+            os.write(1, f"{done}\n".encode())  # how far it came, for whoever kills it
+
+
+def new_net():
+    torch.manual_seed(1)
+    return Net()
+
+
+def are_equal(model, other):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def held_spill_files(directory, pid="self"):
+    """The files in `directory` that a process has open: mode, links, and the open flags' relevant bits."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target, about = str(link.readlink()), link.stat()
+        except FileNotFoundError:
+            continue
+        if target.startswith(str(Path(directory).resolve()) + "/"):
+            found.append({"mode": oct(about.st_mode & 0o7777), "links": about.st_nlink, "owner": about.st_uid})
+    return found
+
+
+def train(directory, tier, count):
+    """Plain and offloaded training end in the same parameters."""
+    if count is None:
+        model = new_net()
+        return steps(model, None, enable(model, directory, tier))
+    plain, model = new_net(), new_net()
+    steps(plain, count)
+    with enable(model, directory, tier) as handle:
+        steps(model, count, handle)
+        about = handle.report()
+        return {
+            "equal": are_equal(model, plain),
+            "swapped": about.swapped.tensors,
+            "files": held_spill_files(directory),
+            "visible": [each.name for each in Path(directory).iterdir()],
+        }
+
+
+def end(directory, tier, where):
+    """Return, and let the interpreter end, while copies are under way and graphs alive."""
+    model = nn.Sequential(*(nn.Tanh() for _ in range(8)))
+    handle = enable(model, directory, tier)
+    x = torch.randn(500, 1000).requires_grad_()
+    KEPT_ALIVE.extend([model, handle, x])
+    for _ in range(2):
+        model(x * 2).sum().backward()
+    if where == "mid-backward":
+        model[3].register_full_backward_hook(leave)
+    losses = [model(x * 2).sum() for _ in range(3)]
+    KEPT_ALIVE.extend(losses)
+    if where == "prefetching":
+        handle.engine.drain()
+        torch.autograd.grad(losses[0], [x], retain_graph=True)
+        for reference in list(handle.engine._live.values())[:10]:
+            reference().record.begin_return()
+    elif where == "in a thread":
+        threading.Thread(target=losses[0].backward, daemon=True).start()
+    elif where == "mid-backward":
+        handle.engine.drain()
+        losses[1].backward()
+    return {"where": where}
+
+
+def leave(*_):
+    raise SystemExit(0)
+
+
+def in_fork(function):
+    """What `function` raises in a forked child ("" for nothing), or how the child died."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # a child that hangs dies, visibly
+        text = ""
+        try:
+            function()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return text if status == 0 else f"died with {status}"
+
+
+def fork_and_touch(directory, tier, times):
+    """Children touch the engine while its threads are busy; the parent trains on, bit-equal."""
+    plain, model = new_net(), new_net()
+    handle = enable(model, directory, tier)
+    x = torch.randn(1000, 64)
+    found = {}
+    for _ in range(times):
+        settled = model(x).square().mean()
+        handle.engine.drain()
+        fresh = model(x).square().mean()  # its copies are under way
+        touches = {
+            "forward": lambda: model(x),
+            "backward": lambda graph=settled: graph.backward(),
+            "report": lambda: handle.report(),
+            "drain": lambda: handle.engine.drain() or handle.engine.store.quiesce() or handle.report(),
+            "drop": lambda: KEPT_ALIVE.clear() or gc.collect(),
+        }
+        KEPT_ALIVE.append(fresh)
+        del settled, fresh
+        for name, touch in touches.items():
+            found.setdefault(name, set()).add(in_fork(touch))
+        KEPT_ALIVE.clear()
+        touches.clear()
+    steps(plain, 3)
+    steps(model, 3, handle)
+    return {name: sorted(texts) for name, texts in found.items()} | {"equal": are_equal(model, plain)}
+
+
+def fork_and_leave_alone(directory, tier):
+    """Data loaders' workers, and a child that ends as any interpreter does, beside busy engines."""
+    data = TensorDataset(torch.arange(4096, dtype=torch.float32).reshape(64, 64))
+    results = []
+    for offloaded in (False, True):
+        model = new_net()
+        handle = enable(model, directory, tier) if offloaded else None
+        for _ in range(2):
+            for (rows,) in DataLoader(data, batch_size=16, num_workers=2):
+                model(rows.repeat(50, 1) / 4096).square().mean().backward()
+        results.append([parameter.grad.clone() for parameter in model.parameters()])
+    equal = all(map(torch.equal, *results))
+    loss = model(torch.randn(1000, 64)).square().mean()
+    pid = os.fork()
+    if pid == 0:
+        del loss, handle
+        return {"child": True}  # through atexit, finalizers and all
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    loss.backward()
+    return {"equal": equal, "status": status}
+
+
+def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
+    """Train, meet a real limit of the system, train on; once it is lifted, swap again. Plain gradients throughout."""
+    plain, model = new_net(), new_net()
+    steps(plain, 6)
+    SLAB_BYTES["all"] = slab_bytes
+    handle = enable(model, directory, tier)
+    ballast = Path(directory) / "ballast"
+    kind = getattr(resource, limit, None)
+    before = resource.getrlimit(kind) if kind is not None else None
+
+    def impose():
+        if limit == "disk":
+            fill(ballast)
+        elif limit == "RLIMIT_AS":
+            resource.setrlimit(kind, (virtual_bytes() + room_bytes, before[1]))
+        else:
+            resource.setrlimit(kind, (4096, before[1]))
+
+    def lift():
+        if limit == "disk":
+            ballast.unlink()
+        else:
+            resource.setrlimit(kind, before)
+
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = []
+    impose()
+    for number in range(6):
+        if number == 3:
+            lift()
+        store = handle.engine.store.stats()
+        loss = model(torch.randn(1000, 64)).square().mean()
+        handle.engine.drain()
+        handle.engine.store.quiesce()
+        counts.append(handle.engine.store.stats()["spilled_bytes"] - store["spilled_bytes"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del loss
+    handle.engine.drain()
+    about, stats = handle.report(), handle.engine.store.stats()
+    return {
+        "equal": are_equal(model, plain),
+        "spilled": counts,
+        "failed": about.to_dict()["failed"],
+        "swapped": about.swapped.tensors,
+        "kept": {reason: count.tensors for reason, count in about.kept.items()},
+        "notes": list(about.notes),
+        "live": [handle.engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]],
+    }
+
+
+def fill(path):
+    """Take what the disk has left, to the last page."""
+    with path.open("wb", buffering=0) as file:
+        for nbytes in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(b"\0" * nbytes)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+
+def virtual_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def run_long(directory, tier, count):
+    """Samples of what must not grow, taken ten times over `count` steps."""
+    model = new_net()
+    handle = enable(model, directory, tier)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    samples = []
+    for number in range(count):
+        loss = model(torch.randn(1000 if number % 3 else 700, 64)).square().mean()
+        if number % 4 == 0:
+            handle.engine.drain()
+        if number % 7:
+            loss.backward()  # else: abandoned
+            optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        if (number + 1) % (count // 10) == 0:
+            samples.append(sample(handle))
+    return samples
+
+
+def sample(handle):
+    handle.engine.drain()
+    handle.engine.store.quiesce()
+    handle.engine.collect()
+    stats = handle.engine.store.stats()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "resident": int(status["VmRSS"].split()[0]) * 1024,
+        "threads": int(status["Threads"]),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "records": handle.engine.live_records,
+        "tickets": stats["live_tickets"],
+        "extents": stats["spill_used_bytes"],
+        "file": stats["spill_file_bytes"],
+        "pool held": stats["pool_held_bytes"],
+        "pool requested": stats["pool_requested_bytes"],
+        "targets held": len(handle.engine._retired),
+    }

@@ -1,0 +1,117 @@
+"""Processes that are killed, that share a folder, that end in the middle of a copy: nothing stays behind them."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+TOGETHER = 6
+
+
+def holders(directory):
+    """Processes that keep a file of `directory` open, with or without a name: its space is not back yet."""
+    inside = str(directory.resolve()) + "/"
+    found = []
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if str(descriptor.readlink()).startswith(inside):
+                found.append(str(descriptor))
+        except OSError:
+            continue  # it has just ended, or is somebody else's
+    return found
+
+
+def assert_nothing_left(directory):
+    assert list(directory.iterdir()) == []
+    assert holders(directory) == []
+
+
+def test_a_held_file_is_seen(spill_directory):
+    """The guard itself: an open file without a name is found."""
+    descriptor = os.open(spill_directory, os.O_RDWR | os.O_TMPFILE, 0o600)
+    assert holders(spill_directory) == [f"/proc/{os.getpid()}/fd/{descriptor}"]
+    os.close(descriptor)
+    assert_nothing_left(spill_directory)
+
+
+@pytest.mark.timeout(3600)
+def test_killed_at_random_points(processes, spill_directory, is_long, campaign_counts):
+    seed = random.randrange(1 << 32)
+    choose = random.Random(seed)
+    trained = 0
+    for tier in ("direct", "slab"):
+        for _ in range(25 if is_long else 1):
+            times = [choose.uniform(0, choose.choice([0.1, 0.5, 1.5])) for _ in range(TOGETHER)]
+            outcomes = processes.run(
+                "train", kill_after_s=times, copies=TOGETHER, directory=str(spill_directory), tier=tier, count=None
+            )
+            found = [(outcome["status"], outcome["stderr"]) for outcome in outcomes]
+            assert found == [(-signal.SIGKILL, "")] * TOGETHER, f"seed {seed}"
+            assert_nothing_left(spill_directory)
+            trained += sum(outcome["result"] or 0 for outcome in outcomes)
+            campaign_counts["kills survived"] += TOGETHER
+    assert trained > 10, "most were killed before their first step"
+
+
+def test_killed_fresh_process(spill_directory):
+    """The same without a zygote, and seen to hold its file before."""
+    code = f"import jobs; jobs.train({str(spill_directory)!r}, 'direct', None)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    deadline = time.monotonic() + 120
+    while not holders(spill_directory):
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "no spill file"
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+    assert_nothing_left(spill_directory)
+
+
+def test_space_is_back_on_a_disk_of_its_own(processes, small_disk):
+    """Counted in blocks, where nobody else writes."""
+    before = os.statvfs(small_disk).f_bfree
+    outcomes = processes.run(
+        "train", kill_after_s=[0.3, 0.6, 1.0], copies=3, directory=str(small_disk), tier="direct", count=None
+    )
+    assert {outcome["status"] for outcome in outcomes} == {-signal.SIGKILL}
+    assert os.statvfs(small_disk).f_bfree == before
+
+
+def test_eight_processes_in_one_folder(processes, spill_directory, tier):
+    """They train right and hold one private file each."""
+    outcomes = processes.run("train", copies=8, directory=str(spill_directory), tier=tier, count=6)
+    for outcome in outcomes:
+        assert (outcome["status"], outcome["stderr"]) == (0, "")
+        result = outcome["result"]
+        assert result["equal"]
+        assert result["swapped"] == 6 * 3
+        assert result["files"] == [{"mode": "0o600", "links": 0, "owner": os.geteuid()}]
+        assert result["visible"] == []
+    assert_nothing_left(spill_directory)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("where", ["after forward", "prefetching", "in a thread", "mid-backward"])
+def test_exit_with_copies_in_flight(processes, spill_directory, tier, where, is_long, campaign_counts):
+    for _ in range(7 if is_long else 1):
+        outcomes = processes.run("end", copies=4, directory=str(spill_directory), tier=tier, where=where)
+        assert [(outcome["status"], outcome["stderr"]) for outcome in outcomes] == [(0, "")] * 4
+        campaign_counts["exits with copies in flight"] += 4
+    assert_nothing_left(spill_directory)
+
+
+def test_exit_of_a_fresh_process_with_copies_in_flight(spill_directory, tier):
+    """The same without a zygote: whatever a fork might hide."""
+    code = f"import jobs; print(jobs.end({str(spill_directory)!r}, {tier!r}, 'prefetching')['where'])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == "prefetching\n"
+    assert_nothing_left(spill_directory)

@@ -1,0 +1,47 @@
+"""Real limits of the system: gradients stay plain, what fails is said, and it swaps again when there is room."""
+
+import pytest
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "disk"])
+def test_no_room_in_the_file(processes, spill_directory, request, tier, limit, campaign_counts):
+    directory = request.getfixturevalue("small_disk") if limit == "disk" else spill_directory
+    found = processes.ask("reach_limit", directory=str(directory), tier=tier, limit=limit)
+    assert found["equal"]
+    assert found["live"] == [0, 0, 0]
+    assert found["spilled"][:3] == [0, 0, 0], "nothing fits"
+    assert min(found["spilled"][3:]) > 0, "the fault has passed"
+    assert found["failed"] > 0
+    campaign_counts["real limits met"] += 1
+    if tier == "direct":
+        text = "File too large" if limit == "RLIMIT_FSIZE" else "No space left on device"
+        assert any(text in note and "offset" in note and str(directory) in note for note in found["notes"]), found
+
+
+@pytest.mark.parametrize("what", ["slab", "thread"])
+def test_no_address_space(processes, spill_directory, what, campaign_counts):
+    """For a slab: what cannot leave stays. For the threads that fill one with pages: they are not needed."""
+    slab_bytes = 1 << 30 if what == "slab" else 64 << 20
+    found = processes.ask(
+        "reach_limit",
+        directory=str(spill_directory),
+        tier="slab",
+        limit="RLIMIT_AS",
+        slab_bytes=slab_bytes,
+        room_bytes=slab_bytes + (-(600 << 20) if what == "slab" else 4 << 20),
+    )
+    assert found["equal"]
+    assert found["live"] == [0, 0, 0]
+    assert ("host limit" in found["kept"]) == (what == "slab")
+    assert found["swapped"] == (3 * 3 if what == "slab" else 6 * 3)
+    campaign_counts["real limits met"] += 1
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_MEMLOCK", "RLIMIT_STACK"])
+def test_limit_that_is_not_ours(processes, spill_directory, tier, limit, campaign_counts):
+    """Direct I/O and the host's tier lock no memory."""
+    found = processes.ask("reach_limit", directory=str(spill_directory), tier=tier, limit=limit)
+    assert found["equal"]
+    assert found["failed"] == 0
+    assert min(found["spilled"]) > 0
+    campaign_counts["real limits met"] += 1

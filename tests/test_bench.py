@@ -1,0 +1,158 @@
+"""The bench's own parts at tiny sizes: contestants compute plain's bits, searches find, children end at their cap."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+FAMILIES = ["gpt", "resnet", "unet", "lstm", "vit"]
+KINDS = ["plain", "offload", "save_on_cpu", "checkpoint", "selective", "tutorial"]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The bench's modules, by name."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        import contestants
+        import largest
+        import models
+        import race
+        import training
+    finally:
+        sys.path.remove(str(BENCH))
+    return {module.__name__: module for module in (contestants, largest, models, race, training)}
+
+
+def bits(bench: Any, family: str, contestant: Any) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """Losses and gradient hashes of a few steps of a tiny model, and the run's figures."""
+    trainer = bench["training"].Trainer(bench["race"].setting_of(family, "tiny"), contestant)
+    trainer.begin()
+    steps = [*trainer.settle(), trainer.step()]
+    figures = trainer.figures()
+    trainer.close()
+    return [(step.loss, step.gradients) for step in steps], figures
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> None:
+    contestants = bench["contestants"]
+    expected, _ = bits(bench, family, contestants.PLAIN)
+    assert len({gradients for _, gradients in expected}) == len(expected)
+    ran = set()
+    for contestant in contestants.select(None, slow=False):
+        try:
+            found, figures = bits(bench, family, contestant)
+        except contestants.Inapplicable:
+            continue
+        ran.add(contestant.kind)
+        assert found == expected, contestant.name
+        if contestant.name == contestants.LEAST.name:
+            assert figures["report"]["swapped"]["tensors"] > 0
+            assert figures["disk_bytes"] > 0
+    assert ran == set(KINDS)
+
+
+def test_the_families_are_those_of_the_tests(bench: Any) -> None:
+    assert list(bench["models"].FAMILIES) == FAMILIES
+
+
+def test_checkpointing_saves_less(bench: Any) -> None:
+    training, models = bench["training"], bench["models"]
+    saved = {}
+    for name in ("plain", "checkpoint per block", "selective checkpointing"):
+        setting = bench["race"].setting_of("gpt", "tiny")
+        trainer = training.Trainer(setting, bench["contestants"].by_name(name))
+        kept: list[int] = []
+        # checkpoint's own hooks are innermost, so only what it does not save itself comes here
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.nbytes), t)[1], lambda t: t):
+            x, y = models.batch_of("gpt", setting.size, seed=0, step=0, device="cpu", dtype=torch.float32)
+            loss = models.loss_of(trainer._prepared.model(x), y)
+        saved[name] = sum(kept)
+        loss.backward()
+    assert saved["checkpoint per block"] < 0.5 * saved["plain"]
+
+
+def test_the_tutorials_files_go_with_the_graph(bench: Any) -> None:
+    files = bench["contestants"].TutorialFiles()
+    folder = Path(files._folder.name)
+    x = torch.ones(2000, requires_grad=True)
+    with files.hooks():
+        y = (x * 2).exp()
+    assert len(list(folder.iterdir())) > 0
+    assert files.live_bytes == files.peak_bytes >= 8000
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert list(folder.iterdir()) == []
+    assert files.live_bytes == 0
+
+
+def test_what_cannot_run_here_says_why(bench: Any) -> None:
+    contestants = bench["contestants"]
+    setting = bench["race"].setting_of("gpt", "tiny")
+    for contestant in contestants.PEERS:
+        if contestant.cuda_only:
+            with pytest.raises(contestants.Inapplicable, match=r"needs CUDA: .{10}"):
+                bench["training"].Trainer(setting, contestant)
+    with pytest.raises(contestants.Inapplicable, match="no_such_package is not installed"):
+        contestants.installed("no_such_package")
+    with pytest.raises(ValueError, match="no contestant 'x'; there are plain,"):
+        contestants.by_name("x")
+
+
+@pytest.mark.parametrize("true_largest", [1, 7, 40, 333])
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_search_finds_the_largest(bench: Any, true_largest: int, multiple: int) -> None:
+    largest = bench["largest"]
+    asked: list[int] = []
+
+    def probe(value: int) -> Any:
+        asked.append(value)
+        fits = value <= true_largest * multiple
+        return largest.Try(value, 900 * value // (true_largest * multiple) if fits else None)
+
+    tries = largest.search(probe, 1000, multiple, multiple=multiple, tolerance=0.05)
+    found = largest.largest_of(tries)
+    assert all(value % multiple == 0 for value in asked)
+    assert len(asked) == len(set(asked)) <= largest.TRIES_MAX
+    assert found.value <= true_largest * multiple
+    assert found.value >= 0.95 * true_largest * multiple - multiple
+
+
+def test_a_search_where_nothing_fits(bench: Any) -> None:
+    largest = bench["largest"]
+    tries = largest.search(lambda value: largest.Try(value, None), 1000, 4)
+    assert largest.summary(tries)["largest"] == 0
+
+
+def test_a_run_ends_at_its_cap(bench: Any) -> None:
+    race, contestants, models = bench["race"], bench["contestants"], bench["models"]
+    setting = bench["training"].Setting("gpt", {**models.FAMILIES["gpt"].tiny, "batch": 256, "length": 128})
+    with pytest.raises(race.OverCap, match="plain grew beyond its cap"):
+        race.Runner(setting, contestants.PLAIN, cap_bytes=16 << 20)
+
+
+def test_a_race_compares_bits_and_figures(bench: Any) -> None:
+    race, contestants = bench["race"], bench["contestants"]
+    row = race.race(race.setting_of("lstm", "tiny"), contestants.LEAST, rounds=2)
+    assert row["equal_losses"]
+    assert row["equal_gradients"]
+    assert not race.wrong(row)
+    assert race.wrong({**row, "equal_gradients": False})
+    assert len(row["step_seconds"]) == len(row["plain_step_seconds"]) == 2
+    assert row["memory_over_plain"] == row["peak_bytes"] / row["plain_peak_bytes"]
+    assert row["stall_seconds_per_step"] >= 0
+
+
+def test_a_run_that_fails_says_what_it_wrote(bench: Any) -> None:
+    race = bench["race"]
+    setting = bench["training"].Setting("gpt", {"layers": 1})
+    with pytest.raises(RuntimeError, match=r"the run of plain ended with exit status 1:(.|\n)*KeyError"):
+        race.Runner(setting, bench["contestants"].PLAIN)

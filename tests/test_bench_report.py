@@ -1,0 +1,133 @@
+"""Result files become tables, a page and the document; a row where a peer is better is marked and wants a reason."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[Any]:
+    """The report as a module; it imports what draws late."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    import report
+
+    yield report
+    sys.path.remove(str(ROOT / "bench"))
+
+
+def row(name: str, memory: float, step: float, **more: Any) -> dict[str, Any]:
+    return {
+        "family": "gpt",
+        "name": name,
+        "ours": name.startswith("offload"),
+        "memory_over_plain": memory,
+        "step_over_plain": step,
+        "peak_bytes": int(memory * 1e9),
+        "step_seconds_median": step,
+        "step_seconds_spread": [step, step],
+        "equal_losses": True,
+        "equal_gradients": True,
+        **more,
+    }
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A frontier with a peer behind us, one ahead, one that computes other bits and one that could not run."""
+    rows = [
+        row("plain", 1.0, 1.0),
+        row("offload, a", 0.2, 1.05),
+        row("behind", 0.3, 1.06),
+        row("ahead", 0.25, 1.01),
+        row("other", 0.9, 3.0, equal_gradients=False),
+        {"family": "gpt", "name": "absent", "ours": False, "inapplicable": "needs CUDA: no device"},
+    ]
+    machine = {"processor": "Some | CPU", "device": None, "date": "2026-01-01", "commit": "abc", "torch": "2"}
+    path = tmp_path / "frontier.json"
+    path.write_text(json.dumps({"format": "offload-frontier/1", "machine": machine, "rows": rows}))
+    return path
+
+
+def test_a_better_peer_is_marked_and_no_other(report: Any, results: Path) -> None:
+    (table,) = report.read(results)
+    assert [each.cells[0] for each in table.rows if each.mark] == ["ahead"]
+    assert [each.cells[-1] for each in table.rows] == ["", "", "", "peer better", "", "needs CUDA: no device"]
+    assert [each.cells[-2] for each in table.rows][4] == "OTHER BITS"
+
+
+def test_the_document_gives_the_reason_or_says_that_it_is_missing(report: Any, results: Path) -> None:
+    tables = report.read(results)
+    said = report.markdown(tables, {"gpt / ahead": "Its kernel is fused."}, {})
+    assert "**gpt / ahead.** Its kernel is fused." in said
+    assert "No GPU has run the suite yet" in said
+    assert "Not explained yet: bench/why.json has no 'gpt / ahead'." in report.markdown(tables, {}, {})
+    own = report.markdown(tables, {"gpt / ahead / Some | CPU": "Here only.", "gpt / ahead": "Everywhere."}, {})
+    assert "Here only." in own
+
+
+def test_the_page_needs_no_other_file(report: Any, results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, pictures = tmp_path / "page.html", tmp_path / "pictures"
+    assert report.main([str(results), "--html", str(page), "--png", str(pictures)]) == 0
+    said = page.read_text(encoding="utf-8")
+    assert "data:image/png;base64," in said
+    assert 'src="http' not in said
+    (picture,) = pictures.iterdir()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name == "training-steps-gpt-some-cpu.png"
+
+
+def test_groups_of_pytest_benchmark(report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = {
+        "name": "test_spill[1]",
+        "group": "spill file, read",
+        "stats": {"median": 0.5},
+        "extra_info": {"bytes_per_second": 2.5e9, "share_of_yardstick": 0.8, "gap_share": 0.001},
+    }
+    largest = {"what": "resnet:batch", "cap_bytes": 1 << 27, "step_seconds": 1.0}
+    found = [
+        {**bench, "group": "largest x", "extra_info": {**largest, "name": name, "ours": ours, "largest": value}}
+        for name, ours, value in (("plain", False, 10), ("offload, a", True, 50), ("peer", False, 60))
+    ]
+    content = {
+        "machine_info": {"offload": {"processor": "CPU", "date": "2026-01-01"}},
+        "benchmarks": [bench, *found],
+        "not_run": [{"name": "test_steps[x]", "reason": "needs CUDA"}],
+    }
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(content))
+    assert report.main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "| test_spill[1] | 500.000 ms | 2.50 GB/s | 80.00% | 0.10% | peer better |" in said
+    assert "| **offload, a** | 50 | 5.0 × | 1.00 s | 0.20 × |  |" in said
+    assert "| peer | 60 | 6.0 × | 1.00 s | 0.17 × | peer better |" in said
+    assert "| test_steps[x] | needs CUDA |" in said
+
+
+def test_an_unknown_file_is_refused(report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    assert report.main([str(path)]) == 2
+    assert "x.json: no result of bench/; it reads what" in capsys.readouterr().err
+
+
+def test_the_repositorys_document_is_made_from_its_results(report: Any, tmp_path: Path) -> None:
+    tables = report.read(ROOT / "bench" / "results")
+    why = json.loads(report.WHY.read_text(encoding="utf-8"))
+    pictures = ROOT / "docs" / "benchmarks"
+    present = {table.slug for table in tables if (pictures / f"{table.slug}.png").is_file()}
+    made = report.markdown(tables, why, {slug: f"benchmarks/{slug}.png" for slug in present})
+    command = "python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks"
+    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == made, f"run: {command}"
+    assert "Not explained yet" not in made
+    for table in tables:
+        assert table.machine["date"]
+        assert table.machine["commit"]
