@@ -1,6 +1,6 @@
 """Writes docs/quickstart.ipynb, which says in cells what docs/index.md says on a page.
 
-    python docs/notebook.py
+python docs/notebook.py
 """
 
 import sys
@@ -17,7 +17,7 @@ CELLS = [
 A model whose saved tensors do not fit in memory trains as before, with one line more. This notebook runs on a machine
 without a GPU too; with one, change nothing.
 
-Install it first, in a cell of its own: `%pip install offload[cli]`, or `%pip install ".[cli]"` in a checkout.""",
+Install it first, in a cell of its own, in a checkout: `%pip install ".[cli]"`.""",
     ),
     (
         "code",

@@ -1,8 +1,8 @@
-"""Makes the pictures of docs/concepts.md with the tool itself: the timelines of a profiled and of a planned step, a plan.
+"""Makes the pictures of docs/concepts.md with the tool itself: the timelines of two steps, and a plan.
 
     python docs/pictures.py [--out docs/pictures]
 
-Needs Chromium (or Chrome), which photographs the pages. The figures in them are those of the machine that it runs on.
+Needs Chromium (or Chrome), which photographs the pages. Their figures are those of the machine that it runs on.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from offload.plan_page import render
 SHAPE = Shape(layers=3, width=256, heads=4, batch=12, length=256)
 STEPS = 5
 PICTURE_BYTES_MAX = 200_000
-HEIGHTS = {"profiled": 822, "planned": 822, "plan": 905}  # down to where the interesting part ends
+HEIGHTS = {"profiled": 806, "planned": 806, "plan": 905}  # down to where the interesting part ends
 
 
 def write_pages(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Every Python block of docs/ and of the README is executed: a page's blocks in order, in one fresh process.
 
-A comment before a block says what it needs: `<!-- needs: cuda -->` or `<!-- needs: keras -->`, a module's name; where that
-is missing, the block is skipped, visibly. `<!-- processes: 2 -->` runs its whole page under torchrun.
+A comment before a block says what it needs, `<!-- needs: cuda -->` or a module as in `<!-- needs: keras -->`; where that is
+missing, the block is skipped, visibly. `<!-- processes: 2 -->` runs its whole page under torchrun.
 """
 
 from __future__ import annotations

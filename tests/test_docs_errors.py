@@ -72,7 +72,9 @@ def csrc_files() -> list[Path]:
     return sorted((ROOT / "csrc").glob("*.cpp")) + sorted((ROOT / "csrc").glob("*.h"))
 
 
-SOURCES = "\n".join([*literals_of_python(), *(each for path in csrc_files() for each in literals_of_csrc(path.read_text()))])
+SOURCES = "\n".join(
+    [*literals_of_python(), *(each for path in csrc_files() for each in literals_of_csrc(path.read_text()))]
+)
 PYTHON = sorted((ROOT / "offload").rglob("*.py"))
 
 
