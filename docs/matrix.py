@@ -2,7 +2,8 @@
 
     pytest tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml
 
-Only what has passed is claimed: a variant that was skipped or has failed is named as such.
+Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Only what
+has passed is claimed: a variant that was skipped or has failed is named as such.
 """
 
 import argparse
@@ -25,6 +26,7 @@ TITLES = {
     "torch_distributed": "torch: several processes",
     "torch_refusals": "torch: what is refused",
 }
+ABBREVIATIONS = {"cpu", "cuda", "ddp", "fsdp"}
 PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "accelerate")
 HEAD = """# What is tested
 
@@ -49,8 +51,9 @@ class Row:
     @property
     def words(self) -> str:
         """The test's name as a sentence."""
-        words = self.name.removeprefix("test_").replace("_", " ")
-        return words[:1].upper() + words[1:]
+        words = self.name.removeprefix("test_").split("_")
+        text = " ".join(word.upper() if word in ABBREVIATIONS else word for word in words)
+        return text[:1].upper() + text[1:]
 
     @property
     def outcome(self) -> str:
@@ -67,8 +70,17 @@ class Row:
 
 def named(variants: Iterable[str]) -> str:
     """The variants' names, where they have any."""
-    found = [f"`{variant}`" for variant in variants if variant]
+    found = [f"`{variant}`".replace("|", "\\|") for variant in variants if variant]
     return f": {', '.join(found)}" if found else ""
+
+
+def read_all(paths: Iterable[Path]) -> tuple[str, list[Row]]:
+    """The day of the last run, and the rows of all."""
+    day, by_file = "", dict[str, list[Row]]()
+    for path in paths:
+        day, rows = read(path)
+        by_file |= {file: [row for row in rows if row.file == file] for file in {row.file for row in rows}}
+    return day, [row for rows in by_file.values() for row in rows]
 
 
 def read(path: Path) -> tuple[str, list[Row]]:
@@ -110,8 +122,8 @@ def page(day: str, rows: list[Row], *, about: str, where: str) -> str:
     for file in sorted(modules, key=lambda file: (order.index(file) if file in order else len(order), file)):
         stem = file.removeprefix("test_").removesuffix(".py")
         lines += [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
-        lines += ["| | test | outcome |", "|---|---|---|"]
-        lines += [f"| {row.words} | `{row.name}` | {row.outcome} |" for row in rows if row.file == file]
+        lines += ["| test | outcome |", "|---|---|"]
+        lines += [f"| {row.words} | {row.outcome} |" for row in rows if row.file == file]
         lines.append("")
     return "\n".join(lines)
 
@@ -119,10 +131,10 @@ def page(day: str, rows: list[Row], *, about: str, where: str) -> str:
 def main() -> int:
     """Write the page; 1 where a test has failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="what pytest --junitxml wrote, on this machine")
+    parser.add_argument("results", type=Path, nargs="+", help="what pytest --junitxml wrote, on this machine")
     parser.add_argument("--where", default="on the CPU", help="what the tests ran on")
     args = parser.parse_args()
-    day, rows = read(args.results)
+    day, rows = read_all(args.results)
     PAGE.write_text(page(day, rows, about=versions(), where=f", {args.where}"), encoding="utf-8")
     return int(any(row.failed for row in rows))
 

@@ -82,7 +82,8 @@ from IPython.display import IFrame
 
 with handle.timeline("step.html"):
     step()
-IFrame("data:text/html;base64," + base64.b64encode(Path("step.html").read_bytes()).decode(), width="100%", height=560)""",
+page = base64.b64encode(Path("step.html").read_bytes()).decode()
+IFrame("data:text/html;base64," + page, width="100%", height=560)""",
     ),
     (
         "text",

@@ -1,6 +1,6 @@
 """Every Python block of docs/ and of the README is executed: a page's blocks in order, in one fresh process.
 
-A comment before a block says what it needs, `<!-- needs: cuda -->` or a module as in `<!-- needs: keras -->`; where that is
+A comment before a block says what it needs, `<!-- needs: cuda -->` or a module, `<!-- needs: keras -->`; where that is
 missing, the block is skipped, visibly. `<!-- processes: 2 -->` runs its whole page under torchrun.
 """
 
