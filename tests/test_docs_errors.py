@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+import offload
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "errors.md").read_text()
@@ -116,3 +122,116 @@ def test_every_error_of_the_data_plane_is_listed(path):
         for text in literals_of_csrc(call):
             if " " in text and len(text.strip()) >= LONG_ENOUGH and not text.startswith(INTERNAL_OF_CSRC):
                 assert text.strip() in listed, text
+
+
+# -- mistakes as users make them --------------------------------------------------------------------------------------
+
+ARGUMENTS = [
+    {"lb": 2},
+    {"memory_limit": 1, "n_tensors": 1},
+    {"memory_limit": 8e9},
+    {"memory_limit": [1]},
+    {"memory_limit": "plenty"},
+    {"max_slowdown": -1},
+    {"n_tensors": -2},
+    {"n_tensors": 1, "lb": 0},
+    {"exclude": "0"},
+    {"exclude": 3},
+    {"exclude": ("head",)},
+    {"spill_dir": "/nonexistent"},
+    {"spill_dir": "/proc"},
+    {"min_tensor_bytes": 0},
+    {"host_limit": -1},
+]
+
+
+def make_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+
+
+def train(model: nn.Module, **knobs: Any) -> None:
+    with offload.enable(model, min_tensor_bytes="16KiB", **knobs) as handle:
+        for _ in range(2):
+            with handle.step():
+                loss = model(torch.randn(512, 256)).sum()
+            loss.backward()
+
+
+def change_in_place() -> None:
+    with offload.enable(model := make_model(), n_tensors=-1, min_tensor_bytes="16KiB") as handle:
+        with handle.step():
+            y = torch.tanh(model(torch.randn(512, 256)))
+            y.add_(1)
+        y.sum().backward()
+
+
+def with_handle(use: Callable[[nn.Sequential, Any], object], **knobs: Any) -> Callable[[], object]:
+    def call() -> object:
+        model = make_model()
+        with offload.enable(model, **knobs) as handle:
+            return use(model, handle)
+
+    return call
+
+
+def accumulator(**knobs: Any) -> offload.GradAccumulator:
+    return offload.GradAccumulator(torch.optim.SGD(make_model().parameters(), lr=0.1), **{"steps": 2, **knobs})
+
+
+def scale_twice() -> None:
+    optimizer = accumulator()
+    optimizer.scale(torch.ones(()), items=1)
+    optimizer.scale(torch.ones(()), items=1)
+
+
+MISTAKES: dict[str, Callable[[], object]] = {
+    "no module": lambda: offload.enable(3),  # type: ignore[arg-type]
+    "enabled twice": with_handle(lambda model, _: offload.enable(model)),
+    "a part": with_handle(lambda model, _: offload.enable(model[0])),
+    "a whole": with_handle(lambda model, _: offload.enable(nn.Sequential(model))),
+    "DataParallel": lambda: offload.enable(nn.DataParallel(make_model())),
+    "meta": lambda: offload.enable(make_model().to("meta")),
+    "copied handle": with_handle(lambda _, handle: copy.deepcopy(handle)),
+    "no trace yet": with_handle(lambda _, handle: handle.trace()),
+    "no trace by hand": with_handle(lambda _, handle: handle.trace(), n_tensors=-1),
+    "timeline's ending": with_handle(lambda _, handle: handle.timeline("step.txt")),
+    "two timelines": with_handle(lambda _, handle: [handle.timeline("step.html") for _ in range(2)]),
+    "torch.func": with_handle(lambda model, _: torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 256))),
+    "infeasible": lambda: train(make_model(), memory_limit="1MiB"),
+    "changed in place": change_in_place,
+    "steps": lambda: accumulator(steps=0),
+    "no optimizer": lambda: offload.GradAccumulator(3, steps=2),  # type: ignore[arg-type]
+    "wrapped twice": lambda: offload.GradAccumulator(accumulator(), steps=2),
+    "max_norm": lambda: accumulator(max_norm=0),
+    "step without a loss": lambda: accumulator().step(),
+    "closure": lambda: accumulator().step(lambda: 1),  # type: ignore[arg-type]
+    "items": lambda: accumulator().scale(torch.ones(()), items=0),
+    "scaled twice": scale_twice,
+    "no loader": lambda: offload.Prefetcher(3),  # type: ignore[type-var]
+    "fed twice": lambda: offload.Prefetcher(offload.Prefetcher([])),
+    "another device": lambda: offload.Prefetcher([], device="meta"),
+}
+
+
+def is_listed(message: str) -> bool:
+    patterns = (".*".join(map(re.escape, entry.split(ANY))) for entry in ENTRIES if longest_piece(entry))
+    return any(re.search(pattern, message, re.S) for pattern in patterns)
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_a_wrong_argument_s_message_is_listed(arguments):
+    with pytest.raises((ValueError, OSError)) as caught:
+        offload.enable(make_model(), **arguments)
+    assert is_listed(str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_s_message_is_listed(mistake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError, RuntimeError, MemoryError)) as caught:
+        MISTAKES[mistake]()
+    assert is_listed(str(caught.value)), caught.value
+
+
+def test_a_message_of_nobody_is_not_listed():
+    assert not is_listed("something else went wrong")
