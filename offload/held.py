@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from offload.engine import Engine, has_storage
+from offload.weak import weakly
 
 __all__ = ["HeldBytes", "HeldMemory"]
 
@@ -41,19 +41,12 @@ class HeldMemory:
         self._engine = engine
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._before_step: Callable[[], None] | None = None
-        listener = weakref.WeakMethod(self._optimizer_steps)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            tell = listener()
-            if tell is not None:
-                tell(optimizer)
-
-        self._hook = register_optimizer_step_pre_hook(before_step)
+        self._hook = register_optimizer_step_pre_hook(weakly(self._optimizer_steps))
         weakref.finalize(self, self._hook.remove).atexit = False
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
-        """Have `call` called before any optimizer steps: backward is over then."""
-        self._before_step = call
+        """Have a bound method called before any optimizer steps: backward is over then."""
+        self._before_step = weakly(call)
 
     def close(self) -> None:
         """Listen to optimizers no longer."""
@@ -71,7 +64,7 @@ class HeldMemory:
         states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
         return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
 
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._before_step is not None:
             self._before_step()
         if optimizer in self._optimizers:

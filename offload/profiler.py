@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from offload.engine import Engine, Lease, LeaseReference, has_storage
 from offload.held import HeldBytes
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
+from offload.weak import weakly
 
 _ROOT = "forward"
 
@@ -162,8 +163,8 @@ class Profiler(Recorder):
         self._running: list[str] = []
         self._thread = threading.get_ident()
         self._module_hooks = [
-            register_module_forward_pre_hook(_weakly(self._enter_module)),
-            register_module_forward_hook(_weakly(self._leave_module), always_call=True),
+            register_module_forward_pre_hook(weakly(self._enter_module)),
+            register_module_forward_hook(weakly(self._leave_module), always_call=True),
         ]
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
@@ -309,18 +310,6 @@ class Profiler(Recorder):
             first_use=first_use,
             last_use=last_use,
         )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, for somebody global to call, who shall not keep its owner alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
-
-    return call
 
 
 def _unwatch(hooks: list[RemovableHandle], memory: HostAllocations | DeviceAllocations) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -36,6 +37,7 @@ from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
 from offload.stores import make_engine, make_store
 from offload.trace import Trace
+from offload.weak import weakly
 
 log = logging.getLogger("offload")
 
@@ -62,11 +64,16 @@ class Session(Answers):
         self._held: HeldMemory | None = None
         self._planning: ByHand | ByPlan
         if options.n_tensors is not None and planning.on_profile is None:
-            self._planning = ByHand(options, engine, self.counts, self._note_compiled)
+            self._planning = ByHand(options, engine, self.counts, weakly(self._note_compiled))
         else:
             self._held = HeldMemory(model, engine)
             self._planning = ByPlan(
-                options, engine, self.counts, self._note_compiled, self._measure_link, self._held.look
+                options,
+                engine,
+                self.counts,
+                weakly(self._note_compiled),
+                partial(_measure_link, device, options),
+                self._held.look,
             )
             self._held.on_optimizer_step(self._planning.stop)
         self._warned: set[type] = set()
@@ -338,12 +345,6 @@ class Session(Answers):
         held = [*model.parameters(), *model.buffers()]
         self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
 
-    # -- what planning asks -------------------------------------------------------------------------------------------
-
-    def _measure_link(self) -> Link:
-        # A store of its own: nothing else uses it, and the report tells of the training's copies alone.
-        return calibrate(make_store(self._device, self.options), self._device, self.options.spill_dir).link()
-
     # -- words --------------------------------------------------------------------------------------------------------
 
     def _tier(self) -> str:
@@ -385,6 +386,11 @@ class Session(Answers):
         for feed in self._feeds:
             yield from feed.notes()
         yield from self._remarks
+
+
+def _measure_link(device: torch.device, options: Options) -> Link:
+    # A store of its own: nothing else uses it, and the report tells of the training's copies alone.
+    return calibrate(make_store(device, options), device, options.spill_dir).link()
 
 
 def _checkpoint_is_innermost() -> bool:

@@ -24,7 +24,7 @@ LINK = Link(2e9, 2e9, 20e-6)
 @pytest.fixture(autouse=True)
 def known_link(monkeypatch):
     """Plans do not depend on how busy this machine's disk is."""
-    monkeypatch.setattr("offload.session.Session._measure_link", lambda self: LINK)
+    monkeypatch.setattr("offload.session._measure_link", lambda device, options: LINK)
 
 
 @pytest.fixture(autouse=True)
@@ -409,7 +409,7 @@ def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
 
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
-    monkeypatch.setattr("offload.session.Session._measure_link", lambda self: Link(1e3, 1e3))
+    monkeypatch.setattr("offload.session._measure_link", lambda device, options: Link(1e3, 1e3))
     monkeypatch.setattr(planning.ByPlan, "_measured_link", lambda self, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=0.0, spill_dir=tmp_path) as handle:

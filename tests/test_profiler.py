@@ -16,9 +16,9 @@ from torch.optim import optimizer as optimizers
 TWO_THREADS = """
 import sys, threading
 sys.path.insert(0, {tests!r})
-from offload.session import Session
+from offload import session
 from test_planned_training import LINK, enabled, make, train
-Session._measure_link = lambda self: LINK
+session._measure_link = lambda device, options: LINK
 done = []
 def work():
     model, optimizer = make()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offload
-from offload import _core, session
+from offload import _core, session, stores
 from offload.engine import Engine
 
 logging.getLogger("offload").addHandler(logging.NullHandler())  # a tensor that stays is logged: no fault here
@@ -50,7 +50,7 @@ def make_slab_engine(device, options):
     spill_dir = options.spill_dir if nbytes < 1 << 20 else ""
     store = _core.SwapStore.slab(lanes, lanes, nbytes, spill_dir, slab_bytes=nbytes, slice_bytes=64 << 10)
     engine = Engine(store, device)
-    session._engines.add(engine)
+    stores._engines.add(engine)
     return engine
 
 
