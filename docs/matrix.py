@@ -31,7 +31,8 @@ PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "accelerate")
 HEAD = """# What is tested
 
 This page is made, not written: `pytest tests/integrations --junitxml=integrations.xml`, then
-`python docs/matrix.py integrations.xml`. A row is a test against the real framework; what it says has passed.
+`python docs/matrix.py integrations.xml`. A row is a test against the real framework: what has
+passed, and what was not run and why.
 
 Run on {day} with {versions}{where}.
 """

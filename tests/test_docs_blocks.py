@@ -132,8 +132,24 @@ def test_what_is_missing_is_said():
     assert BLOCK.search("<!-- needs: cuda, keras -->\n```python\nx\n```\n")["needs"] == "cuda, keras"
 
 
-@pytest.mark.parametrize("command", re.findall(r"^\$ torchrun .*$", (ROOT / "docs/distributed.md").read_text(), re.M))
-def test_torchrun_commands_are_those_of_their_examples(command):
-    """The command itself is run by tests/integrations/test_torch_distributed.py."""
+COMMANDS = [
+    command
+    for page in PAGES
+    for command in re.findall(r"^\$ ((?:python|torchrun)\b.*\bexamples/.*)$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_an_example_is_one_that_the_example_knows(command):
+    """The commands themselves are run by test_examples.py and integrations/test_torch_distributed.py."""
     (example,) = re.findall(r"examples/\w+\.py", command)
-    assert command.removeprefix("$ ") in (ROOT / example).read_text()
+    text = (ROOT / example).read_text()
+    launcher, _, options = command.partition(example)
+    assert launcher + example in text
+    for option in options.split():
+        assert f'"{option}"' in text
+
+
+def test_every_example_has_its_command():
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        assert any(f"examples/{path.name}" in command for command in COMMANDS), path
