@@ -129,7 +129,8 @@ def end(directory, tier, where):
         for reference in list(handle.engine._live.values())[:10]:
             reference().record.begin_return()
     elif where == "in a thread":
-        threading.Thread(target=losses[0].backward, daemon=True).start()
+        # Not a daemon: the interpreter ends those inside torch's backward, whose own frames do not survive it.
+        threading.Thread(target=losses[0].backward).start()
     elif where == "mid-backward":
         handle.engine.drain()
         losses[1].backward()
