@@ -168,7 +168,7 @@ class Profiler(Recorder):
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
         self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
-        weakref.finalize(self, _unwatch, self._module_hooks, self._memory).atexit = False  # type: ignore[misc]
+        weakref.finalize(self, _unwatch, self._module_hooks, self._memory).atexit = False
         self._memory.node(0)
 
     @property

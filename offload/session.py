@@ -327,8 +327,10 @@ class Session(Answers):
             self._compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        kinds = tuple((leaf.dtype, leaf.requires_grad) for leaf in leaves)
+        # Of what is no tensor, what chooses a branch and comes in few values.
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | bool | None)]
+        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
         return Signature(
             tuple(tuple(leaf.shape) for leaf in leaves), (*kinds, torch.is_autocast_enabled(self._device.type))
         )
@@ -422,7 +424,7 @@ def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
             tell(optimizer)
 
     hook = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(session, hook.remove).atexit = False  # type: ignore[misc]
+    weakref.finalize(session, hook.remove).atexit = False
     return [hook]
 
 
