@@ -64,11 +64,16 @@ class Session(Answers):
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizer_hooks: list[RemovableHandle] = []
         self._planning: ByHand | ByPlan
+        own = weakref.proxy(self)  # in a circle with it, a disabled session would keep its store until a collection
+
+        def recorded(order: StepOrder) -> None:
+            own._note_compiled(order)
+
         if options.n_tensors is not None and planning.on_profile is None:
-            self._planning = ByHand(options, engine, self.counts, self._note_compiled)
+            self._planning = ByHand(options, engine, self.counts, recorded)
         else:
             self._planning = ByPlan(
-                options, engine, self.counts, self._note_compiled, self._measure_link, self._held_bytes
+                options, engine, self.counts, recorded, lambda: own._measure_link(), lambda: own._held_bytes()
             )
             self._optimizer_hooks = _listen_to_optimizers(self)
         self._warned: set[type] = set()

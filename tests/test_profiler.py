@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -220,3 +221,19 @@ def test_a_flag_chooses_the_branch(tmp_path):
             nn.functional.cross_entropy(model(x, long=number % 2 == 0), y).backward()
             model.zero_grad()
         assert handle.report().profiled_steps == 2
+
+
+def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
+    """And with it its store: the spill file is closed."""
+    model, optimizer = make(blocks=1)
+    handle = enabled(model, max_slowdown=10, spill_dir=tmp_path)
+    train(model, optimizer, [256] * 3)
+    assert handle.plan is not None
+    handle.disable()
+    alive = weakref.ref(handle)
+    gc.disable()
+    try:
+        del handle
+        assert alive() is None
+    finally:
+        gc.enable()
