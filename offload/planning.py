@@ -32,6 +32,7 @@ log = logging.getLogger("offload")
 SIGNATURES_MAX = 64
 PROFILES_MIN = 4
 ROUNDS_WATCHED_MAX = 2
+BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
 MEASUREMENTS_MAX = 5
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
@@ -132,6 +133,7 @@ class Pursuit:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
     starts: tuple[float, ...] = ()  # measured in the last step
     late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
+    blind_profiles: int = 0  # so far, the temporaries unknown each time
 
 
 class ByPlan:
@@ -194,6 +196,8 @@ class ByPlan:
                     return self._course(signature, larger, borrowed=True)
                 return self._profiler(signature, model, held)
             self.pursuits.move_to_end(signature)
+            if 0 < pursuit.blind_profiles < BLIND_PROFILES_MAX:  # a plan that knows them may be had now
+                return self._profiler(signature, model, held)
             self._learn(pursuit)
             if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
                 self._make_plan(pursuit, held)
@@ -257,6 +261,9 @@ class ByPlan:
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
         pursuit = Pursuit(profile, self._measure_link(), profile.held)
+        if not profile.knows_temporaries:
+            before = self.pursuits.get(signature)
+            pursuit.blind_profiles = 1 + (before.blind_profiles if before is not None else 0)
         self.latest = self.pursuits[signature] = pursuit
         if on_profile is not None:
             on_cpu = self._engine.device.type == "cpu"

@@ -63,6 +63,7 @@ class Session(Answers):
         self._unheld: set[int] = set()
         self._held: HeldMemory | None = None
         self._planning: ByHand | ByPlan
+        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
         if options.n_tensors is not None and planning.on_profile is None:
             self._planning = ByHand(options, engine, self.counts, weakly(self._note_compiled))
         else:
@@ -332,8 +333,10 @@ class Session(Answers):
             self._compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        kinds = tuple((leaf.dtype, leaf.requires_grad) for leaf in leaves)
+        # Of what is no tensor, what chooses a branch and comes in few values.
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | bool | None)]
+        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
         return Signature(
             tuple(tuple(leaf.shape) for leaf in leaves), (*kinds, torch.is_autocast_enabled(self._device.type))
         )

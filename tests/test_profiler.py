@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from test_planned_training import batch, enabled, known_link, make, train  # noq
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+
+from offload.planning import BLIND_PROFILES_MAX
 
 TWO_THREADS = """
 import sys, threading
@@ -67,15 +70,16 @@ def test_a_profiler_of_the_user_after_the_profiled_step(tmp_path):
 
 
 def test_a_profiler_of_the_user_around_the_profiled_backward(tmp_path):
-    model, _ = make()
+    model, optimizer = make()
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         loss = loss_of(model, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
             loss.backward()
         assert "aten::mm" in {event.name for event in watched.events()}
-        loss_of(model, 1).backward()
-        assert handle.plan is not None
         assert any("temporaries are unknown" in note for note in handle.report().notes)
+        train(model, optimizer, [256] * 3)
+        assert handle.plan is not None
+        assert handle.settle().profile.knows_temporaries, "it was profiled again"
 
 
 def test_a_model_dropped_after_a_forward_leaves_nothing(tmp_path):
@@ -166,3 +170,70 @@ def test_plan_of_a_script_that_disables_its_model(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["options"]
+
+
+def test_two_models_of_one_step_know_their_temporaries(tmp_path):
+    """Torch profiles once at a time: the second model is profiled again, when the first is done."""
+    generator, _ = make(blocks=2)
+    generator[-1] = nn.Linear(32, 32)
+    model, _ = make(blocks=2)
+    everything = torch.optim.Adam([*generator.parameters(), *model.parameters()])
+    with (
+        enabled(generator, max_slowdown=10, spill_dir=tmp_path) as first,
+        enabled(model, max_slowdown=10, spill_dir=tmp_path) as second,
+    ):
+        for number in range(4):
+            x, y = batch(256, number)
+            nn.functional.cross_entropy(model(generator(x)), y).backward()
+            everything.step()
+            everything.zero_grad()
+        for handle, profiles in (first, 1), (second, 2):
+            assert handle.settle().profile.knows_temporaries
+            assert handle.report().profiled_steps == profiles
+            assert handle.plan is not None
+
+
+def test_profiles_without_temporaries_are_few(tmp_path):
+    model, optimizer = make(blocks=2)
+    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+        with torch.autograd.profiler.profile(use_cpu=True):
+            train(model, optimizer, [256] * 6)
+        assert handle.report().profiled_steps == BLIND_PROFILES_MAX
+        assert handle.plan is not None
+
+
+def test_a_flag_chooses_the_branch(tmp_path):
+    """The same shapes with another flag are another kind of step, and each is profiled once."""
+
+    class Switched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, _ = make(blocks=3)
+
+        def forward(self, x, long=False):
+            return self.inner(x) if long else self.inner[2:](x)
+
+    torch.manual_seed(0)
+    model = Switched()
+    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+        for number in range(8):
+            x, y = batch(256, number)
+            nn.functional.cross_entropy(model(x, long=number % 2 == 0), y).backward()
+            model.zero_grad()
+        assert handle.report().profiled_steps == 2
+
+
+def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
+    """And with it its store: the spill file is closed."""
+    model, optimizer = make(blocks=1)
+    handle = enabled(model, max_slowdown=10, spill_dir=tmp_path)
+    train(model, optimizer, [256] * 3)
+    assert handle.plan is not None
+    handle.disable()
+    alive = weakref.ref(handle)
+    gc.disable()
+    try:
+        del handle
+        assert alive() is None
+    finally:
+        gc.enable()
