@@ -2,12 +2,24 @@
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
 from core.store_rig import POISON, Source, make_store
+from fake_cuda.build import build_fake_cuda
 
 from offload import _core
+
+
+def happens(condition, seconds_max=20):
+    """Whether it comes true; generous, as the machine may be loaded."""
+    end = time.monotonic() + seconds_max
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def test_a_failed_copy_in_is_told_after_its_earlier_slices(tmp_path, fake_cuda):
@@ -75,3 +87,20 @@ def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, n
     for each in sources:
         each.begin_return()
         each.finish_return()
+
+
+def test_copies_under_way_are_told_once_they_can_be_timed(tmp_path, fake_cuda):
+    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store.record_copies(10)
+    fake_cuda.hold_streams(True)
+    sources = [Source(store, np.random.default_rng(0), 150_000) for _ in range(2)]
+    fake_cuda.fail_at("cuEventQuery", 2)
+    with pytest.raises(_core.DriverError, match="cuEventQuery"):
+        store.take_copies()
+    assert store.take_copies() == []
+    fake_cuda.hold_streams(False)
+    for source in sources:
+        source.leave()
+    told = store.take_copies()
+    assert [ticket for _, ticket, *_ in told] == [source.ticket.id for source in sources]
+    assert all(begin > 0 for *_, begin, _ in told)
