@@ -182,8 +182,10 @@ void SlabStore::fail_out(SlabSlot& slot) {
 bool SlabStore::out_done(Slot& base) {
   std::lock_guard lock(mutex_);
   auto& slot = static_cast<SlabSlot&>(base);
-  if (slot.state == State::queued || slot.state == State::copying_out) {
-    if (slot.out_event == nullptr || !device_->event_done(slot.out_event.get())) return false;
+  if (slot.state == State::queued) return false;
+  // On its way back, maybe, before it has left.
+  if (slot.out_event != nullptr && !device_->event_done(slot.out_event.get())) return false;
+  if (slot.state == State::copying_out) {
     count_out(slot);
     advance(slot, State::out);
   }

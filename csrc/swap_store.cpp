@@ -111,6 +111,8 @@ bool Ticket::out_done() {
   switch (state()) {
     case State::queued:
     case State::copying_out:
+    case State::copying_in:
+    case State::ready:
       store_->lanes_->breathe();
       return store_->out_done(*slot_);
     default:

@@ -89,6 +89,21 @@ def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, n
         each.finish_return()
 
 
+def test_a_source_is_read_until_its_copy_out_ends_though_it_is_coming_back(tmp_path, fake_cuda):
+    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    fake_cuda.hold_streams(True)
+    source = Source(store, np.random.default_rng(0), 150_000)
+    source.begin_return()
+    assert not source.ticket.out_done()
+    waits = fake_cuda.count("cuStreamWaitEvent")
+    source.ticket.wait_out(0)
+    ordered = fake_cuda.count("cuStreamWaitEvent") - waits
+    fake_cuda.hold_streams(False)
+    source.finish_return()
+    assert source.ticket.out_done()
+    assert ordered > 0
+
+
 def test_copies_under_way_are_told_once_they_can_be_timed(tmp_path, fake_cuda):
     store = make_store("slab", tmp_path, device=fake_cuda.driver)
     store.record_copies(10)
