@@ -166,6 +166,7 @@ void SlabStore::fill() {
     OFFLOAD_EDGE("failure is told after the slices before it", settle(in_stream_));
     lock.lock();
     slot->failure = failure;
+    slot->issued_bytes = 0;
     advance(*slot, State::on_disk);
   }
   slot->busy = false;

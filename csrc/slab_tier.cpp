@@ -348,11 +348,15 @@ void SlabStore::count_in(SlabSlot& slot) {
   if (device_->event_done(slot.in_event.get())) stats_.in_seconds += seconds_once(*slot.in);
 }
 
-// How long a transfer took, told to the first of its blocks that asks.
+// How long a transfer took, told to the first of its blocks that asks; 0 where the device does not tell.
 double SlabStore::seconds_once(Transfer& transfer) {
   if (transfer.timed) return 0;
   transfer.timed = true;
-  return 1e-3 * device_->event_elapsed_ms(transfer.begin.get(), transfer.end.get());
+  try {
+    return 1e-3 * device_->event_elapsed_ms(transfer.begin.get(), transfer.end.get());
+  } catch (const DriverError&) {
+    return 0;
+  }
 }
 
 bool SlabStore::settle(Stream stream) {
@@ -370,7 +374,11 @@ void SlabStore::await_oldest(std::deque<EventRef>& in_flight, std::unique_lock<s
     const EventRef oldest = in_flight.front();
     in_flight.pop_front();
     lock.unlock();
-    device_->event_synchronize(oldest.get());
+    try {
+      device_->event_synchronize(oldest.get());
+    } catch (const DriverError&) {
+      // Nobody else would issue what comes next: it goes early, and tells what is wrong with the device itself.
+    }
     lock.lock();
   }
 }

@@ -104,6 +104,48 @@ def test_a_source_is_read_until_its_copy_out_ends_though_it_is_coming_back(tmp_p
     assert ordered > 0
 
 
+def test_a_failed_wait_leaves_no_small_block_behind(tmp_path, fake_cuda):
+    """Nobody calls wait_out: the feed lane alone gets the third transfer going."""
+    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    fake_cuda.hold_streams(True)
+    fake_cuda.fail_at("cuEventSynchronize", 1)
+    generator = np.random.default_rng(0)
+    sources = []
+    for _ in range(3):
+        copies = fake_cuda.count("cuMemcpyDtoHAsync_v2")
+        sources.append(Source(store, generator, 9_000))
+        while len(sources) < 3 and fake_cuda.count("cuMemcpyDtoHAsync_v2") == copies:
+            os.sched_yield()
+    fake_cuda.hold_streams(False)
+    assert happens(lambda: all(source.ticket.out_done() for source in sources))
+
+
+def test_a_failed_wait_leaves_no_slice_behind(tmp_path, fake_cuda):
+    """Nobody calls swap_in: the pump lane alone issues the third slice."""
+    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    source = Source(store, np.random.default_rng(0), 150_000)  # three slices
+    source.leave()
+    fake_cuda.hold_streams(True)
+    fake_cuda.fail_at("cuEventSynchronize", 1)
+    source.begin_return()
+    fake_cuda.hold_streams(False)
+    assert happens(source.ticket.in_done)
+    source.finish_return()
+
+
+def test_a_device_without_timings_still_swaps(tmp_path):
+    library = build_fake_cuda(tmp_path / "libwithout.so", without=("cuEventElapsedTime",))
+    store = make_store("slab+disk", tmp_path, device=_core.cuda_driver(0, str(library)), host_bytes_max=512 << 10)
+    generator = np.random.default_rng(0)
+    sources = [Source(store, generator, 150_000) for _ in range(4)]
+    for source in sources:
+        source.leave()
+        source.begin_return()
+        source.finish_return()
+        source.ticket.release()
+    assert store.stats()["out_copies"] == 4
+
+
 def test_copies_under_way_are_told_once_they_can_be_timed(tmp_path, fake_cuda):
     store = make_store("slab", tmp_path, device=fake_cuda.driver)
     store.record_copies(10)
