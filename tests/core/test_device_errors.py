@@ -133,6 +133,22 @@ def test_a_failed_wait_leaves_no_slice_behind(tmp_path, fake_cuda):
     source.finish_return()
 
 
+def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_cuda):
+    """The spill's wait for the copy-out fails; the ticket is ready by then, as all of it has been issued."""
+    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver, host_bytes_max=80 << 10, slice_bytes=8 << 10)
+    fake_cuda.hold_streams(True)
+    source = Source(store, np.random.default_rng(0), 60_000)
+    source.begin_return()
+    source.ticket.swap_in(0)
+    fake_cuda.fail_at("cuEventSynchronize", 1)
+    threading.Timer(0.2, fake_cuda.hold_streams, [False]).start()
+    other = Source(store, np.random.default_rng(1), 60_000)
+    other.leave()
+    other.ticket.release()
+    source.begin_return()
+    source.finish_return()
+
+
 def test_a_device_without_timings_still_swaps(tmp_path):
     library = build_fake_cuda(tmp_path / "libwithout.so", without=("cuEventElapsedTime",))
     store = make_store("slab+disk", tmp_path, device=_core.cuda_driver(0, str(library)), host_bytes_max=512 << 10)
