@@ -250,6 +250,7 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
     const double begin = now_seconds();
     restore_ragged(*slot);
     log_.add(CopyKind::in, slot->id, slot->bytes, begin);
+    slot->target_owner = nullptr;
     advance(*slot, State::ready);
     return;
   }
