@@ -23,7 +23,7 @@ def happens(condition, seconds_max=20):
 
 
 def test_a_failed_copy_in_is_told_after_its_earlier_slices(tmp_path, fake_cuda):
-    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store = make_store("slab", tmp_path, device=fake_cuda.driver())
     source = Source(store, np.random.default_rng(0), 150_000)  # three slices
     source.leave()
     fake_cuda.hold_streams(True)
@@ -47,7 +47,7 @@ def test_a_failed_copy_in_is_told_after_its_earlier_slices(tmp_path, fake_cuda):
 def test_a_slot_waits_for_an_earlier_copy_in(tmp_path, fake_cuda):
     """The second prefetch has issued nothing when the ticket goes; the first one's copy still reads the slab."""
     lanes = _core.HostDriver(schedule="stepped")  # no lane runs unless somebody waits
-    store = _core.SwapStore.slab(fake_cuda.driver, lanes, 1 << 20, slab_bytes=256 << 10, slice_bytes=4 << 20)
+    store = _core.SwapStore.slab(fake_cuda.driver(), lanes, 1 << 20, slab_bytes=256 << 10, slice_bytes=4 << 20)
     source = Source(store, np.random.default_rng(0), 1 << 20)
     source.leave()
     fake_cuda.hold_streams(True)
@@ -67,7 +67,7 @@ def test_a_slot_waits_for_an_earlier_copy_in(tmp_path, fake_cuda):
 
 @pytest.mark.parametrize("nth", range(1, 13))
 def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, nth):
-    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver, host_bytes_max=512 << 10)
+    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver(), host_bytes_max=512 << 10)
     generator = np.random.default_rng(0)
     sources = [Source(store, generator, 150_000) for _ in range(4)]
     for source in sources:
@@ -83,14 +83,14 @@ def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, n
         failed.append(error.call)
     assert set(failed) <= {"cuEventRecord"}
     store.quiesce()
-    fake_cuda.fail_at("cuEventRecord", 1 << 30)
+    fake_cuda.forget_faults()
     for each in sources:
         each.begin_return()
         each.finish_return()
 
 
 def test_a_source_is_read_until_its_copy_out_ends_though_it_is_coming_back(tmp_path, fake_cuda):
-    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store = make_store("slab", tmp_path, device=fake_cuda.driver())
     fake_cuda.hold_streams(True)
     source = Source(store, np.random.default_rng(0), 150_000)
     source.begin_return()
@@ -106,7 +106,7 @@ def test_a_source_is_read_until_its_copy_out_ends_though_it_is_coming_back(tmp_p
 
 def test_a_failed_wait_leaves_no_small_block_behind(tmp_path, fake_cuda):
     """Nobody calls wait_out: the feed lane alone gets the third transfer going."""
-    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store = make_store("slab", tmp_path, device=fake_cuda.driver())
     fake_cuda.hold_streams(True)
     fake_cuda.fail_at("cuEventSynchronize", 1)
     generator = np.random.default_rng(0)
@@ -122,7 +122,7 @@ def test_a_failed_wait_leaves_no_small_block_behind(tmp_path, fake_cuda):
 
 def test_a_failed_wait_leaves_no_slice_behind(tmp_path, fake_cuda):
     """Nobody calls swap_in: the pump lane alone issues the third slice."""
-    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store = make_store("slab", tmp_path, device=fake_cuda.driver())
     source = Source(store, np.random.default_rng(0), 150_000)  # three slices
     source.leave()
     fake_cuda.hold_streams(True)
@@ -135,7 +135,7 @@ def test_a_failed_wait_leaves_no_slice_behind(tmp_path, fake_cuda):
 
 def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_cuda):
     """The spill's wait for the copy-out fails; the ticket is ready by then, as all of it has been issued."""
-    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver, host_bytes_max=80 << 10, slice_bytes=8 << 10)
+    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver(), host_bytes_max=80 << 10, slice_bytes=8 << 10)
     fake_cuda.hold_streams(True)
     source = Source(store, np.random.default_rng(0), 60_000)
     source.begin_return()
@@ -163,7 +163,7 @@ def test_a_device_without_timings_still_swaps(tmp_path):
 
 
 def test_copies_under_way_are_told_once_they_can_be_timed(tmp_path, fake_cuda):
-    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store = make_store("slab", tmp_path, device=fake_cuda.driver())
     store.record_copies(10)
     fake_cuda.hold_streams(True)
     sources = [Source(store, np.random.default_rng(0), 150_000) for _ in range(2)]
