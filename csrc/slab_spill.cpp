@@ -71,8 +71,9 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
   uint32_t crc = 0;
   bool written = true;
   try {
-    // Whole sectors: a block is rounded up to 4 KiB, so the bytes behind the last one exist.
-    extent = file_->allocate((slot.bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
+    // Whole sectors: a block is rounded up to 4 KiB, so the bytes behind the last one exist. Never an empty extent,
+    // which is none.
+    extent = file_->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
     crc = file_->write(extent, 0, slot.block.data, extent.bytes, 0);
   } catch (const SpillError&) {
     file_->release(extent);

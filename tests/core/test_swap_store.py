@@ -280,3 +280,25 @@ def test_a_store_that_cannot_be_made_leaves_no_lane_behind(tmp_path):
     with pytest.raises(_core.PoolExhausted, match="raise host_limit"):
         make_store("slab+disk", tmp_path, host_bytes_max=4096)
     assert lanes_alive() == before
+
+
+def test_nothing_leaves_nothing_in_the_file(tmp_path):
+    """A block without bytes goes to the disk with others, and its room there comes back."""
+    store = make_store("slab+disk", tmp_path, host_bytes_max=256 << 10)
+    generator = np.random.default_rng(0)
+    empty = _core.HostBlock(0)
+    nothing = store.swap_out(empty.address, 0, 0)
+    nothing.wait_out(0)
+    sources = [Source(store, generator, 60_000) for _ in range(4)]
+    for source in sources:
+        source.leave()
+    store.quiesce()
+    assert nothing.state == "on_disk"
+    nothing.prefetch(empty.address, 0, empty)
+    nothing.swap_in(0)
+    for source in sources:
+        source.ticket.release()
+    nothing.release()
+    store.quiesce()
+    store.trim()
+    assert store.stats()["spill_file_bytes"] == 0
