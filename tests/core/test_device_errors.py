@@ -135,7 +135,7 @@ def test_a_failed_wait_leaves_no_slice_behind(tmp_path, fake_cuda):
 
 def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_cuda):
     """The spill's wait for the copy-out fails; the ticket is ready by then, as all of it has been issued."""
-    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver(), host_bytes_max=80 << 10, slice_bytes=8 << 10)
+    store = make_store("slab+disk", tmp_path, device=fake_cuda.driver(), host_bytes_max=80 << 10)
     fake_cuda.hold_streams(True)
     source = Source(store, np.random.default_rng(0), 60_000)
     source.begin_return()
