@@ -63,26 +63,23 @@ void CopyLog::add(CopyKind kind, uint64_t ticket_id, size_t bytes, EventRef begi
 }
 
 std::vector<CopyEntry> CopyLog::take() {
-  std::vector<CopyEntry> ended;
-  std::deque<Pending> under_way;
   for (Pending& each : pending_) {
-    if (each.begin != nullptr) {
-      if (!device_->event_done(each.end.get())) {
-        under_way.push_back(std::move(each));
-        continue;
-      }
-      const auto seconds = [&](const EventRef& event) {
-        return each.anchor->host_seconds + 1e-3 * device_->event_elapsed_ms(each.anchor->event.get(), event.get());
-      };
-      each.entry.begin_seconds = seconds(each.begin);
-      each.entry.end_seconds = seconds(each.end);
-    }
-    ended.push_back(each.entry);
+    if (each.begin == nullptr || !device_->event_done(each.end.get())) continue;
+    const auto seconds = [&](const EventRef& event) {
+      return each.anchor->host_seconds + 1e-3 * device_->event_elapsed_ms(each.anchor->event.get(), event.get());
+    };
+    each.entry.begin_seconds = seconds(each.begin);
+    each.entry.end_seconds = seconds(each.end);
+    each.begin = nullptr;  // told by the next call where the device fails at a later one
   }
-  pending_ = std::move(under_way);
-  std::stable_sort(ended.begin(), ended.end(),
+  const auto ended = std::stable_partition(pending_.begin(), pending_.end(),
+                                           [](const Pending& each) { return each.begin != nullptr; });
+  std::vector<CopyEntry> told;
+  for (auto each = ended; each != pending_.end(); ++each) told.push_back(each->entry);
+  pending_.erase(ended, pending_.end());
+  std::stable_sort(told.begin(), told.end(),
                    [](const CopyEntry& a, const CopyEntry& b) { return a.end_seconds < b.end_seconds; });
-  return ended;
+  return told;
 }
 
 }  // namespace offload

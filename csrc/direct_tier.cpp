@@ -1,99 +1,17 @@
-// The direct tier: blocks of plain RAM ↔ the spill file, with no buffer in between.
-#include <algorithm>
-#include <deque>
-#include <stdexcept>
-#include <vector>
+#include "direct_tier.h"
 
-#include "error.h"
+#include <algorithm>
+#include <stdexcept>
+
 #include "mutants.h"
-#include "swap_store.h"
 
 namespace offload {
-namespace {
-
-struct DirectSlot final : Slot {
-  size_t head_bytes = 0;     // before the first aligned address
-  size_t middle_bytes = 0;   // on disk
-  std::vector<char> ragged;  // head, then tail
-  Extent extent;
-  uint32_t crc_out = 0;
-  uint32_t crc_in = 0;
-  size_t middle_done = 0;  // of the copy-in under way
-  bool busy = false;       // a lane is transferring
-  bool urgent = false;     // somebody waits for it
-  double in_began_seconds = 0;
-};
-
-class DirectStore final : public SwapStore {
- public:
-  DirectStore(std::shared_ptr<HostDriver> lanes, const StoreOptions& options)
-      : SwapStore(lanes, lanes),
-        slice_bytes_(options.slice_bytes),
-        file_(options.spill_directory),
-        out_lane_(lanes->stream_create()),
-        in_lane_(lanes->stream_create()) {}
-
-  ~DirectStore() override {
-    lanes_->stream_destroy(out_lane_);
-    lanes_->stream_destroy(in_lane_);
-  }
-
-  SlotRef begin_out(const void* source, size_t bytes, Stream, uint64_t need) override;
-  bool out_done(Slot& slot) override { return slot.state != State::queued && slot.state != State::copying_out; }
-  bool cancel(Slot& slot) override;
-  void begin_in(const SlotRef& slot, Stream) override;
-  void finish_in(const SlotRef& slot, Stream) override;
-  void settle(const SlotRef& slot) override;
-  void release(const SlotRef& slot) override;
-  void quiesce() override;
-  size_t trim() override;
-  StoreStats stats() override;
-  size_t alignment_bytes() const override { return file_.alignment_bytes(); }
-  SpillFile* spill_file() override { return &file_; }
-
- private:
-  using Ref = std::shared_ptr<DirectSlot>;
-
-  using Refs = std::vector<Ref>;
-
-  void write_out();
-  Refs next_outgoing();
-  void write_large(DirectSlot& slot);
-  void write_small(const Refs& slots);
-  void end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure, double begin_seconds);
-  void withdraw(const Ref& slot);
-  void read();
-  Refs next_incoming();
-  void read_slice(DirectSlot& slot);
-  void read_small(const Refs& slots);
-  void end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure);
-  void end_in(DirectSlot& slot, State state);
-  bool is_small(const DirectSlot& slot) const { return slot.middle_bytes < std::min(kSmallBytes, slice_bytes_); }
-  static char* target_middle(const DirectSlot& slot) { return static_cast<char*>(slot.target) + slot.head_bytes; }
-  void free_slot(DirectSlot& slot);
-  static void save_ragged(DirectSlot& slot);
-  static void restore_ragged(const DirectSlot& slot);
-
-  const size_t slice_bytes_;
-  SpillFile file_;
-  const Stream out_lane_;
-  const Stream in_lane_;
-  std::deque<Ref> outgoing_;  // copy-outs not begun
-  std::deque<Ref> incoming_;  // copy-ins not finished
-};
 
 void DirectStore::save_ragged(DirectSlot& slot) {
   const char* source = static_cast<const char*>(slot.source);
   const size_t tail_at = slot.head_bytes + slot.middle_bytes;
   slot.ragged.assign(source, source + slot.head_bytes);
   slot.ragged.insert(slot.ragged.end(), source + tail_at, source + slot.bytes);
-}
-
-void DirectStore::restore_ragged(const DirectSlot& slot) {
-  char* target = static_cast<char*>(slot.target);
-  const auto head_end = slot.ragged.begin() + static_cast<std::ptrdiff_t>(slot.head_bytes);
-  std::copy(slot.ragged.begin(), head_end, target);
-  std::copy(head_end, slot.ragged.end(), target + slot.head_bytes + slot.middle_bytes);
 }
 
 SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_t need) {
@@ -239,155 +157,6 @@ void DirectStore::withdraw(const Ref& slot) {
   lanes_->event_fire(withdrawn->out_event.get());
 }
 
-void DirectStore::begin_in(const SlotRef& base, Stream) {
-  auto slot = std::static_pointer_cast<DirectSlot>(base);
-  const size_t alignment = file_.alignment_bytes();
-  if ((reinterpret_cast<uintptr_t>(slot->target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
-    throw std::invalid_argument("the target's address must be congruent to the source's modulo alignment_bytes");
-  if (slot->middle_bytes == 0) {
-    std::lock_guard lock(mutex_);
-    advance(*slot, State::copying_in);
-    const double begin = now_seconds();
-    restore_ragged(*slot);
-    log_.add(CopyKind::in, slot->id, slot->bytes, begin);
-    advance(*slot, State::ready);
-    return;
-  }
-  // Not before its own copy-out; on this tier the caller still has the source then and seldom asks.
-  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
-  size_t slices;
-  {
-    std::lock_guard lock(mutex_);
-    if (slot->state == State::failed || slot->state == State::cancelled)
-      throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
-    advance(*slot, State::copying_in);
-    slot->in_event = events_->take();
-    lanes_->event_arm(slot->in_event.get());
-    slot->middle_done = 0;
-    slot->crc_in = 0;
-    slot->urgent = false;
-    incoming_.push_back(slot);
-    slices = (slot->middle_bytes + slice_bytes_ - 1) / slice_bytes_;
-  }
-  // Each call reads one slice of whatever is most urgent when its turn comes, so an urgent block overtakes.
-  auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
-  for (; slices > 0; --slices) lanes_->call(in_lane_, [store] { store->read(); });
-}
-
-// Reads a slice of the most urgent block; where that is small, it and the small ones behind it that are as urgent.
-void DirectStore::read() {
-  Refs run;
-  {
-    std::lock_guard lock(mutex_);
-    run = next_incoming();
-    if (run.empty()) return;
-    for (const Ref& slot : run) slot->busy = true;
-    ++stats_.in_transfers;
-  }
-  if (is_small(*run.front())) {
-    read_small(run);
-  } else {
-    read_slice(*run.front());
-  }
-}
-
-DirectStore::Refs DirectStore::next_incoming() {
-  if (incoming_.empty()) return {};
-  auto first = std::find_if(incoming_.begin(), incoming_.end(), [](const Ref& each) { return each->urgent; });
-  if (first == incoming_.end()) first = incoming_.begin();
-  Refs run{*first};
-  size_t run_bytes = run.front()->middle_bytes;
-  for (auto each = first + 1; is_small(*run.front()) && each != incoming_.end(); ++each) {
-    run_bytes += (*each)->middle_bytes;
-    if (!is_small(**each) || (*each)->urgent != run.front()->urgent || run_bytes > slice_bytes_) break;
-    run.push_back(*each);
-  }
-  return run;
-}
-
-void DirectStore::read_slice(DirectSlot& slot) {
-  const double begin_seconds = now_seconds();
-  const size_t at = slot.middle_done;
-  const size_t bytes = std::min(slice_bytes_, slot.middle_bytes - at);
-  if (at == 0) slot.in_began_seconds = begin_seconds;
-  std::exception_ptr failure;
-  try {
-    slot.crc_in = file_.read(slot.extent, at, target_middle(slot) + at, bytes, slot.crc_in);
-    if (at + bytes == slot.middle_bytes) file_.verify(slot.extent, slot.crc_out, slot.crc_in);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  std::lock_guard lock(mutex_);
-  stats_.in_seconds += now_seconds() - begin_seconds;
-  end_slice(slot, bytes, failure);
-}
-
-void DirectStore::read_small(const Refs& slots) {
-  const double begin_seconds = now_seconds();
-  std::vector<Piece> pieces;
-  for (const Ref& slot : slots) {
-    slot->in_began_seconds = begin_seconds;
-    pieces.push_back({slot->extent, target_middle(*slot), slot->middle_bytes, 0, nullptr});
-  }
-  file_.read_together(pieces);
-  for (size_t each = 0; each < slots.size(); ++each) {
-    Piece& piece = pieces[each];
-    if (piece.failure != nullptr) continue;
-    try {
-      file_.verify(piece.extent, slots[each]->crc_out, piece.crc);
-    } catch (...) {
-      piece.failure = std::current_exception();
-    }
-  }
-  std::lock_guard lock(mutex_);
-  stats_.in_seconds += now_seconds() - begin_seconds;
-  for (size_t each = 0; each < slots.size(); ++each)
-    end_slice(*slots[each], slots[each]->middle_bytes, pieces[each].failure);
-}
-
-// Caller holds the lock.
-void DirectStore::end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure) {
-  slot.busy = false;
-  slot.middle_done += bytes;
-  if (failure != nullptr) {
-    slot.failure = failure;
-    end_in(slot, State::on_disk);
-  } else if (slot.released) {
-    end_in(slot, State::ready);
-  } else if (slot.middle_done == slot.middle_bytes) {
-    restore_ragged(slot);
-    ++stats_.in_copies;
-    stats_.in_bytes += slot.bytes;
-    log_.add(CopyKind::in, slot.id, slot.bytes, slot.in_began_seconds);
-    end_in(slot, State::ready);
-  }
-}
-
-void DirectStore::end_in(DirectSlot& slot, State state) {
-  incoming_.erase(
-      std::find_if(incoming_.begin(), incoming_.end(), [&](const Ref& each) { return each.get() == &slot; }));
-  slot.target_owner = nullptr;
-  advance(slot, state);
-  lanes_->event_fire(slot.in_event.get());
-  if (slot.released) free_slot(slot);
-}
-
-void DirectStore::finish_in(const SlotRef& slot, Stream) {
-  settle(slot);
-  std::lock_guard lock(mutex_);
-  require_brought_back(*slot);
-}
-
-void DirectStore::settle(const SlotRef& slot) {
-  EventRef in_event;
-  {
-    std::lock_guard lock(mutex_);
-    static_cast<DirectSlot&>(*slot).urgent = true;
-    in_event = slot->in_event;
-  }
-  if (in_event != nullptr) device_->event_synchronize(in_event.get());
-}
-
 void DirectStore::release(const SlotRef& base) {
   auto slot = std::static_pointer_cast<DirectSlot>(base);
   std::lock_guard lock(mutex_);
@@ -436,8 +205,6 @@ StoreStats DirectStore::stats() {
   result.spill = file_.stats();
   return result;
 }
-
-}  // namespace
 
 std::shared_ptr<SwapStore> SwapStore::create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options) {
   if (options.slice_bytes == 0 || options.slice_bytes % 4096 != 0)

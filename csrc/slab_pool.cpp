@@ -35,11 +35,13 @@ char* map_pages(size_t bytes, int node) {
   const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 4);
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::vector<std::thread> threads;
-  for (size_t at = part_bytes; at < bytes; at += part_bytes) try {
+  for (size_t at = part_bytes; at < bytes; at += part_bytes) {
+    try {
       threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
     } catch (const std::system_error&) {  // no room for a thread more
       populate(data + at, std::min(part_bytes, bytes - at));
     }
+  }
   populate(data, std::min(part_bytes, bytes));
   for (std::thread& thread : threads) thread.join();
   return data;

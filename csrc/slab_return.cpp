@@ -106,9 +106,9 @@ void SlabStore::copy_in(const Refs& slots) {
     const SlabSlot& slot = *slots[each];
     const SlabSlot* next = each + 1 < slots.size() ? slots[each + 1].get() : nullptr;
     if (next == nullptr || next->compute != slot.compute)
-      OFFLOAD_EDGE("copy-in waits for compute", device_->stream_wait(in_stream_, slot.target_free.get()));
+      OFFLOAD_EDGE("batch waits for compute", device_->stream_wait(in_stream_, slot.target_free.get()));
     if (next == nullptr || next->out_event != slot.out_event)
-      OFFLOAD_EDGE("copy-in waits for its copy-out", device_->stream_wait(in_stream_, slot.out_event.get()));
+      OFFLOAD_EDGE("batch waits for its copy-outs", device_->stream_wait(in_stream_, slot.out_event.get()));
     copies.push_back({slot.target, slot.block.data, slot.bytes});
   }
   transfer->begin = events_->record(in_stream_);
@@ -166,6 +166,7 @@ void SlabStore::fill() {
     OFFLOAD_EDGE("failure is told after the slices before it", settle(in_stream_));
     lock.lock();
     slot->failure = failure;
+    slot->issued_bytes = 0;
     advance(*slot, State::on_disk);
   }
   slot->busy = false;

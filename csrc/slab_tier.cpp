@@ -13,19 +13,24 @@ SlabStore::SlabStore(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver>
       slice_bytes_(options.slice_bytes),
       file_(options.spill_directory.empty() ? nullptr : std::make_unique<SpillFile>(options.spill_directory)),
       pool_(device, options.host_bytes_max, options.slab_bytes),
+      bounce_bytes_(std::clamp(options.host_bytes_max / 8 / kPageBytes * kPageBytes, kPageBytes, slice_bytes_)),
+      bounce_(take_bounce()),
       out_stream_(device->stream_create()),
       in_stream_(device->stream_create()),
       feed_lane_(lanes->stream_create()),
       pump_lane_(lanes->stream_create()),
       spill_lane_(lanes->stream_create()),
-      fill_lane_(lanes->stream_create()) {
-  if (!file_) return;
-  bounce_bytes_ = std::clamp(options.host_bytes_max / 8 / kPageBytes * kPageBytes, kPageBytes, slice_bytes_);
-  for (Bounce& bounce : bounce_) {
-    auto block = pool_.try_allocate(bounce_bytes_);
+      fill_lane_(lanes->stream_create()) {}
+
+std::array<SlabStore::Bounce, SlabStore::kInFlight> SlabStore::take_bounce() {
+  std::array<Bounce, kInFlight> taken;
+  if (!file_) return taken;
+  for (Bounce& bounce : taken) {
+    const auto block = pool_.try_allocate(bounce_bytes_);
     if (!block) throw PoolExhausted(bounce_bytes_, pool_.free_bytes(), pool_.max_bytes());
     bounce.block = *block;
   }
+  return taken;
 }
 
 SlabStore::~SlabStore() {
@@ -182,8 +187,10 @@ void SlabStore::fail_out(SlabSlot& slot) {
 bool SlabStore::out_done(Slot& base) {
   std::lock_guard lock(mutex_);
   auto& slot = static_cast<SlabSlot&>(base);
-  if (slot.state == State::queued || slot.state == State::copying_out) {
-    if (slot.out_event == nullptr || !device_->event_done(slot.out_event.get())) return false;
+  if (slot.state == State::queued) return false;
+  // On its way back, maybe, before it has left.
+  if (slot.out_event != nullptr && !device_->event_done(slot.out_event.get())) return false;
+  if (slot.state == State::copying_out) {
     count_out(slot);
     advance(slot, State::out);
   }
@@ -210,84 +217,6 @@ void SlabStore::withdraw(SlabSlot& slot) {
   slot.produced = nullptr;
   ++stats_.cancelled;
   advance(slot, State::cancelled);
-}
-
-// Queues the coldest residents for the disk until `bytes` are on their way. Null where none can go.
-EventRef SlabStore::spill_coldest(size_t bytes) {
-  size_t leaving_bytes = 0;
-  for (auto entry = resident_.begin(); entry != resident_.end() && leaving_bytes < bytes;) {
-    const Ref slot = *entry;
-    entry = resident_.erase(entry);
-    if (slot->spill_failed) continue;
-    slot->spill_queued = true;
-    leaving_bytes += slot->bytes;
-    if (lanes_ == device_) {
-      OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
-    } else {
-      OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
-        device->event_synchronize(done.get());
-      }));
-    }
-    lanes_->call(spill_lane_, [store = self(), slot] { store->spill(slot); });
-  }
-  return leaving_bytes > 0 ? lane_events_->record(spill_lane_) : nullptr;
-}
-
-void SlabStore::spill(const Ref& slot) {
-  std::unique_lock lock(mutex_);
-  slot->spill_queued = false;
-  if (slot->released) return free_slot(*slot);
-  if (slot->state == State::copying_out) {
-    const bool has_arrived = OFFLOAD_BROKEN("spill waits for copy-out") || device_->event_done(slot->out_event.get());
-    if (!has_arrived) return make_spillable(slot);  // the wait for it failed
-    count_out(*slot);
-    advance(*slot, State::out);
-  }
-  if (!slot->consumed || (slot->state != State::out && slot->state != State::ready)) return;  // wanted back: it stays
-  advance(*slot, State::spilling);
-  slot->busy = true;
-  const bool written = static_cast<bool>(slot->extent) || write_extent(*slot, lock);
-  slot->busy = false;
-  if (slot->state == State::spilling && written) {
-    pool_.release(slot->block, last_copy(*slot));
-    slot->block = {};
-    advance(*slot, State::on_disk);
-  } else if (slot->state == State::spilling) {
-    advance(*slot, State::out);
-  }
-  if (slot->released) return free_slot(*slot);
-  make_spillable(slot);
-}
-
-// A retained graph may want the block again; until then its room may be needed elsewhere.
-void SlabStore::make_spillable(const Ref& slot) {
-  if (slot->block && slot->consumed && !slot->busy && !slot->spill_queued) resident_.insert(slot);
-}
-
-// Writes the block out with the lock released meanwhile. False where that failed: the block stays in RAM for good.
-bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
-  lock.unlock();
-  const double begin = now_seconds();
-  Extent extent;
-  uint32_t crc = 0;
-  bool written = true;
-  try {
-    // Whole sectors: a block is rounded up to 4 KiB, so the bytes behind the last one exist.
-    extent = file_->allocate((slot.bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
-    crc = file_->write(extent, 0, slot.block.data, extent.bytes, 0);
-  } catch (const SpillError&) {
-    file_->release(extent);
-    extent = {};
-    written = false;
-  }
-  lock.lock();
-  slot.extent = extent;
-  slot.crc_out = crc;
-  slot.spill_failed = !written;
-  stats_.failed += written ? 0 : 1;
-  stats_.spilled_bytes += written ? slot.bytes : 0;
-  if (written) log_.add(CopyKind::spill, slot.id, slot.bytes, begin);
-  return written;
 }
 
 // The event after which no copy touches the slot's block any more.
@@ -346,11 +275,15 @@ void SlabStore::count_in(SlabSlot& slot) {
   if (device_->event_done(slot.in_event.get())) stats_.in_seconds += seconds_once(*slot.in);
 }
 
-// How long a transfer took, told to the first of its blocks that asks.
+// How long a transfer took, told to the first of its blocks that asks; 0 where the device does not tell.
 double SlabStore::seconds_once(Transfer& transfer) {
   if (transfer.timed) return 0;
   transfer.timed = true;
-  return 1e-3 * device_->event_elapsed_ms(transfer.begin.get(), transfer.end.get());
+  try {
+    return 1e-3 * device_->event_elapsed_ms(transfer.begin.get(), transfer.end.get());
+  } catch (const DriverError&) {
+    return 0;
+  }
 }
 
 bool SlabStore::settle(Stream stream) {
@@ -368,7 +301,11 @@ void SlabStore::await_oldest(std::deque<EventRef>& in_flight, std::unique_lock<s
     const EventRef oldest = in_flight.front();
     in_flight.pop_front();
     lock.unlock();
-    device_->event_synchronize(oldest.get());
+    try {
+      device_->event_synchronize(oldest.get());
+    } catch (const DriverError&) {
+      // Nobody else would issue what comes next: it goes early, and tells what is wrong with the device itself.
+    }
     lock.lock();
   }
 }

@@ -1,6 +1,6 @@
 // The slab tier's store: device ↔ pinned slab over the device's own copy streams, slab ↔ spill file over host lanes.
 //
-// slab_tier.cpp holds the way out, spilling and the slots; slab_return.cpp the way back.
+// slab_tier.cpp holds the way out and the slots; slab_spill.cpp what makes room; slab_return.cpp the way back.
 //
 // Small blocks are coalesced, as a copy of its own for each would leave the link idle between them. On the way out they
 // wait in `outgoing_` for the feed lane, which issues all that have gathered as one transfer whenever fewer than two
@@ -70,16 +70,18 @@ class SlabStore final : public SwapStore {
   using Ref = std::shared_ptr<SlabSlot>;
   using Refs = std::vector<Ref>;
 
+  // Enough to keep a copy engine busy, few enough for an urgent block to overtake.
+  static constexpr size_t kInFlight = 2;
+
   struct ColdestFirst {  // needed last first; age breaks ties so that the order is total
-    bool operator()(const Ref& a, const Ref& b) const {
-      return a->need != b->need ? a->need > b->need : a.get() < b.get();
-    }
+    bool operator()(const Ref& a, const Ref& b) const { return a->need != b->need ? a->need > b->need : a->id < b->id; }
   };
   struct Bounce {  // a slice on its way from disk to the device
     Block block;
     EventRef fence;
   };
 
+  std::array<Bounce, kInFlight> take_bounce();
   Block obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes);
   void feed();
   void issue_outgoing();
@@ -118,12 +120,12 @@ class SlabStore final : public SwapStore {
   static Ref most_urgent(const std::deque<Ref>& queue);
   static void remove(std::deque<Ref>& queue, const SlabSlot& slot);
 
-  static constexpr size_t kInFlight =
-      2;  // enough to keep a copy engine busy, few enough for an urgent block to overtake
-
   const size_t slice_bytes_;
-  std::unique_ptr<SpillFile> file_;  // before the pool: blocks may still be read by lanes that hold the store
+  const std::unique_ptr<SpillFile> file_;
   SlabPool pool_;
+  const size_t bounce_bytes_;
+  std::array<Bounce, kInFlight> bounce_;  // taken up front: bringing back from disk must never wait for room
+  size_t next_bounce_ = 0;
   const Stream out_stream_;
   const Stream in_stream_;
   const Stream feed_lane_;                // feeds the copy-out stream with small blocks
@@ -131,6 +133,7 @@ class SlabStore final : public SwapStore {
   const Stream spill_lane_;               // slab → file
   const Stream fill_lane_;                // file → bounce → copy-in stream
   std::set<Ref, ColdestFirst> resident_;  // in a slab, with no copy-in or spill pending
+  EventRef last_spill_;                   // lane event: every spill queued so far has ended; null where all have
   std::deque<Ref> outgoing_;              // small blocks whose copy-out has not been issued
   size_t outgoing_bytes_ = 0;
   bool feed_queued_ = false;
@@ -138,9 +141,6 @@ class SlabStore final : public SwapStore {
   std::deque<Ref> from_disk_;
   std::deque<EventRef> fed_in_flight_;
   std::deque<EventRef> slices_in_flight_;
-  std::array<Bounce, kInFlight> bounce_;  // taken up front: bringing back from disk must never wait for room
-  size_t bounce_bytes_ = 0;
-  size_t next_bounce_ = 0;
 };
 
 }  // namespace offload

@@ -15,9 +15,10 @@
 // Two tiers implement it. *slab* (slab_tier.cpp): device → pinned slab → disk. *direct* (direct_tier.cpp, host driver
 // only): the aligned middle of a block goes straight between its own memory and the file, the ragged ends stay in RAM.
 //
-// Thread safety: everything, from any thread. A Ticket may be dropped at any time and in any state; that waits for
-// nothing. Nothing here throws but where stated; after a failed copy-out the source is still whole, and after a failed
-// copy-in the ticket is as it was before prefetch.
+// Thread safety: everything, from any thread; but of one ticket one prefetch at a time. A Ticket may be dropped at any
+// time and in any state; that waits for no copy. Whatever asks the device, which is all but id, bytes, state,
+// failure_text, cancel and release, throws DriverError where the device fails; other errors are stated. After a failed
+// copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch.
 #pragma once
 
 #include <atomic>
@@ -114,14 +115,16 @@ class Ticket {
   // Takes a copy-out back that has not begun. False where it has.
   bool cancel();
   // Begins to bring the bytes back into `target` (`bytes` large; in the direct tier with the source's residue modulo
-  // the file's alignment). `owner` is held until the copy has ended. Throws std::logic_error where a copy-in is already
-  // under way or there is nothing to bring back.
+  // the file's alignment). `owner` is held until the copy has ended; in the slab tier until the ticket is dropped,
+  // which may be sooner: there the caller keeps the target until in_done() or settle(). Throws std::logic_error where a
+  // copy-in is already under way or there is nothing to bring back.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
+  // Whether no copy-in writes to the target any more, whatever came of it.
   bool in_done();
   // Orders `compute` after the copy-in, letting it overtake queued ones. Throws what the copy-in met (SpillError); the
   // ticket can then be prefetched again. Throws std::logic_error where nothing was prefetched.
   void swap_in(Stream compute);
-  // Returns once no copy-in writes to the target any more, whatever came of it. Throws DriverError.
+  // Returns once no copy-in writes to the target any more, whatever came of it.
   void settle();
   void release() noexcept;
 
@@ -133,15 +136,16 @@ class Ticket {
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
   // `device`: provider of the device's streams. `lanes`: host streams for file I/O (the same object where the device
-  // is the host). Throws SpillError, DriverError, std::invalid_argument.
+  // is the host). Throws SpillError, PoolExhausted (no room for what reading from disk goes through), DriverError,
+  // std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
                                                 const StoreOptions& options);
   virtual ~SwapStore() = default;
 
   // Begins to copy `bytes` bytes at `source` out, after what `compute` has queued. `need`: larger means needed later.
-  // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, SpillError, DriverError: then
-  // nothing was begun. A small block may wait for others; where its copy then cannot be begun its state is failed.
+  // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, DriverError: then nothing was
+  // begun. A small block may wait for others; where its copy then cannot be begun its state is failed.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // Cancels what has not begun and waits for what has; afterwards no copy touches anybody's memory.
   virtual void quiesce() = 0;
@@ -149,9 +153,9 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   virtual size_t trim() = 0;
   virtual StoreStats stats() = 0;
   // Keeps the begin and end of the newest `limit` copies from now on; 0, as it is at first, stops that and forgets
-  // them. "out" and "in" cross the device's border, "spill" and "fill" are between slab and file. Throws DriverError.
+  // them. "out" and "in" cross the device's border, "spill" and "fill" are between slab and file.
   void record_copies(size_t limit);
-  // Tells the recorded copies that have ended, each once. Throws DriverError.
+  // Tells the recorded copies that have ended, each once; after a failure they are told by the next call.
   std::vector<CopyEntry> take_copies();
   // Residue alignment that targets must share with their source; 1: any.
   virtual size_t alignment_bytes() const = 0;

@@ -40,7 +40,7 @@ class Setup:
         if self.tier == "direct":
             store = _core.SwapStore.direct(lanes, options.spill_dir)
         elif self.tier == "cuda":
-            driver = _core.cuda_driver(0, the_double().path)
+            driver = the_double().driver()
             store = _core.SwapStore.slab(
                 driver, lanes, self.host_bytes_max, options.spill_dir, slab_bytes=1 << 20, slice_bytes=16 << 10
             )

@@ -20,7 +20,7 @@ def small_sources(store, count=COUNT):
 
 
 def cuda_store(tmp_path, fake_cuda, slice_bytes=64 << 10, **options):
-    return make_store("slab", tmp_path, device=fake_cuda.driver, slice_bytes=slice_bytes, **options)
+    return make_store("slab", tmp_path, device=fake_cuda.driver(), slice_bytes=slice_bytes, **options)
 
 
 def test_waiting_copy_outs_share_transfers(tmp_path, fake_cuda):

@@ -18,7 +18,7 @@ def store_of(request, tmp_path):
         tier = request.param
         if not tier.startswith("cuda"):
             return make_store(tier, tmp_path, schedule, **options)
-        device = request.getfixturevalue("fake_cuda").driver
+        device = request.getfixturevalue("fake_cuda").driver()
         return make_store(tier.replace("cuda", "slab"), tmp_path, device=device, **options)
 
     make.tier = request.param
@@ -91,7 +91,7 @@ def test_beyond_the_limit_the_oldest_is_forgotten(store_of):
 
 
 def test_a_copy_under_way_is_told_later(tmp_path, fake_cuda):
-    store = make_store("slab", tmp_path, device=fake_cuda.driver)
+    store = make_store("slab", tmp_path, device=fake_cuda.driver())
     store.record_copies(100)
     fake_cuda.hold_streams(True)
     source = Source(store, np.random.default_rng(0), 150_000)

@@ -1,6 +1,5 @@
 """The store where memory cannot be pinned, or hardly any may be: typed errors, no deadlock, nothing kept."""
 
-import ctypes
 import errno
 import itertools
 import threading
@@ -8,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from fake_cuda.build import build_fake_cuda
+from fake_cuda.double import Double
 
 from offload import _core
 
@@ -41,20 +40,17 @@ class Trip:
 
 
 @pytest.fixture(scope="module")
-def fake_cuda(tmp_path_factory):
-    library = build_fake_cuda(tmp_path_factory.mktemp("fake_cuda") / "libfake.so")
-    return str(library), ctypes.CDLL(str(library))
+def double(tmp_path_factory):
+    return Double(tmp_path_factory.mktemp("fake_cuda"), caller_is_legacy=False)  # one that no other test pins with
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_pinning_fails_at_the_nth_slab(fake_cuda, nth, campaign_counts):
-    path, double = fake_cuda
-    driver = _core.cuda_driver(0, path)
+def test_pinning_fails_at_the_nth_slab(double, nth, campaign_counts):
     store = _core.SwapStore.slab(
-        driver, _core.HostDriver(), 4 * BLOCK_BYTES, slab_bytes=BLOCK_BYTES, slice_bytes=16 << 10
+        double.driver(), _core.HostDriver(), 4 * BLOCK_BYTES, slab_bytes=BLOCK_BYTES, slice_bytes=16 << 10
     )
-    registered = double.fake_registrations()
-    double.fake_fail_at(b"cuMemHostRegister_v2", nth, OUT_OF_MEMORY)
+    registered = double.registrations
+    double.fail_at("cuMemHostRegister_v2", nth, OUT_OF_MEMORY)
     trips = [Trip(store, number) for number in range(nth - 1)]
     with pytest.raises(RuntimeError, match="cuMemHostRegister") as raised:
         Trip(store, nth)
@@ -75,8 +71,8 @@ def test_pinning_fails_at_the_nth_slab(fake_cuda, nth, campaign_counts):
     store.trim()
     stats = store.stats()
     assert (stats["live_tickets"], stats["pool_used_bytes"], stats["pool_held_bytes"]) == (0, 0, 0)
-    assert double.fake_registrations() == registered
-    assert double.fake_violations() == 0
+    assert double.registrations == registered
+    assert double.first_violation == ""
 
 
 @pytest.mark.timeout(600)

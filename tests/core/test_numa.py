@@ -35,6 +35,6 @@ def test_pages_are_there_whatever_the_system_says(node):
 def test_a_device_is_asked_for_its_node(tmp_path, fake_cuda):
     before = fake_cuda.count("cuDeviceGetPCIBusId")
     lanes = _core.HostDriver()
-    store = _core.SwapStore.slab(fake_cuda.driver, lanes, 1 << 20, str(tmp_path))
+    store = _core.SwapStore.slab(fake_cuda.driver(), lanes, 1 << 20, str(tmp_path))
     assert store.stats()["pool_held_bytes"] > 0
     assert fake_cuda.count("cuDeviceGetPCIBusId") == before + 1

@@ -2,6 +2,9 @@
 
 import errno
 import random
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,3 +228,77 @@ def test_residue_must_match(tmp_path):
     source.residue = 0
     with pytest.raises(ValueError, match="congruent"):
         source.begin_return()
+
+
+def test_a_ticket_asked_for_too_early_can_still_be_taken_back(tmp_path):
+    """What was cancelled is not in the slab any more, and cannot be spilled to make room."""
+    cancelled = 0
+    for seed in range(20):
+        store = make_store("slab+disk", tmp_path, "stepped", seed, host_bytes_max=256 << 10)
+        generator = np.random.default_rng(seed)
+        source = Source(store, generator, 9_000)
+        if source.ticket.state != "queued":
+            continue
+        with pytest.raises(RuntimeError, match="swap_in before prefetch: the ticket is queued"):
+            source.ticket.swap_in(0)
+        cancelled += source.ticket.cancel()
+        others = [Source(store, generator, 60_000) for _ in range(6)]
+        for other in others:
+            other.leave()
+            other.begin_return()
+            other.finish_return()
+    assert cancelled > 0
+
+
+def test_room_that_another_thread_makes_is_waited_for(tmp_path):
+    """Everything that could be spilled is on its way to the disk already."""
+    mebibyte = 1 << 20
+    store = make_store(
+        "slab+disk", tmp_path, host_bytes_max=66 * mebibyte, slab_bytes=66 * mebibyte, slice_bytes=mebibyte
+    )
+    generator = np.random.default_rng(0)
+    first = Source(store, generator, 64 * mebibyte)
+    first.leave()
+    block = _core.HostBlock(16 * mebibyte)
+    made = []
+    maker = threading.Thread(target=lambda: made.append(Source(store, np.random.default_rng(1), 32 * mebibyte)))
+    maker.start()
+    while first.ticket.state == "out":
+        time.sleep(0)
+    ticket = store.swap_out(block.address, 16 * mebibyte, 0)
+    maker.join(60)
+    ticket.wait_out(0)
+    assert ticket.out_done()
+    assert len(made) == 1
+
+
+def test_a_store_that_cannot_be_made_leaves_no_lane_behind(tmp_path):
+    def lanes_alive():
+        return sum(path.read_text() == "offload-lane\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+    before = lanes_alive()
+    with pytest.raises(_core.PoolExhausted, match="raise host_limit"):
+        make_store("slab+disk", tmp_path, host_bytes_max=4096)
+    assert lanes_alive() == before
+
+
+def test_nothing_leaves_nothing_in_the_file(tmp_path):
+    """A block without bytes goes to the disk with others, and its room there comes back."""
+    store = make_store("slab+disk", tmp_path, host_bytes_max=256 << 10)
+    generator = np.random.default_rng(0)
+    empty = _core.HostBlock(0)
+    nothing = store.swap_out(empty.address, 0, 0)
+    nothing.wait_out(0)
+    sources = [Source(store, generator, 60_000) for _ in range(4)]
+    for source in sources:
+        source.leave()
+    store.quiesce()
+    assert nothing.state == "on_disk"
+    nothing.prefetch(empty.address, 0, empty)
+    nothing.swap_in(0)
+    for source in sources:
+        source.ticket.release()
+    nothing.release()
+    store.quiesce()
+    store.trim()
+    assert store.stats()["spill_file_bytes"] == 0

@@ -1,4 +1,4 @@
-"""The test double of libcuda as Python sees it: one library a process, its faults and what it has seen."""
+"""The test double of libcuda as Python sees it: a library of its own, its faults and what it has seen."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from fake_cuda.build import build_fake_cuda
+
+from offload import _core
 
 # What an engine calls once it runs; others belong to the driver's start, or (batches) depend on the lanes' timing.
 ENTRY_POINTS = (
@@ -32,13 +34,20 @@ ENTRY_POINTS = (
 
 
 class Double:
-    """The double behind the path that `_core.cuda_driver` is given."""
+    """The double, built in `directory` and loaded into this process; its threads live as long as that.
 
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self._library = ctypes.CDLL(self.path)
+    `caller_is_legacy`: waiting on the legacy stream blocks the caller, as where the device is RAM.
+    """
+
+    def __init__(self, directory: Path, *, caller_is_legacy: bool) -> None:
+        self._path = str(build_fake_cuda(directory / "libfake.so"))
+        self._library = ctypes.CDLL(self._path)
         self._library.fake_first_violation.restype = ctypes.c_char_p
-        self._library.fake_caller_is_legacy(1)
+        self._library.fake_caller_is_legacy(int(caller_is_legacy))
+
+    def driver(self) -> _core.Driver:
+        """A new CUDA driver over it."""
+        return _core.cuda_driver(0, self._path)
 
     def fail_at(self, name: str, nth: int, code: int = 2) -> None:
         """The `nth` call of `name` from now on fails with `code`."""
@@ -52,9 +61,13 @@ class Double:
         """No call fails any more."""
         self._library.fake_forget_faults()
 
-    def calls(self, name: str) -> int:
+    def count(self, name: str) -> int:
         """How often `name` was called."""
         return int(self._library.fake_calls(name.encode()))
+
+    def forget_violations(self) -> None:
+        """Nobody has done anything wrong so far."""
+        self._library.fake_forget_violations()
 
     @property
     def first_violation(self) -> str:
@@ -74,6 +87,6 @@ class Double:
 
 @cache
 def the_double() -> Double:
-    """The one of this process; its threads outlive every test, and so does its file."""
+    """The one whose device is RAM to its callers; its threads outlive every test, and so does its file."""
     directory = tempfile.mkdtemp(prefix="offload-fake-cuda-")
-    return Double(build_fake_cuda(Path(directory, "libfake.so")))
+    return Double(Path(directory), caller_is_legacy=True)

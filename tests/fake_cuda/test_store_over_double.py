@@ -16,7 +16,7 @@ SLAB_BYTES = 64 << 10
 
 
 def make_store(directory):
-    driver = _core.cuda_driver(0, the_double().path)
+    driver = the_double().driver()
     lanes = _core.HostDriver()
     slabs = 4 if directory else BLOCKS  # a block needs one of its own
     return _core.SwapStore.slab(
@@ -97,12 +97,12 @@ def double():
 def test_every_call_fails_once(tmp_path, double, name, spills):
     failed = 0
     for nth in range(1, 1000):
-        before = double.calls(name)
+        before = double.count(name)
         double.fail_at(name, nth)
         store, errors = exercise(str(tmp_path) if spills else "")
         stats = tried(errors, store.stats)
         del store
-        reached = double.calls(name) - before >= nth
+        reached = double.count(name) - before >= nth
         double.forget_faults()
         assert stats["live_tickets"] == 0, (nth, stats)
         assert stats["spill_used_bytes"] == 0, (nth, stats)

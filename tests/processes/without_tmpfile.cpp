@@ -1,5 +1,5 @@
-// Preloaded into a process: a file system without O_TMPFILE, and, where PLANT names a file, somebody who is quick enough
-// to plant a link to it in the private folder between its creation and that of the spill file.
+// Preloaded into a process: a file system without O_TMPFILE, and, where PLANT names a file, somebody who is quick
+// enough to plant a link to it in the private folder between its creation and that of the spill file.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
@@ -47,7 +47,8 @@ int open64(const char* path, int flags, ...) {
 char* mkdtemp(char* folder) {
   char* made = next<char*(char*)>("mkdtemp")(folder);
   const char* victim = std::getenv("PLANT");
-  if (made != nullptr && victim != nullptr && symlink(victim, (std::string(made) + "/spill").c_str()) != 0) return nullptr;
+  if (made != nullptr && victim != nullptr && symlink(victim, (std::string(made) + "/spill").c_str()) != 0)
+    return nullptr;
   return made;
 }
 }

@@ -1,0 +1,166 @@
+// The way back: the file's sectors straight into the target, the ragged ends from RAM.
+#include <algorithm>
+#include <stdexcept>
+
+#include "direct_tier.h"
+
+namespace offload {
+
+void DirectStore::restore_ragged(const DirectSlot& slot) {
+  char* target = static_cast<char*>(slot.target);
+  const auto head_end = slot.ragged.begin() + static_cast<std::ptrdiff_t>(slot.head_bytes);
+  std::copy(slot.ragged.begin(), head_end, target);
+  std::copy(head_end, slot.ragged.end(), target + slot.head_bytes + slot.middle_bytes);
+}
+
+void DirectStore::begin_in(const SlotRef& base, Stream) {
+  auto slot = std::static_pointer_cast<DirectSlot>(base);
+  const size_t alignment = file_.alignment_bytes();
+  if ((reinterpret_cast<uintptr_t>(slot->target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
+    throw std::invalid_argument("the target's address must be congruent to the source's modulo alignment_bytes");
+  if (slot->middle_bytes == 0) {
+    std::lock_guard lock(mutex_);
+    advance(*slot, State::copying_in);
+    const double begin = now_seconds();
+    restore_ragged(*slot);
+    log_.add(CopyKind::in, slot->id, slot->bytes, begin);
+    slot->target_owner = nullptr;
+    advance(*slot, State::ready);
+    return;
+  }
+  // Not before its own copy-out; on this tier the caller still has the source then and seldom asks.
+  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
+  size_t slices;
+  {
+    std::lock_guard lock(mutex_);
+    if (slot->state == State::failed || slot->state == State::cancelled)
+      throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
+    advance(*slot, State::copying_in);
+    slot->in_event = events_->take();
+    lanes_->event_arm(slot->in_event.get());
+    slot->middle_done = 0;
+    slot->crc_in = 0;
+    slot->urgent = false;
+    incoming_.push_back(slot);
+    slices = (slot->middle_bytes + slice_bytes_ - 1) / slice_bytes_;
+  }
+  // Each call reads one slice of whatever is most urgent when its turn comes, so an urgent block overtakes.
+  auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
+  for (; slices > 0; --slices) lanes_->call(in_lane_, [store] { store->read(); });
+}
+
+// Reads a slice of the most urgent block; where that is small, it and the small ones behind it that are as urgent.
+void DirectStore::read() {
+  Refs run;
+  {
+    std::lock_guard lock(mutex_);
+    run = next_incoming();
+    if (run.empty()) return;
+    for (const Ref& slot : run) slot->busy = true;
+    ++stats_.in_transfers;
+  }
+  if (is_small(*run.front())) {
+    read_small(run);
+  } else {
+    read_slice(*run.front());
+  }
+}
+
+DirectStore::Refs DirectStore::next_incoming() {
+  if (incoming_.empty()) return {};
+  auto first = std::find_if(incoming_.begin(), incoming_.end(), [](const Ref& each) { return each->urgent; });
+  if (first == incoming_.end()) first = incoming_.begin();
+  Refs run{*first};
+  size_t run_bytes = run.front()->middle_bytes;
+  for (auto each = first + 1; is_small(*run.front()) && each != incoming_.end(); ++each) {
+    run_bytes += (*each)->middle_bytes;
+    if (!is_small(**each) || (*each)->urgent != run.front()->urgent || run_bytes > slice_bytes_) break;
+    run.push_back(*each);
+  }
+  return run;
+}
+
+void DirectStore::read_slice(DirectSlot& slot) {
+  const double begin_seconds = now_seconds();
+  const size_t at = slot.middle_done;
+  const size_t bytes = std::min(slice_bytes_, slot.middle_bytes - at);
+  if (at == 0) slot.in_began_seconds = begin_seconds;
+  std::exception_ptr failure;
+  try {
+    slot.crc_in = file_.read(slot.extent, at, target_middle(slot) + at, bytes, slot.crc_in);
+    if (at + bytes == slot.middle_bytes) file_.verify(slot.extent, slot.crc_out, slot.crc_in);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  std::lock_guard lock(mutex_);
+  stats_.in_seconds += now_seconds() - begin_seconds;
+  end_slice(slot, bytes, failure);
+}
+
+void DirectStore::read_small(const Refs& slots) {
+  const double begin_seconds = now_seconds();
+  std::vector<Piece> pieces;
+  for (const Ref& slot : slots) {
+    slot->in_began_seconds = begin_seconds;
+    pieces.push_back({slot->extent, target_middle(*slot), slot->middle_bytes, 0, nullptr});
+  }
+  file_.read_together(pieces);
+  for (size_t each = 0; each < slots.size(); ++each) {
+    Piece& piece = pieces[each];
+    if (piece.failure != nullptr) continue;
+    try {
+      file_.verify(piece.extent, slots[each]->crc_out, piece.crc);
+    } catch (...) {
+      piece.failure = std::current_exception();
+    }
+  }
+  std::lock_guard lock(mutex_);
+  stats_.in_seconds += now_seconds() - begin_seconds;
+  for (size_t each = 0; each < slots.size(); ++each)
+    end_slice(*slots[each], slots[each]->middle_bytes, pieces[each].failure);
+}
+
+// Caller holds the lock.
+void DirectStore::end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure) {
+  slot.busy = false;
+  slot.middle_done += bytes;
+  if (failure != nullptr) {
+    slot.failure = failure;
+    end_in(slot, State::on_disk);
+  } else if (slot.released) {
+    end_in(slot, State::ready);
+  } else if (slot.middle_done == slot.middle_bytes) {
+    restore_ragged(slot);
+    ++stats_.in_copies;
+    stats_.in_bytes += slot.bytes;
+    log_.add(CopyKind::in, slot.id, slot.bytes, slot.in_began_seconds);
+    end_in(slot, State::ready);
+  }
+}
+
+void DirectStore::end_in(DirectSlot& slot, State state) {
+  incoming_.erase(
+      std::find_if(incoming_.begin(), incoming_.end(), [&](const Ref& each) { return each.get() == &slot; }));
+  slot.target_owner = nullptr;
+  advance(slot, state);
+  lanes_->event_fire(slot.in_event.get());
+  if (slot.released) free_slot(slot);
+}
+
+void DirectStore::finish_in(const SlotRef& slot, Stream) {
+  settle(slot);
+  std::lock_guard lock(mutex_);
+  require_brought_back(*slot);
+}
+
+void DirectStore::settle(const SlotRef& slot) {
+  EventRef in_event;
+  {
+    std::lock_guard lock(mutex_);
+    static_cast<DirectSlot&>(*slot).urgent = true;
+    in_event = slot->in_event;
+  }
+  if (in_event != nullptr) device_->event_synchronize(in_event.get());
+}
+
+}  // namespace offload

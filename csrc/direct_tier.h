@@ -1,0 +1,87 @@
+// The direct tier's store: blocks of plain RAM ↔ the spill file, with no buffer in between.
+//
+// direct_tier.cpp holds the way out and the slots; direct_return.cpp the way back. One lane each; a lane takes what is
+// first (on the way back: most urgent) when its turn comes, and small neighbours along.
+#pragma once
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "swap_store.h"
+
+namespace offload {
+
+struct DirectSlot final : Slot {
+  size_t head_bytes = 0;     // before the first aligned address
+  size_t middle_bytes = 0;   // on disk
+  std::vector<char> ragged;  // head, then tail
+  Extent extent;
+  uint32_t crc_out = 0;
+  uint32_t crc_in = 0;
+  size_t middle_done = 0;  // of the copy-in under way
+  bool busy = false;       // a lane is transferring
+  bool urgent = false;     // somebody waits for it
+  double in_began_seconds = 0;
+};
+
+class DirectStore final : public SwapStore {
+ public:
+  DirectStore(std::shared_ptr<HostDriver> lanes, const StoreOptions& options)
+      : SwapStore(lanes, lanes),
+        slice_bytes_(options.slice_bytes),
+        file_(options.spill_directory),
+        out_lane_(lanes->stream_create()),
+        in_lane_(lanes->stream_create()) {}
+
+  ~DirectStore() override {
+    lanes_->stream_destroy(out_lane_);
+    lanes_->stream_destroy(in_lane_);
+  }
+
+  SlotRef begin_out(const void* source, size_t bytes, Stream, uint64_t need) override;
+  bool out_done(Slot& slot) override { return slot.state != State::queued && slot.state != State::copying_out; }
+  bool cancel(Slot& slot) override;
+  void begin_in(const SlotRef& slot, Stream) override;
+  void finish_in(const SlotRef& slot, Stream) override;
+  void settle(const SlotRef& slot) override;
+  void release(const SlotRef& slot) override;
+  void quiesce() override;
+  size_t trim() override;
+  StoreStats stats() override;
+  size_t alignment_bytes() const override { return file_.alignment_bytes(); }
+  SpillFile* spill_file() override { return &file_; }
+
+ private:
+  using Ref = std::shared_ptr<DirectSlot>;
+
+  using Refs = std::vector<Ref>;
+
+  void write_out();
+  Refs next_outgoing();
+  void write_large(DirectSlot& slot);
+  void write_small(const Refs& slots);
+  void end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure, double begin_seconds);
+  void withdraw(const Ref& slot);
+  void read();
+  Refs next_incoming();
+  void read_slice(DirectSlot& slot);
+  void read_small(const Refs& slots);
+  void end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure);
+  void end_in(DirectSlot& slot, State state);
+  bool is_small(const DirectSlot& slot) const { return slot.middle_bytes < std::min(kSmallBytes, slice_bytes_); }
+  static char* target_middle(const DirectSlot& slot) { return static_cast<char*>(slot.target) + slot.head_bytes; }
+  void free_slot(DirectSlot& slot);
+  static void save_ragged(DirectSlot& slot);
+  static void restore_ragged(const DirectSlot& slot);
+
+  const size_t slice_bytes_;
+  SpillFile file_;
+  const Stream out_lane_;
+  const Stream in_lane_;
+  std::deque<Ref> outgoing_;  // copy-outs not begun
+  std::deque<Ref> incoming_;  // copy-ins not finished
+};
+
+}  // namespace offload
