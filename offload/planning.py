@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -32,6 +32,7 @@ log = logging.getLogger("offload")
 SIGNATURES_MAX = 64
 PROFILES_MIN = 4
 ROUNDS_WATCHED_MAX = 2
+DEVIATIONS_MAX = 4
 BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
 MEASUREMENTS_MAX = 5
@@ -52,6 +53,8 @@ class Signature:
 
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[object, ...]
+
+    input_bytes: int = 0
 
     def is_within(self, other: Signature) -> bool:
         """Whether the other is of the same kinds and nowhere smaller."""
@@ -167,7 +170,7 @@ class ByPlan:
         self._profilers: OrderedDict[object, Profiler] = OrderedDict()
         self.pursuits: OrderedDict[object, Pursuit] = OrderedDict()
         self.latest: Pursuit | None = None
-        self._peculiar: set[object] = set()  # signatures that have left a course
+        self._peculiar: Counter[object] = Counter()  # how often a signature has left its course
         self._lock = threading.RLock()
 
     def follower(self, signature: object, model: nn.Module) -> Follower:
@@ -181,6 +184,8 @@ class ByPlan:
         with self._lock:
             self.pause()
             held = self._held()
+            if self._engine.device.type == "cpu" and isinstance(signature, Signature):
+                held = replace(held, state=held.state + signature.input_bytes)
             for recorded in list(self._profilers):
                 self._begin_pursuit(recorded)
             pursuit = self.pursuits.get(signature)
@@ -209,6 +214,8 @@ class ByPlan:
             profiler.rounds_since += 1
             if profiler.rounds_since > ROUNDS_WATCHED_MAX:
                 profiler.stop()  # nobody differentiates it
+        if self._peculiar[signature] >= DEVIATIONS_MAX:
+            return Idle()
         pending = self._profilers.get(signature)
         if pending is not None and pending.rounds_since <= ROUNDS_WATCHED_MAX:
             return Idle()
@@ -220,7 +227,9 @@ class ByPlan:
         """Record it anew at its next round, even where a plan could be borrowed."""
         with self._lock:
             self.pursuits.pop(signature, None)
-            self._peculiar.add(signature)
+            self._peculiar[signature] += 1
+            if self._peculiar[signature] == DEVIATIONS_MAX:
+                log.info("a step of one kind never runs twice in the same way: it goes on by demand")
 
     def pause(self) -> None:
         """Stop watching the steps that are over."""
@@ -371,6 +380,10 @@ class ByPlan:
         pursuit.node_seconds.append(measured.node_seconds)
         pursuit.step_seconds.append(measured.step_seconds)
         pursuit.starts = measured.starts
+        if log.isEnabledFor(logging.DEBUG):
+            rows = zip(plan.trace.nodes, plan.timing.start, measured.starts, strict=True)
+            for number, (node, predicted, found) in enumerate(rows):
+                log.debug("node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found)
         owner = {index: tensor for tensor, indices in pursuit.profile.members.items() for index in indices}
         pursuit.late = {}
         for index, seconds in measured.waits.items():

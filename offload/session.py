@@ -338,7 +338,9 @@ class Session(Answers):
         leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
         kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
         return Signature(
-            tuple(tuple(leaf.shape) for leaf in leaves), (*kinds, torch.is_autocast_enabled(self._device.type))
+            shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+            kinds=(*kinds, torch.is_autocast_enabled(self._device.type)),
+            input_bytes=sum(leaf.nbytes for leaf in leaves if has_storage(leaf)),
         )
 
     def _refresh_parameters(self) -> None:
@@ -422,7 +424,7 @@ def enable(
         On one device, ``cpu`` or ``cuda``. Its parameters and buffers are never moved.
     memory_limit
         The fastest step that fits: bytes, a string such as ``"12GiB"``, or, as a float, a fraction of the device. Hard.
-        It counts the tensors on the device: parameters, gradients, optimizer state, temporaries, saved tensors.
+        It counts the tensors on the device: parameters, gradients, optimizer state, inputs, temporaries, what is saved.
     max_slowdown
         The least memory within this slowdown of the unswapped step, as a fraction. The default, with 0.05, where
         nothing is asked for. Beside `memory_limit`: the least memory within both.

@@ -19,6 +19,7 @@ from offload.plan import InfeasibleLimitError, Link, simulate
 from offload.trace import Trace
 
 LINK = Link(2e9, 2e9, 20e-6)
+INPUT_BYTES_A_ROW = 32 * 4 + 8  # which were there before anybody watched
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def train(model, optimizer, rows, first_watched=None):
         del loss, x, y
         optimizer.step()
         optimizer.zero_grad()
-    return results, peak.nbytes
+    return results, peak.nbytes + INPUT_BYTES_A_ROW * max(rows)
 
 
 def held_bytes(model, optimizer):
@@ -279,19 +280,25 @@ def test_evaluation_and_accumulation_in_between(tmp_path):
 
 def test_memory_limit_is_kept_while_gradients_accumulate(tmp_path):
     def run(model, optimizer):
-        peak, results = Peak(), []
+        peaks, results = [], []
         for number in range(6):
             x, y = batch(512, number, 64)
+            there = (
+                held_bytes(model, optimizer)
+                + x.nbytes
+                + sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+            )
+            peak = Peak()
             with peak.watch() if number >= 2 else nullcontext():
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
-            before = sum(p.grad.nbytes for p in model.parameters()) if number % 2 else 0
+            peaks.append(there + peak.nbytes)
             results += [parameter.grad.clone() for parameter in model.parameters()]
             del loss, x, y
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-        return results, peak.nbytes + before + held_bytes(model, optimizer)
+        return results, max(peaks[2:])
 
     expected, plain_peak = run(*make(width=64))
     model, optimizer = make(width=64)
@@ -368,6 +375,41 @@ def test_temporaries_that_could_not_be_watched_are_said(tmp_path):
         with Peak().watch():
             train(model, optimizer, [256] * 2)
         assert any("temporaries are unknown" in note for note in handle.report().notes)
+
+
+def test_a_step_that_is_never_the_same_is_not_profiled_for_ever(tmp_path):
+    """Layers that drop out at random: right to the last bit, and after some tries by demand."""
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Residual(32) for _ in range(4))
+            self.head = nn.Linear(32, 4)
+
+        def forward(self, x):
+            for block in self.blocks:
+                if torch.rand(()) < 0.5:
+                    x = block(x)
+            return self.head(x)
+
+    def run(**knobs):
+        torch.manual_seed(0)
+        model = Dropping()
+        handle = enabled(model, spill_dir=tmp_path, **knobs) if knobs else None
+        losses = []
+        for number in range(30):
+            x, y = batch(256, number)
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            losses += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            model.zero_grad()
+        return losses, handle
+
+    expected, _ = run()
+    results, handle = run(max_slowdown=1)
+    assert_equal(results, expected)
+    assert 2 <= handle.report().profiled_steps <= planning.DEVIATIONS_MAX
+    handle.disable()
 
 
 def test_by_hand_there_is_no_plan():
