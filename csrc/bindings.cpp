@@ -21,7 +21,20 @@ void register_campaign(py::module_& module);
 
 namespace {
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+// Lets Python run meanwhile. A thread that comes back while the interpreter shuts down is ended by it on the spot, by
+// unwinding its stack: pybind11's own guard forbids that in its destructor, and the process would abort.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+  ~GilRelease() noexcept(false) { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+using ReleaseGil = py::call_guard<GilRelease>;
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
@@ -162,7 +175,7 @@ void register_store(py::module_& module) {
                         const py::object& departure, const py::object& enter) {
             std::unique_ptr<Ticket> ticket;
             {
-              py::gil_scoped_release release;
+              const GilRelease release;
               ticket = std::make_unique<Ticket>(store.swap_out(pointer(source), bytes, pointer(compute), need));
             }
             py::object handle = py::cast(std::move(ticket));
@@ -193,7 +206,7 @@ void register_store(py::module_& module) {
            [](SwapStore& store) {
              std::vector<CopyEntry> ended;
              {
-               py::gil_scoped_release release;
+               const GilRelease release;
                ended = store.take_copies();
              }
              py::list result;
@@ -225,12 +238,12 @@ void register_parts(py::module_& module) {
       .def("write",
            [](SpillFile& file, const Extent& extent, const py::buffer& data) {
              const py::buffer_info view = data.request();
-             py::gil_scoped_release release;
+             const GilRelease release;
              return file.write(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
            })
       .def("read", [](SpillFile& file, const Extent& extent, const py::buffer& data) {
         const py::buffer_info view = data.request(true);
-        py::gil_scoped_release release;
+        const GilRelease release;
         return file.read(extent, 0, view.ptr, static_cast<size_t>(view.size * view.itemsize), 0);
       });
 

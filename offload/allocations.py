@@ -17,26 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile, record_function
+from torch.autograd import profiler
+from torch.autograd.profiler import _set_is_profiler_enabled, profile, record_function
 
 log = logging.getLogger("offload")
 
 _MARK = "offload: node "
 _SAVED = "offload: saved "
 _LOG_ERRORS = 2
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """What is on the device before a step begins, in bytes."""
-
-    state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
-    gradients: int
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.state + self.gradients
 
 
 @dataclass(frozen=True)
@@ -64,23 +52,33 @@ class SavedBytes:
 class HostAllocations:
     """Every allocation on the CPU, by torch's profiler.
 
-    It belongs to the thread that starts it, and cannot be had while somebody else is profiling there.
+    It belongs to the thread that starts it, and cannot be had while somebody else is profiling in this process.
     """
+
+    _one = threading.Lock()  # torch crashes where two threads profile at a time
 
     def __init__(self) -> None:
         self.complete = False
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()  # not its number, which another gets when it has ended
+        self._has_strayed = False
         self._profile: Any = None
         self._events: list[tuple[str, int, int]] = []
-        if torch._C._autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled() or _is_profiling_in_python() or not self._one.acquire(blocking=False):
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
             return
         self._quiet = _Quiet()
-        self._profile = profile(use_cpu=True, profile_memory=True)
-        self._profile.__enter__()
+        try:
+            self._profile = profile(use_cpu=True, profile_memory=True)
+            self._profile.__enter__()
+            _set_is_profiler_enabled(False)  # Python's own note, which tells whoever starts another one meanwhile
+        except BaseException:
+            self._let_go()
+            raise
 
     def node(self, number: int) -> None:
         """A node begins."""
+        if threading.current_thread() is not self._thread:
+            self._has_strayed = True  # what is allocated there is not told here
         if self._profile is not None:
             with record_function(f"{_MARK}{number}"):
                 pass
@@ -95,14 +93,28 @@ class HostAllocations:
         """End it. False where that has to wait for the thread that began it."""
         if self._profile is None:
             return True
-        if threading.get_ident() != self._thread:
-            return False
-        stopped, self._profile = self._profile, None
-        stopped.__exit__(None, None, None)
-        self._quiet.end()
+        if threading.current_thread() is not self._thread:
+            if self._thread.is_alive():
+                return False
+            self._let_go()  # torch's profile has gone with its thread: there is nothing to end or to read
+            return True
+        stopped = self._profile
+        if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
+            log.info("another profiler was started: the bytes of temporaries stay unknown to the plan")
+            self._let_go()  # it has taken this one's place, and to end this one would end it
+            return True
+        try:
+            stopped.__exit__(None, None, None)
+        finally:
+            self._let_go()
         self._events = list(_events(stopped.kineto_results.experimental_event_tree()))
-        self.complete = True
+        self.complete = not self._has_strayed
         return True
+
+    def _let_go(self) -> None:
+        self._profile = None
+        self._quiet.end()
+        self._one.release()
 
     def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
         """What none of `saved` accounts for; finds their `produced`.
@@ -199,6 +211,11 @@ class DeviceAllocations:
 def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocations:
     """Begin to watch what this thread allocates on `device`."""
     return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
+
+
+def _is_profiling_in_python() -> bool:
+    """Whether anybody but this module has a profiler on, in any thread, by torch's Python interface."""
+    return bool(profiler._is_profiler_enabled)
 
 
 def _events(tree: Sequence[Any]) -> Iterator[tuple[str, int, int]]:

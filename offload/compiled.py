@@ -25,6 +25,7 @@ _TRACED_NEVER = (
     "offload.course",
     "offload.engine",
     "offload.forward_wrapper",
+    "offload.held",
     "offload.hooks",
     "offload.planning",
     "offload.profiler",

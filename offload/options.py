@@ -72,7 +72,7 @@ def check_options(
         max_slowdown=None if max_slowdown is None else _check_slowdown(max_slowdown),
         n_tensors=_check_n_tensors(n_tensors),
         lookahead_nodes=_check_lookahead(lb),
-        min_tensor_bytes=_check_bytes("min_tensor_bytes", min_tensor_bytes),
+        min_tensor_bytes=parse_bytes(min_tensor_bytes, "min_tensor_bytes"),
         exclude=_check_exclude(model, exclude),
         host_limit=_check_host_limit(device, host_limit),
         host_limit_is_given=host_limit is not None,
@@ -90,7 +90,7 @@ def _check_memory_limit(device: torch.device, limit: object) -> int:
         return int(limit * device_bytes(device))
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise ValueError(f'memory_limit takes bytes, "12GiB" or a fraction such as 0.4, not {limit!r}')
-    return _check_bytes("memory_limit", limit)
+    return parse_bytes(limit, "memory_limit")
 
 
 def device_bytes(device: torch.device) -> int:
@@ -124,13 +124,6 @@ def _check_lookahead(lb: int | str | None) -> int:
     return lb
 
 
-def _check_bytes(name: str, value: int | str) -> int:
-    try:
-        return parse_bytes(value)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:
     if isinstance(exclude, str):
         raise ValueError(f'exclude takes several module names: write exclude=("{exclude}",)')
@@ -146,7 +139,7 @@ def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str,
 
 
 def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int:
-    limit = default_host_limit() if host_limit is None else _check_bytes("host_limit", host_limit)
+    limit = default_host_limit() if host_limit is None else parse_bytes(host_limit, "host_limit")
     if device.type == "cuda" and limit < HOST_LIMIT_MIN:
         whose = "this machine and its control group leave" if host_limit is None else "you gave"
         raise ValueError(

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from torch import nn
 
-from offload.allocations import HeldBytes
 from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
+from offload.held import HeldBytes
 from offload.options import Options
 from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
 from offload.profiler import Profile, Profiler, Recorder
@@ -32,9 +32,11 @@ log = logging.getLogger("offload")
 SIGNATURES_MAX = 64
 PROFILES_MIN = 4
 ROUNDS_WATCHED_MAX = 2
+BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
 MEASUREMENTS_MAX = 5
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
+_FASTER = 0.25
 _LATE_SECONDS = 0.5e-3
 _DEVICE_MEASURED_STEPS = 8
 _KEPT = "kept by plan"
@@ -131,6 +133,7 @@ class Pursuit:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
     starts: tuple[float, ...] = ()  # measured in the last step
     late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
+    blind_profiles: int = 0  # so far, the temporaries unknown each time
 
 
 class ByPlan:
@@ -181,9 +184,10 @@ class ByPlan:
             for recorded in list(self._profilers):
                 self._begin_pursuit(recorded)
             pursuit = self.pursuits.get(signature)
-            for table in (self.pursuits, self._profilers):
-                while len(table) > SIGNATURES_MAX:
-                    table.popitem(last=False)
+            while len(self.pursuits) > SIGNATURES_MAX:
+                self.pursuits.popitem(last=False)
+            while len(self._profilers) > SIGNATURES_MAX:
+                self._profilers.popitem(last=False)[1].stop()
             if pursuit is None:
                 larger = self._larger(signature)
                 if larger is not None:
@@ -192,6 +196,8 @@ class ByPlan:
                     return self._course(signature, larger, borrowed=True)
                 return self._profiler(signature, model, held)
             self.pursuits.move_to_end(signature)
+            if 0 < pursuit.blind_profiles < BLIND_PROFILES_MAX:  # a plan that knows them may be had now
+                return self._profiler(signature, model, held)
             self._learn(pursuit)
             if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
                 self._make_plan(pursuit, held)
@@ -255,6 +261,9 @@ class ByPlan:
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
         pursuit = Pursuit(profile, self._measure_link(), profile.held)
+        if not profile.knows_temporaries:
+            before = self.pursuits.get(signature)
+            pursuit.blind_profiles = 1 + (before.blind_profiles if before is not None else 0)
         self.latest = self.pursuits[signature] = pursuit
         if on_profile is not None:
             on_cpu = self._engine.device.type == "cpu"
@@ -382,10 +391,14 @@ class ByPlan:
             reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.step_seconds)}")
         if abs(compute - plan.compute_seconds) > _OFF * plan.compute_seconds:
             reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
-        if link.out_bandwidth < (1 - _OFF) * pursuit.link.out_bandwidth:
-            reasons.append("copy-out is slower than calibrated")
-        if link.in_bandwidth < (1 - _OFF) * pursuit.link.in_bandwidth:
-            reasons.append("copy-in is slower than calibrated")
+        for name, found, known in (
+            ("copy-out", link.out_bandwidth, pursuit.link.out_bandwidth),
+            ("copy-in", link.in_bandwidth, pursuit.link.in_bandwidth),
+        ):
+            if found < (1 - _OFF) * known:
+                reasons.append(f"{name} is slower than planned with")
+            elif found > (1 + _FASTER) * known:
+                reasons.append(f"{name} is faster than planned with: there is memory or time to give back")
         if not reasons:
             return False
         pursuit.replans += 1
@@ -395,7 +408,7 @@ class ByPlan:
 
     def _measured_link(self, link: Link) -> Link:
         """The link as the engine's own copies have found it; as it was where too little has been copied."""
-        stats = self._engine.store.stats()
+        stats = self._engine.store_stats()
         rates = {}
         for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from offload.allocations import DeviceAllocations, HeldBytes, HostAllocations, SavedBytes, watch_allocations
+from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.compiled import is_compiled_node
 from offload.course import Stopwatch
 from offload.engine import Engine, Lease, LeaseReference, has_storage
+from offload.held import HeldBytes
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
+from offload.weak import weakly
 
 _ROOT = "forward"
 
@@ -160,13 +163,14 @@ class Profiler(Recorder):
         self._running: list[str] = []
         self._thread = threading.get_ident()
         self._module_hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_pre_hook(weakly(self._enter_module)),
+            register_module_forward_hook(weakly(self._leave_module), always_call=True),
         ]
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
         self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
+        weakref.finalize(self, _unwatch, self._module_hooks, self._memory).atexit = False
         self._memory.node(0)
 
     @property
@@ -306,3 +310,9 @@ class Profiler(Recorder):
             first_use=first_use,
             last_use=last_use,
         )
+
+
+def _unwatch(hooks: list[RemovableHandle], memory: HostAllocations | DeviceAllocations) -> None:
+    while hooks:
+        hooks.pop().remove()
+    memory.stop()

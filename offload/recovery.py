@@ -15,7 +15,7 @@ import torch
 
 from offload import allocator
 from offload.device_memory import look
-from offload.session import engines
+from offload.stores import engines
 
 __all__ = ["recover"]
 

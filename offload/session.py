@@ -5,7 +5,6 @@ On the data path: the model's forward passes through here; each becomes a round 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -13,23 +12,22 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
-from offload import _core, allocator, compiled, planning
-from offload.allocations import HeldBytes
+from offload import allocator, compiled, planning
 from offload.answers import Answers
 from offload.calibration import calibrate
 from offload.device_memory import watch_refusals
-from offload.engine import LANE_NICENESS, Engine, has_storage
+from offload.engine import Engine, has_storage
 from offload.forward_wrapper import ForwardWrapper
+from offload.held import HeldMemory
 from offload.hooks import Round
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
@@ -37,13 +35,15 @@ from offload.planning import ByHand, ByPlan, Pursuit, Signature
 from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
+from offload.stores import make_engine, make_store
 from offload.trace import Trace
+from offload.weak import weakly
 
 log = logging.getLogger("offload")
 
 UNHELD_MAX = 4096
 
-_kept: list[nn.Module] = []  # whose one profiled step is to be looked at after its script has ended
+_kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
@@ -61,16 +61,22 @@ class Session(Answers):
         # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
         # that became a parameter since is seen at the next forward.
         self._unheld: set[int] = set()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._optimizer_hooks: list[RemovableHandle] = []
+        self._held: HeldMemory | None = None
         self._planning: ByHand | ByPlan
+        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
         if options.n_tensors is not None and planning.on_profile is None:
-            self._planning = ByHand(options, engine, self.counts, self._note_compiled)
+            self._planning = ByHand(options, engine, self.counts, weakly(self._note_compiled))
         else:
+            self._held = HeldMemory(model, engine)
             self._planning = ByPlan(
-                options, engine, self.counts, self._note_compiled, self._measure_link, self._held_bytes
+                options,
+                engine,
+                self.counts,
+                weakly(self._note_compiled),
+                partial(_measure_link, device, options),
+                self._held.look,
             )
-            self._optimizer_hooks = _listen_to_optimizers(self)
+            self._held.on_optimizer_step(self._planning.stop)
         self._warned: set[type] = set()
         self._compiled_demand: compiled.Demand | None = None
         self._left_to_checkpoint = False
@@ -195,8 +201,8 @@ class Session(Answers):
         for wrapper in reversed(self._wrappers):
             wrapper.undo()
         self._wrappers.clear()
-        for hook in self._optimizer_hooks:
-            hook.remove()
+        if self._held is not None:
+            self._held.close()
         self._planning.stop()
         model = self._model()
         if model is not None:
@@ -327,8 +333,10 @@ class Session(Answers):
             self._compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        kinds = tuple((leaf.dtype, leaf.requires_grad) for leaf in leaves)
+        # Of what is no tensor, what chooses a branch and comes in few values.
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | bool | None)]
+        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
         return Signature(
             tuple(tuple(leaf.shape) for leaf in leaves), (*kinds, torch.is_autocast_enabled(self._device.type))
         )
@@ -339,34 +347,6 @@ class Session(Answers):
             return
         held = [*model.parameters(), *model.buffers()]
         self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
-
-    # -- what planning asks -------------------------------------------------------------------------------------------
-
-    def _measure_link(self) -> Link:
-        # A store of its own: the report tells of the training's copies alone.
-        store = _make_engine(self._device, self.options).store
-        return calibrate(store, self._device, self.options.spill_dir).link()
-
-    def _held_bytes(self) -> HeldBytes:
-        """What is on the device before a step begins."""
-        model = self._model()
-        parameters = list(model.parameters()) if model is not None else []
-        gradients = _bytes_of(parameter.grad for parameter in parameters)
-        if self._device.type == "cuda":
-            return HeldBytes(torch.cuda.memory_allocated(self._device) - gradients, gradients)
-        buffers = list(model.buffers()) if model is not None else []
-        states = [value for each in self._optimizers for row in each.state.values() for value in _tensors_in(row)]
-        return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self.engine.resident.now, gradients)
-
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step: backward is over."""
-        self._planning.stop()
-        if optimizer in self._optimizers:
-            return
-        model = self._model()
-        own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            self._optimizers.add(optimizer)
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -411,74 +391,15 @@ class Session(Answers):
         yield from self._remarks
 
 
-def _listen_to_optimizers(session: Session) -> list[RemovableHandle]:
-    """Have the session told before any optimizer steps: its state is part of what is on the device."""
-    listener = weakref.WeakMethod(session._optimizer_steps)
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        tell = listener()
-        if tell is not None:
-            tell(optimizer)
-
-    return [register_optimizer_step_pre_hook(before_step)]
-
-
-def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
-    return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
-
-
-def _tensors_in(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, dict):
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+def _measure_link(device: torch.device, options: Options) -> Link:
+    # A store of its own: nothing else uses it, and the report tells of the training's copies alone.
+    return calibrate(make_store(device, options), device, options.spill_dir).link()
 
 
 def _checkpoint_is_innermost() -> bool:
     """Whether non-reentrant checkpointing listens already; hooks of ours inside would undo it."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _make_engine(device: torch.device, options: Options) -> Engine:
-    engine = Engine(_shared_store(device, options), device)
-    _engines.add(engine)
-    return engine
-
-
-def _shared_store(device: torch.device, options: Options) -> _core.SwapStore:
-    """One store per process and device, hence one spill file, as long as the wishes of its sessions agree."""
-    limit = options.host_limit if options.host_limit_is_given else 0
-    # The pid: what a forked child inherits is no store to it.
-    key = (os.getpid(), str(device), os.path.realpath(options.spill_dir) if options.spill_dir else "", limit)
-    with _stores_lock:
-        store = _stores.get(key)
-        if store is None:
-            lanes = _core.HostDriver(niceness=LANE_NICENESS)
-            if device.type == "cpu":
-                store = _core.SwapStore.direct(lanes, options.spill_dir)
-            else:
-                driver = _core.cuda_driver(device.index or 0)
-                store = _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
-            _stores[key] = store
-        return store
-
-
-_stores: weakref.WeakValueDictionary[tuple[int, str, str, int], _core.SwapStore] = weakref.WeakValueDictionary()
-_stores_lock = threading.Lock()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def engines() -> list[Engine]:
-    """Those that are alive: of enabled models, and of graphs that outlive theirs."""
-    return list(_engines)
-
-
-@atexit.register
-def _quiesce_at_exit() -> None:
-    """No copy may read a tensor that interpreter shutdown is about to free."""
-    for engine in engines():
-        engine.store.quiesce()
 
 
 def enable(
@@ -555,10 +476,10 @@ def enable(
         spill_dir=spill_dir,
     )
     watch_refusals()
-    session = compiled.untraced(Session, model, device, options, _make_engine(device, options))
+    session = compiled.untraced(Session, model, device, options, make_engine(device, options))
     _sessions[model] = session
     if planning.on_profile is not None:
-        _kept.append(model)
+        _kept.append((model, session))
     return session
 
 
@@ -570,7 +491,7 @@ def session_of(model: nn.Module) -> Session | None:
 def settle_all() -> None:
     """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
     while _kept:
-        _sessions[_kept.pop()].settle()
+        _kept.pop()[1].settle()  # disabled or not
 
 
 def disable(model: nn.Module) -> None:

@@ -14,6 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+# The tensors here are small: a second thread would only spin, and keep the copies and the next process waiting.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 TALLY = pytest.StashKey[dict]()

@@ -6,7 +6,6 @@ Torch's profiler tells every allocation of torch's own; what the engine brings b
 import weakref
 from contextlib import contextmanager
 
-import pytest
 from torch.autograd.profiler import profile, record_function
 
 from offload.engine import Engine
@@ -14,9 +13,8 @@ from offload.engine import Engine
 _BLOCK = "block of "
 
 
-@pytest.fixture(autouse=True)
-def told_blocks(monkeypatch):
-    """Have every block that the engine allocates mark its beginning and its end in a profile."""
+def tell_blocks():
+    """Have every block of the engine mark its beginning and its end in a profile. Returns what undoes it."""
     allocate = Engine.allocate
 
     def telling(self, nbytes, residue):
@@ -25,7 +23,11 @@ def told_blocks(monkeypatch):
         weakref.finalize(allocated[2], _mark, -nbytes)
         return allocated
 
-    monkeypatch.setattr(Engine, "allocate", telling)
+    def undo():
+        Engine.allocate = allocate
+
+    Engine.allocate = telling
+    return undo
 
 
 def _mark(nbytes):

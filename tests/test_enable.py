@@ -207,7 +207,7 @@ def test_engine_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
 
     model = Net()
     with monkeypatch.context() as patched:
-        patched.setattr("offload.session._make_engine", broken)
+        patched.setattr("offload.session.make_engine", broken)
         with pytest.raises(OSError, match="no disk today"):
             offload.enable(model)
     assert "forward" not in model.__dict__

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from live_bytes import Peak, told_blocks  # noqa: F401  (a fixture)
+from live_bytes import Peak, tell_blocks
 from torch import nn
 
 import offload
@@ -24,7 +24,14 @@ LINK = Link(2e9, 2e9, 20e-6)
 @pytest.fixture(autouse=True)
 def known_link(monkeypatch):
     """Plans do not depend on how busy this machine's disk is."""
-    monkeypatch.setattr("offload.session.Session._measure_link", lambda self: LINK)
+    monkeypatch.setattr("offload.session._measure_link", lambda device, options: LINK)
+
+
+@pytest.fixture(autouse=True)
+def told_blocks():
+    undo = tell_blocks()
+    yield
+    undo()
 
 
 class Residual(nn.Module):
@@ -394,10 +401,24 @@ def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
     model, optimizer = make()
     with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 12)
-        assert "copy-out is slower than calibrated" in caplog.text
+        assert "copy-out is slower than planned with" in caplog.text
         assert handle.plan.link == Link(1e6, 1e6)
         assert 1 <= handle.settle().replans <= planning.REPLANS_MAX
         assert caplog.text.count("planning anew") <= planning.REPLANS_MAX
+
+
+def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
+    """What the slow link forbade within the slowdown, the faster one allows."""
+    monkeypatch.setattr("offload.session._measure_link", lambda device, options: Link(1e3, 1e3))
+    monkeypatch.setattr(planning.ByPlan, "_measured_link", lambda self, link: Link(1e12, 1e12))
+    model, optimizer = make()
+    with enabled(model, max_slowdown=0.0, spill_dir=tmp_path) as handle:
+        train(model, optimizer, [512] * 2)
+        before = handle.plan
+        assert not before.swaps, "nothing is worth it"
+        train(model, optimizer, [512] * 3)
+        assert handle.plan.link == Link(1e12, 1e12)
+        assert handle.plan.peak_bytes < before.peak_bytes
 
 
 def test_a_late_tensor_comes_back_earlier_where_there_is_room(tmp_path):

@@ -96,7 +96,7 @@ class Offloaded:
         self.spill_dir = spill_dir
         self.handles = []
         self.pool_bytes_at_rest = {}
-        monkeypatch.setattr(session, "_make_engine", setup.make_engine)
+        monkeypatch.setattr(session, "make_engine", setup.make_engine)
 
     def enable(self, model, **options):
         options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "spill_dir": self.spill_dir} | options

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import offload as offload_package
 
 LIBRARY = str(Path(offload_package.__file__).parent)
-WATCHED_FILES = {f"{LIBRARY}/{name}.py" for name in ("session", "hooks", "engine", "profiler")}
+WATCHED = ("session", "forward_wrapper", "hooks", "engine", "planning", "profiler", "schedule", "course", "refusals")
+WATCHED_FILES = {f"{LIBRARY}/{name}.py" for name in WATCHED}
 
 
 class Block(nn.Module):

@@ -163,7 +163,7 @@ def test_local_processes(launched, environment, devices, expected):
 
 
 def test_default_host_limit_is_divided(launched, monkeypatch):
-    monkeypatch.setattr(options, "_read", lambda path: "MemAvailable: 8388608 kB" if "meminfo" in path else "")
+    monkeypatch.setattr(options, "_read", lambda path: "MemAvailable: 8388608 kB" if "meminfo" in str(path) else "")
     launched()
     assert default_host_limit() == 4 << 30
     launched(LOCAL_WORLD_SIZE="8")

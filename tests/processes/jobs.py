@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offload
-from offload import _core, session
+from offload import _core, session, stores
 from offload.engine import Engine
 
 logging.getLogger("offload").addHandler(logging.NullHandler())  # a tensor that stays is logged: no fault here
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def enable(model, directory, tier):
     if tier == "slab":
-        session._make_engine = make_slab_engine
+        session.make_engine = make_slab_engine
     options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "spill_dir": directory}
     return offload.enable(model, **options)
 
@@ -50,7 +50,7 @@ def make_slab_engine(device, options):
     spill_dir = options.spill_dir if nbytes < 1 << 20 else ""
     store = _core.SwapStore.slab(lanes, lanes, nbytes, spill_dir, slab_bytes=nbytes, slice_bytes=64 << 10)
     engine = Engine(store, device)
-    session._engines.add(engine)
+    stores._engines.add(engine)
     return engine
 
 
@@ -129,7 +129,8 @@ def end(directory, tier, where):
         for reference in list(handle.engine._live.values())[:10]:
             reference().record.begin_return()
     elif where == "in a thread":
-        threading.Thread(target=losses[0].backward, daemon=True).start()
+        # Not a daemon: the interpreter ends those inside torch's backward, whose own frames do not survive it.
+        threading.Thread(target=losses[0].backward).start()
     elif where == "mid-backward":
         handle.engine.drain()
         losses[1].backward()

@@ -1,0 +1,157 @@
+"""Is the promise kept? Predicted against measured, of plans that run: step time, tracked peak, slowdown, on the CPU.
+
+    python bench/promise.py --json bench/results/promise-cpu.json
+
+Beside the data path. Each row has a process of its own, in which a plain and a planned copy of one network train the
+same batches in turn, A B A B. Times are of forward and backward; the tracked peak counts every tensor that is alive,
+seen by torch's profiler and by the engine's blocks, from outside of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import machine
+import torch
+from models import FAMILIES, batch_of, build, loss_of
+from result_file import write_json
+
+import offload
+from offload import allocator
+from offload.units import format_bytes, format_seconds
+
+sys.path.append(str(machine.ROOT / "tests"))
+from live_bytes import Peak, tell_blocks
+
+SETTLE_STEPS = 8  # profiling, and what planning anew may take
+MEASURED_STEPS = 5
+FRACTIONS = (0.6, 0.4, 0.3)
+MODELS = {"gpt": "full", "resnet": "quick"}
+
+
+class Contestant:
+    """One copy of the network, its optimizer and what was measured of it."""
+
+    def __init__(self, family: str, size: dict[str, int]) -> None:
+        self.family, self.size = family, size
+        self.model = build(family, size, seed=0, device="cpu", dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.seconds: list[float] = []
+
+    def step(self, number: int, peak: Peak | None = None) -> list[torch.Tensor]:
+        """Train one step; the loss and the gradients."""
+        x, y = batch_of(self.family, self.size, seed=0, step=number, device="cpu", dtype=torch.float32)
+        begin = time.perf_counter()
+        if peak is None:
+            loss = loss_of(self.model(x), y)
+            loss.backward()
+        else:
+            with peak.watch():
+                loss = loss_of(self.model(x), y)
+                loss.backward()
+        self.seconds.append(time.perf_counter() - begin)
+        results = [loss.detach().clone(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+        del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return results
+
+    def held_bytes(self) -> int:
+        """Parameters, buffers and the optimizer's state."""
+        states = [value for row in self.optimizer.state.values() for value in row.values()]
+        return sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers(), *states])
+
+    def tracked_peak(self, number: int) -> int:
+        """The most bytes of tensors alive during a step."""
+        peak = Peak()
+        self.step(number, peak)
+        return peak.nbytes + self.held_bytes()
+
+
+def measure(family: str, fraction: float | None) -> dict[str, Any]:
+    """One row; `fraction`: the memory limit as a share of the unswapped peak, None for the default knobs."""
+    size = getattr(FAMILIES[family], MODELS[family])
+    plain, planned = Contestant(family, size), Contestant(family, size)
+    tell_blocks()
+    plain.step(0)
+    unswapped_peak = plain.tracked_peak(1)
+    plain, planned = Contestant(family, size), planned
+    limit = None if fraction is None else int(fraction * unswapped_peak)
+    handle = offload.enable(planned.model, **({} if limit is None else {"memory_limit": limit}))
+    equal = True
+    for number in range(SETTLE_STEPS + MEASURED_STEPS):
+        expected = plain.step(number)
+        equal = all(map(torch.equal, planned.step(number), expected)) and equal
+    report = handle.report()
+    peak = planned.tracked_peak(SETTLE_STEPS + MEASURED_STEPS)
+    plan = handle.plan
+    assert plan is not None
+    plain_seconds, seconds = median(plain.seconds[-MEASURED_STEPS:]), median(planned.seconds[-MEASURED_STEPS:])
+    return {
+        "family": family,
+        "wish": "default" if fraction is None else f"memory_limit {fraction:.0%}",
+        "bits_equal": equal,
+        "limit_bytes": limit,
+        "unswapped_peak_bytes": unswapped_peak,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "measured_peak_bytes": peak,
+        "plain_seconds": plain_seconds,
+        "predicted_seconds": plan.step_seconds,
+        "measured_seconds": seconds,
+        "slowdown": seconds / plain_seconds - 1,
+        "stall_seconds": [record.paused_seconds for record in report.steps_measured],
+        "swaps": len(plan.swaps),
+        "tensors": len(plan.trace.tensors),
+        "gap": plan.gap,
+        "out_bandwidth": plan.link.out_bandwidth,
+        "in_bandwidth": plan.link.in_bandwidth,
+        "allocator": allocator.current(),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row in words."""
+    return (
+        f"{row['family']:<7} {row['wish']:<17} bits {'equal' if row['bits_equal'] else 'DIFFER'}  peak "
+        f"{format_bytes(row['measured_peak_bytes'])} (predicted {format_bytes(row['predicted_peak_bytes'])}, unswapped "
+        f"{format_bytes(row['unswapped_peak_bytes'])})  step {format_seconds(row['measured_seconds'])} (predicted "
+        f"{format_seconds(row['predicted_seconds'])}, plain {format_seconds(row['plain_seconds'])}: "
+        f"{row['slowdown']:+.1%})"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; exit status 1 where gradients differ or a limit is exceeded."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to keep the rows")
+    parser.add_argument("--family", choices=MODELS, action="append", help="only this one (repeatable)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker is not None:
+        print(json.dumps(measure(**json.loads(args.worker))))
+        return 0
+    rows = []
+    for family in args.family or MODELS:
+        for fraction in (None, *FRACTIONS):
+            task = json.dumps({"family": family, "fraction": fraction})
+            command = [sys.executable, __file__, "--worker", task]
+            environment = allocator.preload_environment()
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            print(line(rows[-1]), flush=True)
+            if args.json is not None:
+                write_json(args.json, {"kind": "promise", **machine.describe(), "rows": rows})
+    kept = all(row["limit_bytes"] is None or row["measured_peak_bytes"] <= row["limit_bytes"] for row in rows)
+    return 0 if kept and all(row["bits_equal"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

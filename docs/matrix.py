@@ -1,0 +1,144 @@
+"""Writes docs/matrix.md: what of frameworks and switches is tested, from the results of a test run.
+
+    pytest tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml
+
+Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Only what
+has passed is claimed: a variant that was skipped or has failed is named as such.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from xml.etree import ElementTree
+
+PAGE = Path(__file__).with_name("matrix.md")
+TITLES = {
+    "keras": "Keras",
+    "lightning": "Lightning",
+    "transformers": "transformers",
+    "trl": "TRL",
+    "accelerate": "accelerate",
+    "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
+    "torch_compile": "torch.compile",
+    "torch_distributed": "torch: several processes",
+    "torch_refusals": "torch: what is refused",
+}
+ABBREVIATIONS = {"cpu", "cuda", "ddp", "fsdp"}
+PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "accelerate")
+HEAD = """# What is tested
+
+This page is made, not written: `pytest tests/integrations --junitxml=integrations.xml`, then
+`python docs/matrix.py integrations.xml`. A row is a test against the real framework: what has
+passed, and what was not run and why.
+
+Run on {day} with {versions}{where}.
+"""
+
+
+@dataclass
+class Row:
+    """One test function: its variants by outcome, and why some were skipped."""
+
+    file: str
+    name: str
+    passed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    reasons: set[str] = field(default_factory=set)
+
+    @property
+    def words(self) -> str:
+        """The test's name as a sentence."""
+        words = self.name.removeprefix("test_").split("_")
+        text = " ".join(word.upper() if word in ABBREVIATIONS else word for word in words)
+        return text[:1].upper() + text[1:]
+
+    @property
+    def outcome(self) -> str:
+        """What a reader may rely on, and what not."""
+        said = []
+        if self.passed:
+            said.append("passed" + named(self.passed))
+        if self.skipped:
+            said.append("**not run**" + named(self.skipped) + f" ({'; '.join(sorted(self.reasons))})")
+        if self.failed:
+            said.append("**FAILED**" + named(self.failed))
+        return "; ".join(said)
+
+
+def named(variants: Iterable[str]) -> str:
+    """The variants' names, where they have any."""
+    found = [f"`{variant}`".replace("|", "\\|") for variant in variants if variant]
+    return f": {', '.join(found)}" if found else ""
+
+
+def read_all(paths: Iterable[Path]) -> tuple[str, list[Row]]:
+    """The day of the last run, and the rows of all."""
+    day, by_file = "", dict[str, list[Row]]()
+    for path in paths:
+        day, rows = read(path)
+        by_file |= {file: [row for row in rows if row.file == file] for file in {row.file for row in rows}}
+    return day, [row for rows in by_file.values() for row in rows]
+
+
+def read(path: Path) -> tuple[str, list[Row]]:
+    """The day of a test run, and its rows in the order of the run."""
+    root = ElementTree.parse(path).getroot()
+    rows: dict[tuple[str, str], Row] = {}
+    for case in root.iter("testcase"):
+        *_, module = case.attrib["classname"].split(".")
+        name, _, variant = case.attrib["name"].partition("[")
+        row = rows.setdefault((module, name), Row(f"{module}.py", name))
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            row.failed.append(variant.removesuffix("]"))
+        elif skipped is not None:
+            row.skipped.append(variant.removesuffix("]"))
+            row.reasons.add(skipped.get("message", "").removeprefix("Skipped: "))
+        else:
+            row.passed.append(variant.removesuffix("]"))
+    days = [suite.get("timestamp", "")[:10] for suite in root.iter("testsuite")]
+    return next(filter(None, days), "an unknown day"), list(rows.values())
+
+
+def versions() -> str:
+    """The frameworks of this environment."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+def page(day: str, rows: list[Row], *, about: str, where: str) -> str:
+    """The page, a section for each framework."""
+    lines = [HEAD.format(day=day, versions=about, where=where)]
+    modules = dict.fromkeys(row.file for row in rows)
+    order = [f"test_{stem}.py" for stem in TITLES]
+    for file in sorted(modules, key=lambda file: (order.index(file) if file in order else len(order), file)):
+        stem = file.removeprefix("test_").removesuffix(".py")
+        lines += [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
+        lines += ["| test | outcome |", "|---|---|"]
+        lines += [f"| {row.words} | {row.outcome} |" for row in rows if row.file == file]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Write the page; 1 where a test has failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="what pytest --junitxml wrote, on this machine")
+    parser.add_argument("--where", default="on the CPU", help="what the tests ran on")
+    args = parser.parse_args()
+    day, rows = read_all(args.results)
+    PAGE.write_text(page(day, rows, about=versions(), where=f", {args.where}"), encoding="utf-8")
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

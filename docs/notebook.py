@@ -1,0 +1,116 @@
+"""Writes docs/quickstart.ipynb, which says in cells what docs/index.md says on a page.
+
+python docs/notebook.py
+"""
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+CELLS = [
+    (
+        "text",
+        """# offload in five minutes
+
+A model whose saved tensors do not fit in memory trains as before, with one line more. This notebook runs on a machine
+without a GPU too; with one, change nothing.
+
+Install it first, in a cell of its own, in a checkout: `%pip install ".[cli]"`.""",
+    ),
+    (
+        "code",
+        """import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+import offload
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())]
+model = nn.Sequential(*layers, nn.Linear(256, 4)).to(device)
+optimizer = torch.optim.AdamW(model.parameters())""",
+    ),
+    (
+        "text",
+        """## The one line
+
+With nothing asked for: the least memory within 5 % of the step time. A fixed budget is `memory_limit="12GiB"` or a
+fraction of the device, `memory_limit=0.4`. (`min_tensor_bytes` is here because this model is tiny.)""",
+    ),
+    ("code", """handle = offload.enable(model, max_slowdown=0.5, min_tensor_bytes="64KiB")"""),
+    (
+        "code",
+        """def step():
+    x, y = torch.randn(512, 256, device=device), torch.randint(4, (512,), device=device)
+    with handle.step():  # covers the loss as well as the model's forward
+        loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+with tqdm(range(6)) as bar:
+    for _ in bar:
+        loss = step()
+        bar.set_postfix(loss=f"{loss:.3f}", **handle.postfix())  # peak, swapped, stalled""",
+    ),
+    (
+        "text",
+        """## What did it do?
+
+The report says what moved, and what did not and why. The plan says, tensor by tensor, what was chosen, and how far from
+the best possible plan it is (*gap*).""",
+    ),
+    ("code", "print(handle.report())"),
+    ("code", "print(handle.plan.explain())"),
+    (
+        "text",
+        """## A picture of one step
+
+Green and purple is computing, orange is waiting for a copy. The same as `"step.json"` opens in ui.perfetto.dev.""",
+    ),
+    (
+        "code",
+        """import base64
+from pathlib import Path
+
+from IPython.display import IFrame
+
+with handle.timeline("step.html"):
+    step()
+page = base64.b64encode(Path("step.html").read_bytes()).decode()
+IFrame("data:text/html;base64," + page, width="100%", height=560)""",
+    ),
+    (
+        "text",
+        """## After running out of memory
+
+The exception itself carries a note: who holds the memory, and the line to type. The notebook keeps the dead step alive
+through its last traceback; this gives it back, and the model stays enabled.""",
+    ),
+    ("code", "offload.recover()"),
+    ("text", "## Off again"),
+    ("code", "handle.disable()"),
+]
+
+
+def notebook() -> nbformat.NotebookNode:
+    """The notebook, without outputs."""
+    make = {"text": new_markdown_cell, "code": new_code_cell}
+    cells = [make[kind](source, id=f"cell-{number}") for number, (kind, source) in enumerate(CELLS, start=1)]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
+
+
+def main() -> int:
+    """Write it beside this file."""
+    nbformat.write(notebook(), Path(__file__).with_name("quickstart.ipynb"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The site is built as readers get it: strictly, without the network; and its generated page claims what exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from frameworks import need
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PICTURE_BYTES_MAX = 200_000
+
+
+class Resources(HTMLParser):
+    """What a page makes a browser fetch without being asked: scripts, styles, fonts, pictures."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+        about = dict(attrs)
+        if tag == "link" and about.get("rel") in ("canonical", "prev", "next"):
+            return
+        if tag in names and about.get(names[tag]):
+            self.found.append(str(about[names[tag]]))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        need(name)
+    folder = tmp_path_factory.mktemp("site")
+    # A proxy that nobody answers at: whoever asks the network fails.
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    ran = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "WARNING" not in ran.stderr, ran.stderr
+    return folder
+
+
+def test_every_page_is_in_the_menu(site):
+    front = (site / "index.html").read_text()
+    for path in DOCS.glob("*.md"):
+        assert (site / f"{path.stem}.html").is_file()
+        assert f'href="{path.stem}.html"' in front or path.stem == "index", path
+
+
+def test_nothing_comes_from_elsewhere(site):
+    pages = [path for path in site.glob("*.html") if path.name != "404.html"]  # that one is for servers alone
+    assert pages
+    for path in pages:
+        for resource in Resources(path.read_text()).found:
+            assert not re.match(r"(?:[a-z]+:)?//", resource), (path.name, resource)
+            assert (site / re.split(r"[?#]", resource)[0]).exists() or resource.startswith("data:"), resource
+    for path in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*['\"]?(?:https?:)?//", path.read_text()), path
+
+
+def test_the_api_page_shows_every_public_name(site):
+    import offload
+
+    text = (site / "api.html").read_text()
+    for name in offload.__all__:
+        assert re.search(rf"\b{name}\b", text), name
+    for name in ("OffloadCallback", "LMSCallback", "OffloadTrainerMixin", "OffloadTrainerCallback"):
+        assert f"{name}</" in text or f".{name}" in text, name
+
+
+def test_the_page_of_knobs_names_every_argument():
+    import inspect
+
+    import offload
+
+    text = (DOCS / "knobs.md").read_text()
+    for name in list(inspect.signature(offload.enable).parameters)[1:]:
+        assert f"| `{name}` |" in text, name
+    read = re.compile(r'environ(?:\.get\(|\[)"(\w+)"|_count\("(\w+)"\)')
+    sources = "\n".join(path.read_text() for path in (ROOT / "offload").glob("*.py"))
+    documented = {name for match in read.findall(sources) for name in match if name} - {"PATH"}
+    assert documented
+    for name in documented:
+        assert name in text, name
+
+
+def test_every_reason_to_stay_is_answered():
+    from offload.oom import _FIXED
+
+    hooks = (ROOT / "offload" / "hooks.py").read_text()
+    reasons = set(re.findall(r'_keep\([^)]*?"([\w ]+)"', hooks)) | _FIXED | {"kept by plan", "n_tensors", "excluded"}
+    assert {"small", "host limit"} <= reasons
+    text = (DOCS / "faq.md").read_text()
+    for reason in reasons:
+        assert f"| `kept: {reason}` |" in text, reason
+
+
+def test_pictures_are_small_and_shown():
+    pictures = sorted((DOCS / "pictures").iterdir())
+    assert pictures
+    shown = "\n".join(path.read_text() for path in DOCS.glob("*.md"))
+    for picture in pictures:
+        assert picture.stat().st_size <= PICTURE_BYTES_MAX, picture
+        assert f"](pictures/{picture.name})" in shown, picture
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def matrix():
+    specification = importlib.util.spec_from_file_location("docs_matrix", DOCS / "matrix.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["docs_matrix"] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules["docs_matrix"]
+
+
+def test_the_matrix_names_only_tests_that_exist():
+    text = (DOCS / "matrix.md").read_text()
+    sections = re.split(r"^`tests/integrations/(\w+\.py)`$", text, flags=re.M)[1:]
+    assert sections
+    for file, rows in zip(sections[::2], sections[1::2], strict=True):
+        tree = ast.parse((ROOT / "tests" / "integrations" / file).read_text())
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        named = re.findall(r"^\| (.+?) \| (?:passed|\*\*)", rows, re.M)
+        assert named
+        assert {"test_" + words.lower().replace(" ", "_") for words in named} <= names, file
+
+
+def test_the_matrix_claims_no_failure():
+    assert "FAILED" not in (DOCS / "matrix.md").read_text()
+
+
+def test_the_matrix_claims_what_has_passed_and_nothing_else(matrix, tmp_path):
+    results = tmp_path / "results.xml"
+    case = '<testcase classname="tests.integrations.test_keras" name="{}">{}</testcase>'
+    cases = [
+        case.format("test_a_switch[one]", ""),
+        case.format("test_a_switch[two]", '<failure message="no"/>'),
+        case.format("test_a_switch[three]", '<skipped message="Skipped: needs a CUDA device"/>'),
+        case.format("test_broken", '<error message="no"/>'),
+    ]
+    results.write_text(f'<testsuites><testsuite timestamp="2026-01-02T03:04">{"".join(cases)}</testsuite></testsuites>')
+    day, rows = matrix.read(results)
+    assert day == "2026-01-02"
+    assert [row.outcome for row in rows] == [
+        "passed: `one`; **not run**: `three` (needs a CUDA device); **FAILED**: `two`",
+        "**FAILED**",
+    ]
+    again = tmp_path / "again.xml"
+    again.write_text(f"<testsuite>{case.format('test_broken', '')}</testsuite>")
+    assert [(row.name, row.outcome) for row in matrix.read_all([results, again])[1]] == [("test_broken", "passed")]
+    text = matrix.page(day, rows, about="torch 1", where="")
+    assert "| A switch | passed: `one`;" in text
+    assert "| Broken | **FAILED** |" in text

@@ -1,0 +1,53 @@
+"""The quickstart notebook is executed, cell by cell, as a user of Colab or Kaggle would."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from frameworks import need
+
+ROOT = Path(__file__).resolve().parent.parent
+PATH = ROOT / "docs" / "quickstart.ipynb"
+
+
+@pytest.fixture
+def notebook():
+    return nbformat.read(PATH, as_version=4)
+
+
+def printed(notebook) -> str:
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(str(output.get("text", "")) for output in outputs)
+
+
+@pytest.mark.timeout(400)
+def test_every_cell_runs(notebook, tmp_path, monkeypatch):
+    need("ipykernel")
+    client = need("nbclient").NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    client.execute()
+    said = printed(notebook)
+    assert re.search(r"^swapped +[1-9]\d* tensors", said, re.M), said
+    assert "no swap-only plan within" in said
+    assert (tmp_path / "step.html").stat().st_size > 0
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    assert any("data:text/html;base64," in data.get("text/html", "") for data in shown)
+
+
+def test_no_outputs_are_committed(notebook):
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert not cell.get("outputs"), cell.id
+        assert cell.get("execution_count") is None
+
+
+def test_it_is_what_its_script_writes(notebook):
+    specification = importlib.util.spec_from_file_location("docs_notebook", ROOT / "docs" / "notebook.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    assert notebook == module.notebook()
