@@ -36,7 +36,9 @@ def run_stress(program: Path, rounds: int, seed: int, edge: str = "") -> subproc
     """Run it; whatever a sanitizer finds makes the status nonzero."""
     with tempfile.TemporaryDirectory(dir=spill_directory()) as directory:
         command = [str(program), str(rounds), str(seed), directory, *([edge] if edge else [])]
-        environment = {**os.environ, "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
+        # The first finding ends it: what a race has left behind may wait for ever.
+        halts = {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1", "TSAN_OPTIONS": "halt_on_error=1"}
+        environment = {**os.environ, **halts}
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
