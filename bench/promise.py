@@ -1,6 +1,6 @@
 """Is the promise kept? Predicted against measured, of plans that run: step time, tracked peak, slowdown, on the CPU.
 
-    python bench/promise.py --json bench/results/promise-cpu.json
+    python bench/promise.py --json bench/results/promise/cpu-DATE.json
 
 Beside the data path. Each row has a process of its own, in which a plain and a planned copy of one network train the
 same batches in turn, A B A B. Times are of forward and backward; the tracked peak counts every tensor that is alive,
