@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.units import format_bytes
+from offload.units import format_bytes, format_seconds
 
 SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
 PEER_BETTER = "peer better"
@@ -69,6 +69,8 @@ def read(path: Path) -> list[Table]:
         return list(largest_tables(content["rows"], content["machine"]))
     if content.get("format") == "offload-reach/1":
         return [reach_table(content)]
+    if content.get("format") == "offload-promise/1":
+        return [promise_table(content)]
     if content.get("format") == "offload-gpu-suite/1":
         return [summary_table(content)]
     if "contestants" in content:
@@ -325,6 +327,28 @@ def summary_table(content: Mapping[str, Any]) -> Table:
         for name, part in content["parts"].items()
     ]
     return Table("GPU suite", ["part", "ended", "took", "why"], rows, content["machine"])
+
+
+def promise_table(content: Mapping[str, Any]) -> Table:
+    """Plans that ran: predicted beside measured."""
+    columns = [
+        "network, wish",
+        "bits",
+        "peak measured",
+        "predicted",
+        "unswapped",
+        "step measured",
+        "predicted",
+        "plain",
+    ]
+    rows = []
+    for row in content["rows"]:
+        name = f"{row['family']}, {row['wish']}"
+        peaks = [row[f"{each}_peak_bytes"] for each in ("measured", "predicted", "unswapped")]
+        seconds = [row[f"{each}_seconds"] for each in ("measured", "predicted", "plain")]
+        cells = ["equal" if row["bits_equal"] else "DIFFER", *map(format_bytes, peaks), *map(format_seconds, seconds)]
+        rows.append(Row(f"promise / {name}", [name, *cells]))
+    return Table("Promises: measured beside predicted", columns, rows, content["machine"])
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:
