@@ -3,7 +3,8 @@
     python bench/instructions.py [--update]
 
 Counts under valgrind's callgrind, in the calling thread alone, and compares with `instructions.json`; --update
-writes that file anew. The figures hold for one minor version of Python and one of torch, which stand beside them.
+writes that file anew. The figures hold for one minor version of Python, one of torch and one processor, which
+stand beside them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from instructions_worker import COUNT, PLANS
+from machine import processor_name
 
 HERE = Path(__file__).resolve().parent
 COMMITTED = HERE / "instructions.json"
@@ -43,6 +45,7 @@ def versions() -> dict[str, str]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__.split("+")[0],
         "machine": platform.machine(),
+        "processor": processor_name(),  # libraries choose other loops on another one
     }
 
 
