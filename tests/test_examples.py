@@ -20,11 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def run(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
-    for _ in range(3 if launcher else 1):  # see ABORTED_AT_EXIT in integrations/test_torch_distributed.py
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-        if "terminate called without an active exception" not in done.stderr:
-            break
-    return done
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
 
 
 def output_of(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:

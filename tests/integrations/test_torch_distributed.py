@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 
-def torchrun_once(*command):
+def torchrun(*command):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -47,19 +47,6 @@ def torchrun_once(*command):
     return subprocess.run(
         [*launcher, *map(str, command)], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
-
-
-# Some runs in ten end so on a busy machine, in the interpreter's last moments, after the work is done; by whom is open.
-ABORTED_AT_EXIT = "terminate called without an active exception"
-
-
-def torchrun(*command):
-    """Run under torchrun; again, at most twice, where a process aborted at its exit."""
-    for _ in range(3):
-        ran = torchrun_once(*command)
-        if ABORTED_AT_EXIT not in ran.stderr:
-            break
-    return ran
 
 
 @pytest.fixture(scope="module")
