@@ -201,8 +201,9 @@ def _measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> 
         traffic.close()
     finally:
         engine.drain()
-    columns = [statistics.median(column) for column in zip(*rates, strict=True)]
-    out, _, out_processor, _, into, in_processor, out_both, in_both, _ = columns
+    columns = list(zip(*rates, strict=True))
+    out, _, _, _, into, _, out_both, in_both, _ = map(statistics.median, columns)
+    out_processor, in_processor = min(columns[2]), min(columns[5])  # a neighbour only adds
     return Calibration(
         device=_device_name(device),
         tier="disk" if _is_direct(store) else "pinned RAM",

@@ -272,8 +272,8 @@ class ByPlan:
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
         link = self._measure_link()
-        if measured is not None:  # to come back is taken to cost as much as to leave, until it is known
-            link = replace(link, swap_seconds=2 * measured.pack_seconds)
+        if measured is not None and profile.trace.tensors:
+            link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
         # Everything was leaving while forward ran; backward waited for what came back.
         trace = profile.trace
         slowed = link.byte_seconds * sum(tensor.bytes for tensor in trace.tensors) / 2
@@ -387,11 +387,13 @@ class ByPlan:
         assert plan is not None
         record = StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
         self._counts.steps_measured.append(record)
-        slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
-        pursuit.node_seconds.append(_quickened(measured.node_seconds, slowed))
         if plan.swaps:
-            waiting = plan.step_seconds - plan.compute_seconds
-            pursuit.swap_seconds.append(max(0.0, measured.stall_seconds - waiting) / len(plan.swaps))
+            pursuit.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
+        # What copies take of the processors while a hook runs is in the hook's time, not in a node's.
+        waiting = plan.step_seconds - plan.compute_seconds
+        in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
+        slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
+        pursuit.node_seconds.append(_quickened(measured.node_seconds, max(0.0, slowed - in_hooks)))
         pursuit.step_seconds.append(measured.step_seconds)
         pursuit.starts = measured.starts
         if log.isEnabledFor(logging.DEBUG):
