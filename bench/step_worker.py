@@ -1,6 +1,6 @@
 """A child process that trains one contestant, a step for each line it is sent.
 
-    python bench/step_worker.py JSON      {"setting": {…}, "contestant": NAME, "cap_bytes": …}
+    python bench/step_worker.py JSON      {"setting": {…}, "contestant": NAME, "cap_bytes": …, "settle": STEPS}
 
 Writes one JSON object a line: "ready", "step", "figures", or "inapplicable" with the reason. Sent "step" it trains a
 step, sent "finish" it tells its figures and ends. It ends by itself, with exit status 3, as soon as the resident
@@ -49,11 +49,10 @@ def run(task: dict[str, Any]) -> None:
     except contestants.Inapplicable as reason:
         tell("inapplicable", reason=str(reason))
         return
-    trainer.begin()
     if task.get("cap_bytes") is not None:
-        limit = resident_bytes() + int(task["cap_bytes"])
+        limit = trainer.baseline_bytes + int(task["cap_bytes"])
         threading.Thread(target=watch, args=(limit,), daemon=True).start()
-    tell("ready", settling=[asdict(step) for step in trainer.settle()], threads=torch.get_num_threads())
+    tell("ready", settling=[asdict(step) for step in trainer.settle(task["settle"])], threads=torch.get_num_threads())
     for line in sys.stdin:
         if line.strip() == "finish":
             break

@@ -33,7 +33,6 @@ def bench() -> Any:
 def bits(bench: Any, family: str, contestant: Any) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """Losses and gradient hashes of a few steps of a tiny model, and the run's figures."""
     trainer = bench["training"].Trainer(bench["race"].setting_of(family, "tiny"), contestant)
-    trainer.begin()
     steps = [*trainer.settle(), trainer.step()]
     figures = trainer.figures()
     trainer.close()
