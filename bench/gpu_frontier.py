@@ -22,7 +22,17 @@ from typing import Any
 import contestants
 import torch
 from contest import spread
-from contestants import BY_HAND, CHECKPOINT, PLAIN, SAVE_ON_CPU, SELECTIVE, SLOWDOWNS, TRANSFORMERS, Contestant, Inapplicable
+from contestants import (
+    BY_HAND,
+    CHECKPOINT,
+    PLAIN,
+    SAVE_ON_CPU,
+    SELECTIVE,
+    SLOWDOWNS,
+    TRANSFORMERS,
+    Contestant,
+    Inapplicable,
+)
 from models import FAMILIES, Size
 from result_file import ResultFile
 from training import Setting, Step, Trainer, same_bits

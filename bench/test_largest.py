@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from contestants import CHECKPOINT, LEAST, PLAIN, Contestant
+from contestants import BY_HAND, CHECKPOINT, PLAIN, Contestant
 from largest import CAPS, measure
 from pytest_benchmark.fixture import BenchmarkFixture
 
 CASES = [
     pytest.param(what, contestant, id=f"{what}-{contestant.name}")
     for what, chosen in (
-        ("resnet:batch", (PLAIN, LEAST, CHECKPOINT)),
-        ("gpt:layers", (PLAIN, LEAST)),
+        ("resnet:batch", (PLAIN, BY_HAND[1], CHECKPOINT)),
+        ("gpt:layers", (PLAIN, BY_HAND[1])),
     )
     for contestant in chosen
 ]
@@ -28,9 +28,10 @@ CASES = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("what", "contestant"), CASES)
 def test_largest(benchmark: BenchmarkFixture, what: str, contestant: Contestant) -> None:
-    benchmark.group = f"largest {what} in {CAPS['quick'] >> 20} MiB"
+    cap_bytes = CAPS["quick"][what]
+    benchmark.group = f"largest {what} in {cap_bytes >> 20} MiB"
     rows: list[dict[str, Any]] = []
-    benchmark.pedantic(lambda: rows.append(measure(what, contestant, size="quick", cap_bytes=CAPS["quick"])), rounds=1)
+    benchmark.pedantic(lambda: rows.append(measure(what, contestant, size="quick", cap_bytes=cap_bytes)), rounds=1)
     if "inapplicable" in rows[0]:
         pytest.skip(rows[0]["inapplicable"])
     assert "error" not in rows[0], rows[0]["error"]
