@@ -35,7 +35,7 @@ from contestants import (
 )
 from models import FAMILIES, Size
 from result_file import ResultFile
-from training import Setting, Step, Trainer, same_bits
+from training import STEPS_TO_SETTLE, Setting, Step, Trainer, same_bits
 
 from offload.options import default_host_limit
 
@@ -126,7 +126,7 @@ def run(setting: Setting, contestant: Contestant, timed: int) -> tuple[list[Step
     """Train a fresh model for the settling and the timed steps; only the last one's gradients are hashed."""
     trainer = Trainer(setting, contestant)
     try:
-        steps = trainer.settle()
+        steps = trainer.settle(STEPS_TO_SETTLE)
         steps += [trainer.step(hashes=number == timed - 1) for number in range(timed)]
         return steps, trainer.figures()
     finally:

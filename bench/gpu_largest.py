@@ -20,7 +20,7 @@ from gpu_frontier import release
 from largest import Try, search, setting_at, summary
 from models import Size
 from result_file import ResultFile
-from training import Setting, Trainer, same_bits
+from training import STEPS_TO_SETTLE, Setting, Trainer, same_bits
 
 GIB = 1 << 30
 CAP_BYTES = 8 * GIB
@@ -40,7 +40,7 @@ def try_here(setting: Setting, contestant: Contestant, value: int) -> Try:
     trainer = None
     try:
         trainer = Trainer(setting, contestant)
-        trainer.settle()
+        trainer.settle(STEPS_TO_SETTLE)
         seconds = trainer.step(hashes=False).seconds
         return Try(value, max(int(trainer.figures()["peak_bytes"]), 1), seconds)
     except OutOfMemory:

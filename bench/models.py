@@ -215,6 +215,7 @@ class Family:
     full: Size
 
 
+DEMO: Size = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256}  # the GPT of `offload demo`
 FAMILIES = {
     "gpt": Family(
         gpt,

@@ -255,13 +255,13 @@ class Meeting:
     def race(self, contestant: Contestant) -> dict[str, Any]:
         """Race one contestant; plain first of all."""
         about = {"family": self.setting.family, "name": contestant.name, "ours": contestant.is_ours}
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return {**about, "inapplicable": "left out: the time for this network was up"}
         if self.plain_peak_bytes is None and contestant is not PLAIN:
             base = self.race(PLAIN)
             if "error" in base:
                 return {**about, "error": base["error"]}
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            return {**about, "inapplicable": "left out: the time for this network was up"}
         try:
             run = Race(self.setting, contestant, self._plain, min(left + 1, RUN_SECONDS_MAX))
         except Inapplicable as reason:
