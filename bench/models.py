@@ -221,7 +221,7 @@ FAMILIES = {
         gpt,
         text,
         tiny={"layers": 2, "width": 32, "heads": 2, "batch": 2, "length": 32},
-        quick={"layers": 6, "width": 256, "heads": 4, "batch": 6, "length": 256},
+        quick={"layers": 4, "width": 256, "heads": 4, "batch": 8, "length": 256},
         full={"layers": 6, "width": 320, "heads": 5, "batch": 10, "length": 256},
     ),
     "resnet": Family(
@@ -243,14 +243,14 @@ FAMILIES = {
         text,
         tiny={"layers": 2, "width": 32, "batch": 2, "length": 16},
         quick={"layers": 4, "width": 320, "batch": 16, "length": 96},
-        full={"layers": 6, "width": 512, "batch": 24, "length": 160},
+        full={"layers": 4, "width": 448, "batch": 24, "length": 128},
     ),
     "vit": Family(
         ViT,
         images,
         tiny={"layers": 2, "width": 32, "heads": 2, "resolution": 32, "patch": 8, "batch": 2},
-        quick={"layers": 6, "width": 192, "heads": 3, "resolution": 128, "patch": 8, "batch": 8},
-        full={"layers": 8, "width": 320, "heads": 5, "resolution": 128, "patch": 8, "batch": 20},
+        quick={"layers": 4, "width": 192, "heads": 3, "resolution": 128, "patch": 8, "batch": 8},
+        full={"layers": 6, "width": 320, "heads": 5, "resolution": 128, "patch": 8, "batch": 10},
     ),
 }
 

@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", action="append", choices=sorted(models.FAMILIES), help="again for several (all)")
     parser.add_argument("--contestant", action="append", metavar="NAME", help="again for several (all)")
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="full")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="timed steps of each (5)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed steps of each (3)")
     parser.add_argument("--slow", action="store_true", help="torch.compile too: minutes for each")
     parser.add_argument("--keep", action="store_true", help="add to what FILE holds of other networks")
     parser.add_argument(

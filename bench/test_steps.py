@@ -3,7 +3,8 @@
     pytest bench/test_steps.py --benchmark-only
 
 A benchmark's time is a contestant's step in a process of its own; a plain process steps in turn with it. On a GPU
-`gpu_suite.py` measures this instead. The GPT meets every contestant, the other networks the ones that matter most.
+`gpu_suite.py` measures this instead. The GPT meets most contestants, the other networks the ones that matter most;
+`race.py` measures all of them, and steps that are not so short.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from functools import cached_property
 import contestants
 import models
 import pytest
-from contestants import CHECKPOINT, LEAST, PLAIN, SAVE_ON_CPU, SLOWDOWNS, TUTORIAL, Contestant, Inapplicable
+from contestants import CHECKPOINT, LEAST, PLAIN, SLOWDOWNS, Contestant, Inapplicable
 from pytest_benchmark.fixture import BenchmarkFixture
 from race import Race, Runner, setting_of, wrong
 
 ROUNDS = 3
 GROUP_SECONDS_MAX = 3600.0
-SHORT = (PLAIN, SLOWDOWNS[2], LEAST, CHECKPOINT, TUTORIAL, SAVE_ON_CPU)
+SHORT = (PLAIN, SLOWDOWNS[2], LEAST, CHECKPOINT)
+LONG = (*contestants.FIELD, *contestants.ACCELERATOR_ONLY, *contestants.COMPILED)
 CASES = [
     pytest.param(family, contestant, id=f"{family}-{contestant.name}")
     for family in models.FAMILIES
-    for contestant in (contestants.WIDE_FIELD if family == "gpt" else SHORT)
+    for contestant in (LONG if family == "gpt" else SHORT)
 ]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from offload import allocator
 from offload.demo_memory import MemoryMeter
 
+STEPS_TO_WARM_UP = 2  # recorded, and following what was recorded
 STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it
 STEPS_TO_SETTLE_PLANNED = 6  # each may be planned anew after it, five times at most
 
@@ -245,6 +246,6 @@ def warm_up(setting: Setting, contestant: Contestant) -> None:
     size = models.FAMILIES[setting.family].tiny
     tiny = Setting(setting.family, size, setting.device, setting.dtype, min_tensor_bytes=1024)
     trainer = Trainer(tiny, contestant)
-    for _ in range(STEPS_TO_SETTLE):
+    for _ in range(STEPS_TO_WARM_UP):
         trainer.step()
     trainer.close()
