@@ -106,7 +106,7 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
         "predicted_peak_bytes": plan.peak_bytes,
         "measured_peak_bytes": peak,
         "plain_seconds": plain_seconds,
-        "predicted_seconds": plan.step_seconds,
+        "predicted_seconds": plan.expected_seconds,
         "measured_seconds": seconds,
         "slowdown": seconds / plain_seconds - 1,
         "stall_seconds": [record.paused_seconds for record in report.steps_measured],

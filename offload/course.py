@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +85,7 @@ class Measured:
     node_seconds: tuple[float, ...]  # by node, without the time that hooks took
     waits: dict[int, float]  # by pack index: how long backward waited for it
     stall_seconds: float  # that hooks took in all
+    pack_seconds: float  # that one pack's hook took, the median
     step_seconds: float
 
 
@@ -143,20 +145,24 @@ class Stopwatch:
         pauses = [0.0] * node_count
         first_pause = [0.0] * node_count
         waits: dict[int, float] = {}
+        packs = []
         for node, pack_index, _, _ in self._pauses:
             begin, end = next(rest), next(rest)
             if node < node_count:
                 if begin <= at[node]:
                     first_pause[node] = end - begin
                 pauses[node] += end - begin
-            if pack_index is not None:
+            if pack_index is None:
+                packs.append(end - begin)
+            else:
                 waits[pack_index] = waits.get(pack_index, 0.0) + end - begin
         arrivals = [whole] * (node_count + 1)
         for node in reversed(range(node_count)):
             arrivals[node] = at.get(node, arrivals[node + 1])
         node_seconds = [max(0.0, arrivals[k + 1] - arrivals[k] - pauses[k]) for k in range(node_count)]
         starts = [arrivals[k] + first_pause[k] for k in range(node_count)]
-        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), whole)
+        pack_seconds = median(packs) if packs else 0.0
+        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), pack_seconds, whole)
 
 
 class Course:
