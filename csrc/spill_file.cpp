@@ -170,12 +170,13 @@ void SpillFile::grow(uint64_t bytes) {
   const uint64_t wanted = free_.round_up(bytes);
   for (const uint64_t growth : {std::max(wanted, kGrowthBytes), wanted}) {
     int error_number = EINTR;
-    const int attempts_max = OFFLOAD_BROKEN("an interrupted allocation is repeated") ? 1 : kAttemptsMax;
-    for (int attempt = 0; error_number == EINTR && attempt < attempts_max; ++attempt) {
+    for (int attempt = 0; error_number == EINTR && attempt < kAttemptsMax; ++attempt) {
       error_number = posix_fallocate(descriptor_, static_cast<off_t>(stats_.file_bytes), static_cast<off_t>(growth));
       if (error_number == EINVAL || error_number == EOPNOTSUPP)  // no such call there: holes are all one can have
         error_number = ftruncate(descriptor_, static_cast<off_t>(stats_.file_bytes + growth)) == 0 ? 0 : errno;
       error_number = static_cast<int>(-tamper(FileOperation::allocate, 0, nullptr, -error_number));
+      if (error_number == EINTR && OFFLOAD_BROKEN("an interrupted allocation is repeated"))
+        fail(error_number, stats_.file_bytes, "cannot allocate space for the spill file");
     }
     if (error_number == 0 || OFFLOAD_BROKEN("an allocation that failed is told")) {
       free_.grow(stats_.file_bytes, growth);

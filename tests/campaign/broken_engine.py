@@ -9,7 +9,6 @@ has a forked process of its own, which may die or hang of what it lacks; process
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -18,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from offload import _core, engine, hooks, options, stores
+from offload import _core, engine, hooks, options
 from offload.engine import Departure, Engine, Lease, SwappedView
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,12 +78,6 @@ def no_groups() -> Patches:
     return [mock.patch.object(options, "control_groups", return_value=())]
 
 
-def no_end() -> Patches:
-    """The interpreter ends while copies run."""
-    quiesce = stores._quiesce_at_exit
-    return [SimpleNamespace(start=lambda: atexit.unregister(quiesce), stop=lambda: atexit.register(quiesce))]
-
-
 BROKEN: dict[str, Callable[[], Patches]] = {
     "source is held until its copy ends": no_hold,
     "version of a swapped tensor is checked": no_check(engine),
@@ -93,7 +85,6 @@ BROKEN: dict[str, Callable[[], Patches]] = {
     "a duplicate keeps its stride": no_stride,
     "version of a kept tensor is checked": no_check(hooks),
     "a control group's limit counts": no_groups,
-    "copies end before the interpreter": no_end,
 }
 
 
