@@ -102,8 +102,8 @@ OUTSIDE = {
     ],
     "the spill file is its owner's": [PRIVACY + "private_and_unlinked"],
     "a planted link is refused": [PRIVACY + "planted_link_is_refused"],
-    "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
     "a forked child leaks its tickets": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
+    "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }
 TESTED = PYTHON | OUTSIDE
 
