@@ -19,8 +19,8 @@ from torch import nn
 from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
 from offload.held import HeldBytes
-from offload.options import Options
-from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
+from offload.options import Options, device_bytes
+from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, manual_plan, resident_bytes
 from offload.profiler import Profile, Profiler, Recorder
 from offload.report import Counts, StepRecord
 from offload.schedule import Schedule, StepOrder, by_hand, of_plan
@@ -98,8 +98,10 @@ class ByHand:
         if recorder is not None and recorder.finished:
             del self._recorders[signature]
             self._recorded(recorder.order)
-            assert self._options.n_tensors is not None
-            self.schedules[signature] = by_hand(recorder.order, self._options.n_tensors, self._options.lookahead_nodes)
+            count, lookahead_nodes = self._options.n_tensors, self._options.lookahead_nodes
+            assert count is not None
+            assert lookahead_nodes is not None
+            self.schedules[signature] = by_hand(recorder.order, count, lookahead_nodes)
         schedule = self.schedules.get(signature)
         for table in (self.schedules, self._recorders):
             while len(table) > SIGNATURES_MAX:
@@ -143,6 +145,8 @@ class Pursuit:
 
 class ByPlan:
     """Profiles a signature's first round, plans, and plans again where the promise is not kept.
+
+    With `n_tensors` the plan is what is swapped by hand, and only the leads are the planner's.
 
     Parameters
     ----------
@@ -293,7 +297,10 @@ class ByPlan:
         pursuit.held = _most(pursuit.held, held)
         trace = self.trace(pursuit)
         limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
-        if limit_bytes is not None and slowdown is None:
+        if self._options.n_tensors is not None:
+            room = device_bytes(self._engine.device)
+            plan = manual_plan(trace, pursuit.link, self._options.n_tensors, "auto", limit_bytes=room)
+        elif limit_bytes is not None and slowdown is None:
             plan = fastest_plan(trace, pursuit.link, limit_bytes)
         else:
             assert slowdown is not None
