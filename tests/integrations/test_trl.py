@@ -119,7 +119,7 @@ def handle_of(trainer):
 
 
 def train_both(path, how, kind=SFTTrainer, **changes):
-    """A run without the engine and one with it: equal to the last bit, and plain afterwards. The report of the second."""
+    """A run without the engine and one with it are equal to the last bit: the report and the trainer of the second."""
     plain, swapped = (make_trainer(path, each, kind, **changes) for each in ("plain", how))
     before = [parameter.detach().clone() for parameter in plain.model.parameters()]
     for trainer in (plain, swapped):
