@@ -21,6 +21,7 @@ tr:first-child th, tr:first-child td { border-top: 0; }
 th { color: var(--faint); white-space: nowrap; }
 code, pre { font: 13.5px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+pre { margin: 0; }
 .parts { list-style: none; margin: 8px 0 0; padding: 0; font-size: 13.5px; }
 .parts li { margin: 2px 0; font-variant-numeric: tabular-nums; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 8px; vertical-align: -1px; }
