@@ -156,7 +156,7 @@ class Session(Answers):
             prefetched=self.counts.prefetched,
             profiled_steps=self.counts.profiled_steps,
             borrowed_steps=self.counts.borrowed_steps,
-            predicted_step_seconds=plan.step_seconds if plan is not None else None,
+            predicted_step_seconds=plan.expected_seconds if plan is not None else None,
             measured_step_seconds=median(pursuit.step_seconds)
             if pursuit is not None and pursuit.step_seconds
             else None,
@@ -395,7 +395,9 @@ class Session(Answers):
 
 def _measure_link(device: torch.device, options: Options) -> Link:
     # A store of its own: nothing else uses it, and the report tells of the training's copies alone.
-    return calibrate(make_store(device, options), device, options.spill_dir).link()
+    # Copies of a GPU's memory take no processor that computes.
+    slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
 
 
 def _checkpoint_is_innermost() -> bool:
