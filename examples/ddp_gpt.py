@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the process group is made: docs/faq.md, "terminate called …"
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,6 +11,7 @@ import os
 import sys
 
 import torch
+import torch.distributed.nn  # before the process group is made: docs/faq.md, "terminate called …"
 from sklearn.datasets import load_digits
 from torch import Tensor, distributed, nn
 from torch.nn import functional

@@ -99,8 +99,10 @@ def test_image_classifier():
 
 def test_image_classifier_in_two_processes():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    text = output_of("image_classifier", "--quick", launcher=launcher)
+    left_threads = str(ROOT / "tests" / "integrations" / "left_threads.py")
+    text = output_of("image_classifier", "--quick", launcher=(*launcher, left_threads))
     assert text.count("equal losses and weights") == 2
+    assert text.count("gloo's threads left: 0\n") == 2
     assert "process 1 of 2" in text
 
 

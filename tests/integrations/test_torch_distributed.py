@@ -18,6 +18,7 @@ from offload.options import default_host_limit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = Path(__file__).parent / "distributed_worker.py"
+LEFT_THREADS = Path(__file__).parent / "left_threads.py"
 RUNS = [
     "ddp inner",
     "ddp inner, before it is wrapped",
@@ -53,8 +54,9 @@ def torchrun(*command):
 def outcomes(tmp_path_factory):
     """What each rank found, by run."""
     results, spill_dir = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("spill")
-    ran = torchrun(WORKER, results, spill_dir, "all")
+    ran = torchrun(LEFT_THREADS, WORKER, results, spill_dir, "all")
     assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.count("gloo's threads left: 0\n") == RANKS, ran.stdout
     return [json.loads((results / str(rank)).read_text()) for rank in range(RANKS)]
 
 
@@ -213,8 +215,9 @@ def test_a_cpu_model_initializes_no_cuda(launched, monkeypatch):
 
 
 def test_example():
-    ran = torchrun(ROOT / "examples" / "ddp_gpt.py", "--quick")
+    ran = torchrun(LEFT_THREADS, ROOT / "examples" / "ddp_gpt.py", "--quick")
     assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.count("gloo's threads left: 0\n") == RANKS, ran.stdout
     assert "2 processes on" in ran.stdout
     assert "all losses equal to the last bit on every rank: yes" in ran.stdout
     assert "NOTHING WAS SWAPPED" not in ran.stdout
