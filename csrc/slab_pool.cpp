@@ -110,6 +110,9 @@ bool SlabPool::grow(size_t bytes) {
   char* data = map_pages(slab_bytes, numa_node_);
   try {
     driver_->host_register(data, slab_bytes);
+  } catch (const DriverError& error) {
+    unmap_pages(data, slab_bytes);
+    throw PinningFailed(error);
   } catch (...) {
     unmap_pages(data, slab_bytes);
     throw;

@@ -152,13 +152,15 @@ void SpillFile::probe_alignment() {
 #ifdef STATX_DIOALIGN
   struct statx about{};
   if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
-  if (about.stx_dio_mem_align == 0) {  // opened with O_DIRECT, but the file system would not honour it
+  const size_t asked_bytes = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
+  // Opened with O_DIRECT, but the file system would not honour it; or it wants more than extents and slabs have.
+  if (about.stx_dio_mem_align == 0 || asked_bytes > kExtentBytes) {
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
     direct_ = false;
     alignment_bytes_ = 1;
     return;
   }
-  alignment_bytes_ = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
+  alignment_bytes_ = asked_bytes;
 #endif
 }
 
