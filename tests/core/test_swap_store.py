@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core.store_rig import SCHEDULES, TIERS, Source, make_store
+from core.store_rig import POISON, SCHEDULES, TIERS, Source, make_store
 
 from offload import _core
 
