@@ -196,7 +196,7 @@ def test_failed_pinning_keeps_the_tensor(monkeypatch, caplog):
     assert report.kept["pinning failed"].nbytes == 2 * batch.nbytes
     assert report.swapped.tensors > 0
     assert [record.message for record in caplog.records if "asked to pin" in record.message] == [
-        "a tensor stays on the device: cuMemHostRegister_v2 failed with code 2: CUDA_ERROR_OUT_OF_MEMORY (out of memory): "
-        "asked to pin 16384 bytes, failed after 0; lower host_limit"
+        "a tensor stays on the device: cuMemHostRegister_v2 failed with code 2: "
+        "CUDA_ERROR_OUT_OF_MEMORY (out of memory): asked to pin 16384 bytes, failed after 0; lower host_limit"
     ]
     assert double.first_violation == ""
