@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import machine
 import pytest
 
 NOT_RUN = pytest.StashKey[list[dict[str, str]]]()
+BEGIN = pytest.StashKey[float]()
+SECONDS_MAX = 450.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--bench-seconds",
+        type=float,
+        default=SECONDS_MAX,
+        metavar="S",
+        help=f"benchmarks that would begin later than this are left out, and said to be ({SECONDS_MAX:.0f})",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOT_RUN] = []
+    config.stash[BEGIN] = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seconds_max = item.config.getoption("--bench-seconds")
+    if time.monotonic() - item.config.stash[BEGIN] > seconds_max:
+        pytest.skip(f"left out: {seconds_max:.0f} s were up; --bench-seconds allows more")
 
 
 @pytest.hookimpl(wrapper=True)

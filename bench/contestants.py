@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import offload
+from offload.plan import InfeasibleLimitError
 
 NEEDS_CUDA = "needs CUDA"
 DISK_ELEMENTS_MIN = 1000  # the tutorial's own threshold
+LEAST_TRIES = 4  # of which the first tells the least limit, and others where a step needs more than was profiled
+LEAST_MARGIN = 0.005
 
 
 class Inapplicable(Exception):
@@ -50,6 +53,11 @@ class Contestant:
     def is_ours(self) -> bool:
         """Whether the engine runs in it."""
         return self.kind == "offload"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the engine chooses by itself, which it does anew after each of the first steps."""
+        return self.is_ours and not {"n_tensors", "share"} & set(self.options)
 
 
 @dataclass
@@ -106,8 +114,15 @@ def plain(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepare
 
 
 def offloaded(model: nn.Module, _device: str, probe: Callable[[], None], **options: Any) -> Prepared:
-    """Enable the engine; `share` of the storages stands for `n_tensors`, which a step more finds out."""
+    """Enable the engine.
+
+    Two options are none of `offload.enable`: `share` of the storages stands for `n_tensors`, which a step more finds
+    out; and `least` for the least memory limit that the planner finds feasible.
+    """
     share = options.pop("share", None)
+    if options.pop("least", False):
+        handle = enable_least(model, probe, **options)
+        return Prepared(model, handle.step, handle)
     if share is not None:
         least = {name: value for name, value in options.items() if name == "min_tensor_bytes"}
         with offload.enable(model, n_tensors=-1, **least) as handle, handle.step():
@@ -115,6 +130,30 @@ def offloaded(model: nn.Module, _device: str, probe: Callable[[], None], **optio
         options["n_tensors"] = max(round(share * handle.report().swapped.tensors), 1)
     handle = offload.enable(model, **options)
     return Prepared(model, handle.step, handle)
+
+
+def enable_least(model: nn.Module, probe: Callable[[], None], **options: Any) -> Any:
+    """Enable the engine with the least memory limit, which it tells when it refuses a smaller one.
+
+    Raises
+    ------
+    InfeasibleLimitError
+        The least limit rose from try to try.
+    """
+    limit_bytes = 1
+    for _ in range(LEAST_TRIES):
+        handle = offload.enable(model, memory_limit=limit_bytes, **options)
+        try:
+            for _ in range(2):  # the first one is profiled, under any limit; the second one is planned
+                with handle.step():
+                    probe()
+        except InfeasibleLimitError as error:
+            handle.disable()
+            refused = error
+            limit_bytes = int(error.least_bytes * (1 + LEAST_MARGIN))
+        else:
+            return handle
+    raise refused
 
 
 def saved_on_cpu(model: nn.Module, device: str, _probe: Callable[[], None]) -> Prepared:
@@ -223,30 +262,35 @@ KINDS: dict[str, Callable[..., Prepared]] = {
 }
 
 PLAIN = Contestant("plain", "plain")
-LEAST = Contestant("offload, least memory", "offload", {"n_tensors": -1, "lb": 1})
+LEAST = Contestant("offload, least memory", "offload", {"least": True})
 SLOWDOWNS = tuple(
     Contestant(f"offload, max_slowdown {percent} %", "offload", {"max_slowdown": percent / 100})
     for percent in (0, 2, 5, 10, 25)
 )
 BY_HAND = (
-    LEAST,
+    Contestant("offload, n_tensors −1, lb 1", "offload", {"n_tensors": -1, "lb": 1}),
     Contestant("offload, n_tensors −1, lb 4", "offload", {"n_tensors": -1, "lb": 4}),
     Contestant("offload, half of the tensors, lb 4", "offload", {"share": 0.5, "lb": 4}),
 )
 CHECKPOINT = Contestant("checkpoint per block", "checkpoint")
+SELECTIVE = Contestant("selective checkpointing", "selective")
+SAVE_ON_CPU = Contestant("save_on_cpu", "save_on_cpu")
 TUTORIAL = Contestant("tutorial's disk hooks", "tutorial")
-PEERS = (
-    CHECKPOINT,
-    Contestant("selective checkpointing", "selective"),
-    Contestant("save_on_cpu", "save_on_cpu"),
-    TUTORIAL,
+TRANSFORMERS = Contestant("transformers offload", "transformers")
+ACCELERATOR_ONLY = (
     Contestant("TRL OffloadActivations", "trl", cuda_only="it moves tensors of an accelerator only"),
     Contestant("torchtune OffloadActivations", "torchtune", cuda_only="it moves tensors of a GPU only"),
-    Contestant("transformers offload", "transformers", cuda_only="without one it is checkpointing per block"),
+)
+COMPILED = (
     Contestant("torch.compile, budget 0.5", "compile", {"budget": 0.5}, slow=True, equal=False),
     Contestant("torch.compile, budget 0.2", "compile", {"budget": 0.2}, slow=True, equal=False),
 )
-EVERY = (PLAIN, *SLOWDOWNS, *BY_HAND, *PEERS)
+PEERS = (CHECKPOINT, SELECTIVE, SAVE_ON_CPU, TUTORIAL, TRANSFORMERS, *ACCELERATOR_ONLY, *COMPILED)
+EVERY = (PLAIN, *SLOWDOWNS, LEAST, *BY_HAND, *PEERS)
+# On the CPU, what matters most first: plain gives the memory that the others stand beside.
+WIDE_FIELD = (PLAIN, SLOWDOWNS[2], LEAST, CHECKPOINT, SLOWDOWNS[0], SLOWDOWNS[4], TUTORIAL, SELECTIVE, SLOWDOWNS[1],
+              SLOWDOWNS[3], BY_HAND[1], SAVE_ON_CPU, TRANSFORMERS, *ACCELERATOR_ONLY, *COMPILED)  # fmt: skip
+FIELD = (PLAIN, SLOWDOWNS[2], LEAST, CHECKPOINT, SLOWDOWNS[0], SLOWDOWNS[4], TUTORIAL, SELECTIVE, SAVE_ON_CPU)
 
 
 def by_name(name: str) -> Contestant:
@@ -286,14 +330,23 @@ def prepare(
     Inapplicable
         It cannot run here.
     """
-    if contestant.cuda_only and device == "cpu":
-        raise Inapplicable(f"{NEEDS_CUDA}: {contestant.cuda_only}")
+    check_device(contestant, device)
     options = {**defaults, **contestant.options} if contestant.is_ours else contestant.options
     return KINDS[contestant.kind](model, device, probe, **options)
 
 
-def select(names: Sequence[str] | None, *, slow: bool) -> list[Contestant]:
-    """Return the contestants of these names, or every one; slow ones only where asked for."""
-    if names:
-        return [by_name(name) for name in names]
-    return [contestant for contestant in EVERY if slow or not contestant.slow]
+def check_device(contestant: Contestant, device: str) -> None:
+    """Check that there is something to measure on this device.
+
+    Raises
+    ------
+    Inapplicable
+        There is not.
+    """
+    if contestant.cuda_only and device == "cpu":
+        raise Inapplicable(f"{NEEDS_CUDA}: {contestant.cuda_only}")
+
+
+def field_of(family: str) -> tuple[Contestant, ...]:
+    """Return who races over this network on the CPU: over the GPT, everyone."""
+    return WIDE_FIELD if family == "gpt" else FIELD

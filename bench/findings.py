@@ -15,6 +15,7 @@ from offload.units import format_bytes, format_seconds
 
 SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
 PEER_BETTER = "peer better"
+NOT_REACHED = "not reached"
 UNEQUAL = "OTHER BITS"
 
 
@@ -352,9 +353,10 @@ def promise_table(content: Mapping[str, Any]) -> Table:
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:
-    """What `reach.py` measured."""
-    rows = [
-        Row(f"reach / {name}", [name, row["measured"], {True: "yes", False: "no", None: "–"}[row["met"]]])
-        for name, row in content["rows"].items()
-    ]
-    return Table("Reach without a GPU", ["what", "measured", "met"], rows, content["machine"])
+    """What `reach.py` measured or found in other results."""
+    rows = []
+    for name, row in content["rows"].items():
+        mark = NOT_REACHED if row["met"] is False else ""
+        verdict = mark or ("yes" if row["met"] else "–")
+        rows.append(Row(f"reach / {name}", [row["what"], row["reach"], row["measured"], verdict], mark))
+    return Table("Reach without a GPU", ["what", "reach", "measured", "reached"], rows, content["machine"])

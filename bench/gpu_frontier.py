@@ -22,10 +22,20 @@ from typing import Any
 import contestants
 import torch
 from contest import spread
-from contestants import BY_HAND, PEERS, PLAIN, SLOWDOWNS, Contestant, Inapplicable
+from contestants import (
+    BY_HAND,
+    CHECKPOINT,
+    PLAIN,
+    SAVE_ON_CPU,
+    SELECTIVE,
+    SLOWDOWNS,
+    TRANSFORMERS,
+    Contestant,
+    Inapplicable,
+)
 from models import FAMILIES, Size
 from result_file import ResultFile
-from training import Setting, Step, Trainer, same_bits
+from training import STEPS_TO_SETTLE, Setting, Step, Trainer, same_bits
 
 from offload.options import default_host_limit
 
@@ -37,7 +47,8 @@ WIDTHS_SAVED = 18  # a block saves about so many values a token and unit of widt
 STEPS_TIMED = 5
 PASSES = 3
 # What matters most first: time may not suffice for all.
-ORDER = (PLAIN, SLOWDOWNS[2], BY_HAND[1], PEERS[0], SLOWDOWNS[0], BY_HAND[2], *PEERS[1:3], *PEERS[4:7], BY_HAND[0])
+ORDER = (PLAIN, SLOWDOWNS[2], BY_HAND[1], CHECKPOINT, SLOWDOWNS[0], BY_HAND[2], SELECTIVE, SAVE_ON_CPU,
+         *contestants.ACCELERATOR_ONLY, TRANSFORMERS, BY_HAND[0])  # fmt: skip
 
 
 def order(slow: bool) -> list[Contestant]:
@@ -115,8 +126,7 @@ def run(setting: Setting, contestant: Contestant, timed: int) -> tuple[list[Step
     """Train a fresh model for the settling and the timed steps; only the last one's gradients are hashed."""
     trainer = Trainer(setting, contestant)
     try:
-        trainer.begin()
-        steps = trainer.settle()
+        steps = trainer.settle(STEPS_TO_SETTLE)
         steps += [trainer.step(hashes=number == timed - 1) for number in range(timed)]
         return steps, trainer.figures()
     finally:

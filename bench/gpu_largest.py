@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contestants import BY_HAND, CHECKPOINT, LEAST, PEERS, PLAIN, SLOWDOWNS, Contestant, Inapplicable
+from contestants import BY_HAND, CHECKPOINT, PLAIN, SAVE_ON_CPU, SLOWDOWNS, Contestant, Inapplicable
 from gpu_frontier import release
 from largest import Try, search, setting_at, summary
 from models import Size
 from result_file import ResultFile
-from training import Setting, Trainer, same_bits
+from training import STEPS_TO_SETTLE, Setting, Trainer, same_bits
 
 GIB = 1 << 30
 CAP_BYTES = 8 * GIB
 RESNET_50: Size = {"width": 64, "blocks0": 3, "blocks1": 4, "blocks2": 6, "blocks3": 3, "resolution": 224}
 FIRST_BATCH = 16
-CHOSEN = (PLAIN, LEAST, SLOWDOWNS[-1], CHECKPOINT, PEERS[2], BY_HAND[1])
+CHOSEN = (PLAIN, BY_HAND[0], SLOWDOWNS[-1], CHECKPOINT, SAVE_ON_CPU, BY_HAND[1])
 SECONDS_RESERVED = 5.0
 OutOfMemory = (MemoryError, torch.OutOfMemoryError)
 
@@ -40,8 +40,7 @@ def try_here(setting: Setting, contestant: Contestant, value: int) -> Try:
     trainer = None
     try:
         trainer = Trainer(setting, contestant)
-        trainer.begin()
-        trainer.settle()
+        trainer.settle(STEPS_TO_SETTLE)
         seconds = trainer.step(hashes=False).seconds
         return Try(value, max(int(trainer.figures()["peak_bytes"]), 1), seconds)
     except OutOfMemory:

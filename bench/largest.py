@@ -2,13 +2,16 @@
 
     python bench/largest.py --json FILE [--what FAMILY:DIMENSION …] [--cap SIZE] [--size tiny|quick|full]
 
-Every try is a process of its own that ends as soon as its resident set has grown by more than the cap. A guess comes
-from the growth of the tries before; halving what is left to search bounds their number.
+Every try is a process of its own that watches its resident set and ends as soon as that has grown by more than the
+cap; this takes no privileges and no control group. What the kernel has counted as its peak must be within the cap too.
+A guess comes from the growth of the tries before; halving what is left to search bounds their number. At the largest
+that fits, further steps are timed in another process.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +22,7 @@ from typing import Any
 import contestants
 import machine
 import models
-from contestants import LEAST, PLAIN, Contestant, Inapplicable
+from contestants import BY_HAND, CHECKPOINT, PLAIN, TUTORIAL, Contestant, Inapplicable
 from race import OverCap, Runner, setting_of
 from result_file import ResultFile
 from training import Setting
@@ -28,15 +31,24 @@ from offload.units import parse_bytes
 
 MIB = 1 << 20
 TOLERANCE = {"tiny": 0.15, "quick": 0.12, "full": 0.05}
-TRIES_MAX = 12
+TRIES_MAX = 9
+STEPS_TO_SETTLE = 2
+STEPS_TIMED = 3
+SEARCH_SECONDS_MAX = 100.0  # of one contestant; what was found until then counts
+SECONDS_MAX = 720.0  # of all; the rest is left out
 SHRUNK = {  # where a search begins: so small that plain fits with room to spare
     "tiny": {"gpt:layers": 1, "resnet:batch": 2, "unet:resolution": 16},
     "quick": {"gpt:layers": 1, "resnet:batch": 4, "unet:resolution": 32},
     "full": {"gpt:layers": 1, "resnet:batch": 4, "unet:resolution": 64},
 }
-CAPS = {"tiny": 64 * MIB, "quick": 128 * MIB, "full": 512 * MIB}
+CAPS = {
+    "tiny": {"gpt:layers": 64 * MIB, "resnet:batch": 64 * MIB, "unet:resolution": 64 * MIB},
+    "quick": {"gpt:layers": 64 * MIB, "resnet:batch": 64 * MIB, "unet:resolution": 64 * MIB},
+    "full": {"gpt:layers": 128 * MIB, "resnet:batch": 256 * MIB, "unet:resolution": 128 * MIB},
+}
 MULTIPLES = {"unet:resolution": 16}  # of which a size must be
 DEFAULT = ("resnet:batch", "gpt:layers", "unet:resolution")
+CHOSEN = (PLAIN, BY_HAND[1], CHECKPOINT, TUTORIAL)
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,13 @@ class Try:
 
 
 def search(
-    probe: Callable[[int], Try], cap_bytes: int, first: int, *, multiple: int = 1, tolerance: float = 0.05
+    probe: Callable[[int], Try],
+    cap_bytes: int,
+    first: int,
+    *,
+    multiple: int = 1,
+    tolerance: float = 0.05,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> list[Try]:
     """Try sizes until the largest that fits is known well enough, or `TRIES_MAX` have been tried.
 
@@ -65,6 +83,8 @@ def search(
         Of which every size is one.
     tolerance
         How much larger, as a share, the largest may be that fits but was not tried.
+    is_over
+        Asked before every try but the first: whether the time is up.
 
     Returns
     -------
@@ -72,25 +92,37 @@ def search(
         All tries in order. Only sizes that were tried and fitted count as fitting.
     """
     tries: list[Try] = []
-    low, high, growth = 0, None, 0
+    low, high = 0, None
     guess = first
-    while len(tries) < TRIES_MAX:
+    while len(tries) < TRIES_MAX and not (tries and is_over()):
         tries.append(probe(guess))
         if tries[-1].growth_bytes is None:
             high = guess
         else:
-            low, growth = guess, tries[-1].growth_bytes
+            low = guess
+        step = max(multiple, int(tolerance * low) // multiple * multiple)
         if high is None:
-            likely = int(low * cap_bytes / max(growth, 1))
-            guess = min(max(likely, low + multiple), 4 * low)
-        elif high - low <= max(multiple, tolerance * low):
+            # A step beyond what is likely to fit: where that is so, one more try tells.
+            guess = max(min(likely(tries, cap_bytes), 4 * low), low + step)
+        elif high - low <= step:
             break
         else:
-            guess = (low + high) // 2
+            guess = min(max(likely(tries, cap_bytes), low + (high - low) // 4), high - (high - low) // 4)
         guess = max(guess // multiple * multiple, low + multiple)
         if high is not None and guess >= high:
             break
     return tries
+
+
+def likely(tries: Sequence[Try], cap_bytes: int) -> int:
+    """Guess the size that grows by the cap: on the line through the two largest that fitted."""
+    fitted = sorted((each.value, each.growth_bytes) for each in tries if each.growth_bytes is not None)
+    if not fitted:
+        return 0
+    value, growth = fitted[-1]
+    before, growth_before = fitted[-2] if len(fitted) > 1 else (0, 0)
+    slope = max(growth - growth_before, 1) / (value - before)
+    return value + int((cap_bytes - growth) / slope)
 
 
 def largest_of(tries: Sequence[Try]) -> Try | None:
@@ -101,11 +133,21 @@ def largest_of(tries: Sequence[Try]) -> Try | None:
 def try_apart(setting: Setting, contestant: Contestant, cap_bytes: int, value: int) -> Try:
     """Train the settling steps and one more in a process with a cap."""
     try:
-        with Runner(setting, contestant, cap_bytes) as run:
+        with Runner(setting, contestant, cap_bytes, settle=STEPS_TO_SETTLE) as run:
             seconds = run.step()
-            return Try(value, int(run.finish()["peak_bytes"]), seconds)
+            growth_bytes = int(run.finish()["peak_bytes"])
     except OverCap:
         return Try(value, None)
+    return Try(value, growth_bytes, seconds) if growth_bytes <= cap_bytes else Try(value, None)
+
+
+def time_apart(setting: Setting, contestant: Contestant, cap_bytes: int) -> list[float]:
+    """Train once more within the cap; the timed steps' seconds, none where it fitted by chance only."""
+    try:
+        with Runner(setting, contestant, cap_bytes, settle=STEPS_TO_SETTLE) as run:
+            return [run.step() for _ in range(STEPS_TIMED)]
+    except OverCap:
+        return []
 
 
 def setting_at(what: str, size: str, value: int) -> Setting:
@@ -119,21 +161,35 @@ def _batch(family: str, dimension: str) -> dict[str, int]:
     return {} if dimension == "batch" else {"batch": max(models.FAMILIES[family].quick["batch"] // 2, 1)}
 
 
-def measure(what: str, contestant: Contestant, *, size: str, cap_bytes: int) -> dict[str, Any]:
+def measure(
+    what: str, contestant: Contestant, *, size: str, cap_bytes: int, seconds_max: float = SEARCH_SECONDS_MAX
+) -> dict[str, Any]:
     """Search for one contestant; a row, or one with "inapplicable" or "error" in it."""
     begin = time.monotonic()
     about: dict[str, Any] = {"what": what, "name": contestant.name, "ours": contestant.is_ours, "cap_bytes": cap_bytes}
+    if seconds_max <= 0:
+        return {**about, "inapplicable": "left out: the time was up"}
 
     def probe(value: int) -> Try:
         return try_apart(setting_at(what, size, value), contestant, cap_bytes, value)
 
+    def is_over() -> bool:
+        return time.monotonic() - begin > seconds_max
+
+    multiple, tolerance = MULTIPLES.get(what, 1), TOLERANCE[size]
     try:
-        tries = search(probe, cap_bytes, SHRUNK[size][what], multiple=MULTIPLES.get(what, 1), tolerance=TOLERANCE[size])
+        tries = search(probe, cap_bytes, SHRUNK[size][what], multiple=multiple, tolerance=tolerance, is_over=is_over)
+        row = {**about, **summary(tries), "size": size, **({"cut_short": "the time was up"} if is_over() else {})}
+        if row["largest"]:
+            setting = setting_at(what, size, row["largest"])
+            seconds = time_apart(setting, contestant, cap_bytes)
+            row |= {"fitted_twice": bool(seconds), "timed_seconds": seconds, "setting": setting.to_dict()}
+            row["step_seconds"] = statistics.median(seconds or [row["step_seconds"]])
     except Inapplicable as reason:
         return {**about, "inapplicable": str(reason)}
     except RuntimeError as error:
         return {**about, "error": str(error)}
-    return {**about, **summary(tries), "size": size, "search_seconds": round(time.monotonic() - begin, 1)}
+    return {**row, "search_seconds": round(time.monotonic() - begin, 1)}
 
 
 def summary(tries: Sequence[Try]) -> dict[str, Any]:
@@ -155,15 +211,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--contestant", action="append", metavar="NAME", help="again for several")
     parser.add_argument("--size", choices=tuple(CAPS), default="full")
     parser.add_argument("--cap", type=parse_bytes, metavar="SIZE", help="on the growth of the resident set")
+    parser.add_argument("--seconds", type=float, default=SECONDS_MAX, metavar="S", help="of all; the rest is left out")
     args = parser.parse_args(argv)
-    chosen = [contestants.by_name(name) for name in args.contestant or ()] or [PLAIN, LEAST, *contestants.PEERS[:4]]
+    chosen = [contestants.by_name(name) for name in args.contestant or ()] or CHOSEN
     results = ResultFile(args.json)
     results.set("format", "offload-largest/1")
     results.set("machine", machine.describe())
     failed = 0
+    deadline = time.monotonic() + args.seconds
     for what in args.what or DEFAULT:
+        cap_bytes = args.cap or CAPS[args.size][what]
         for contestant in chosen:
-            row = measure(what, contestant, size=args.size, cap_bytes=args.cap or CAPS[args.size])
+            seconds_max = min(deadline - time.monotonic(), SEARCH_SECONDS_MAX)
+            row = measure(what, contestant, size=args.size, cap_bytes=cap_bytes, seconds_max=seconds_max)
             results.append("rows", row)
             failed += "error" in row
             words = row.get("inapplicable") or row.get("error") or f"{row['largest']} at {row['step_seconds']:.2f} s"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = (0.5, 0.25, 0.1, 0.03)
 SHARED_BANDWIDTH = 15.754e9
 SMALL_COUNT = 200
+CANDIDATES = (1_000, 10_000)
 # Seconds of copying, out and in together, for each second of computation, if everything swapped.
 TRAFFIC = (0.3, 0.8)
+
+
+def traces_folder() -> Path:
+    """Return the folder of recorded traces, which may not exist."""
+    return Path(os.environ.get("OFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
 
 
 def limits(trace: Trace) -> list[tuple[float, int]]:
@@ -49,9 +56,11 @@ def link_for(trace: Trace, traffic: float, latency: float = 0.0) -> Link:
     return Link(bandwidth, bandwidth, latency)
 
 
-def planned(name: str, trace: Trace, link: Link) -> Iterator[dict[str, Any]]:
+def planned(name: str, trace: Trace, link: Link, budgets: Sequence[float] = BUDGETS) -> Iterator[dict[str, Any]]:
     """Yield one row per budget."""
     for budget, limit in limits(trace):
+        if budget not in budgets:
+            continue
         start = time.process_time()
         plan = fastest_plan(trace, link, limit)
         seconds = time.process_time() - start
@@ -76,19 +85,19 @@ def shared_rows(directory: Path) -> Iterator[dict[str, Any]]:
         yield from planned(path.stem, Trace.load(path), Link(SHARED_BANDWIDTH, SHARED_BANDWIDTH))
 
 
-def unseen_rows() -> Iterator[dict[str, Any]]:
-    """Yield the synthetic traces' rows."""
+def unseen_rows(quick: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the synthetic traces' rows; where `quick`, of the small ones of one seed."""
     for name, make in SHAPES.items():
-        for count in (60, 250):
-            for seed in (0, 1, 2):
+        for count in (60,) if quick else (60, 250):
+            for seed in (0,) if quick else (0, 1, 2):
                 trace = make(count, seed)
                 for traffic in TRAFFIC:
                     yield from planned(f"{name}/{count}/{seed}/{traffic}", trace, link_for(trace, traffic))
 
 
-def small_rows() -> Iterator[dict[str, Any]]:
+def small_rows(instances: int = SMALL_COUNT) -> Iterator[dict[str, Any]]:
     """Yield the distance of the search from the optimum on small random instances."""
-    for seed in range(SMALL_COUNT):
+    for seed in range(instances):
         trace = small(seed)
         link = link_for(trace, (0.5, 1.0, 2.0)[seed % 3], 0.01 if seed % 2 else 0.0)
         least, peak = least_feasible_limit(trace), max(unswapped_bytes(trace))
@@ -105,12 +114,12 @@ def small_rows() -> Iterator[dict[str, Any]]:
         }
 
 
-def time_rows() -> Iterator[dict[str, Any]]:
-    """Yield planning times for 1,000 and 10,000 candidates."""
-    for count in (1_000, 10_000):
+def time_rows(counts: Sequence[int] = CANDIDATES) -> Iterator[dict[str, Any]]:
+    """Yield planning times for so many candidates."""
+    for count in counts:
         for name, make in SHAPES.items():
             trace = make(count, 7)
-            yield from list(planned(f"{name}/{count}", trace, link_for(trace, TRAFFIC[1])))[2:3]
+            yield from planned(f"{name}/{count}", trace, link_for(trace, TRAFFIC[1]), BUDGETS[2:3])
 
 
 def gap_figures(rows: list[dict[str, Any]], key: str = "gap") -> dict[str, float]:
@@ -134,18 +143,18 @@ def both_gap_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     return gap_figures(rows) | gap_figures(rows, "gap_two_cuts")
 
 
-def time_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+def time_figures(rows: list[dict[str, Any]], counts: Sequence[int] = CANDIDATES) -> dict[str, float]:
     """Return the longest planning time for each size."""
     return {
         f"planning_s_max_{count}": max(row["planning_s"] for row in rows if row["trace"].endswith(f"/{count}"))
-        for count in (1_000, 10_000)
+        for count in counts
     }
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces")
+    parser.add_argument("--traces", type=Path, default=traces_folder())
     parser.add_argument("--output", type=Path, default=Path("planner_table.json"))
     parser.add_argument("--only", nargs="*", default=["shared", "small", "unseen", "time"])
     args = parser.parse_args()

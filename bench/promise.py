@@ -21,7 +21,7 @@ from typing import Any
 
 import machine
 import torch
-from models import FAMILIES, batch_of, build, loss_of
+from models import DEMO, FAMILIES, batch_of, build, loss_of
 from result_file import write_json
 
 import offload
@@ -34,7 +34,7 @@ from live_bytes import Peak, tell_blocks
 SETTLE_STEPS = 8  # profiling, and what planning anew may take
 MEASURED_STEPS = 5
 FRACTIONS = (0.6, 0.4, 0.3)
-MODELS = {"gpt": "full", "resnet": "quick"}
+MODELS = {"gpt": DEMO, "resnet": FAMILIES["resnet"].quick}
 
 
 class Contestant:
@@ -80,7 +80,7 @@ class Contestant:
 
 def measure(family: str, fraction: float | None) -> dict[str, Any]:
     """One row; `fraction`: the memory limit as a share of the unswapped peak, None for the default knobs."""
-    size = getattr(FAMILIES[family], MODELS[family])
+    size = MODELS[family]
     plain, planned = Contestant(family, size), Contestant(family, size)
     tell_blocks()
     plain.step(0)
@@ -106,7 +106,7 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
         "predicted_peak_bytes": plan.peak_bytes,
         "measured_peak_bytes": peak,
         "plain_seconds": plain_seconds,
-        "predicted_seconds": plan.step_seconds,
+        "predicted_seconds": plan.expected_seconds,
         "measured_seconds": seconds,
         "slowdown": seconds / plain_seconds - 1,
         "stall_seconds": [record.paused_seconds for record in report.steps_measured],

@@ -2,7 +2,8 @@
 
     python bench/race.py --json FILE [--family NAME …] [--contestant NAME …] [--size quick|full] [--rounds N] [--slow]
 
-Every contestant's steps alternate with those of a plain run, A B A B …; both processes start with the same allocator.
+Every contestant's steps alternate with those of a plain run, A B A B …; all processes start with the same allocator,
+and each contestant has one. The file is rewritten after every row; with --keep, rows of other networks stay in it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,14 +26,16 @@ import machine
 import models
 from contest import spread
 from contestants import PLAIN, Contestant, Inapplicable
-from result_file import ResultFile
+from result_file import ResultFile, read_json
 from step_worker import EXIT_OVER_CAP
-from training import Setting
+from training import Setting, steps_to_settle
 
 from offload import allocator
 
 WORKER = Path(__file__).with_name("step_worker.py")
 COMPLAINT_CHARACTERS_MAX = 2000
+RUN_SECONDS_MAX = 240.0  # of one process: a run that hangs ends there
+FAMILY_SECONDS_MAX = 300.0
 
 
 class OverCap(Exception):
@@ -48,14 +52,25 @@ class Runner:
     OverCap
         It grew beyond `cap_bytes`.
     RuntimeError
-        It ended otherwise; the message carries the end of what it wrote to stderr.
+        It ended otherwise, or lived longer than `seconds_max`; the message carries the end of what it wrote to stderr.
     """
 
-    def __init__(self, setting: Setting, contestant: Contestant, cap_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        contestant: Contestant,
+        cap_bytes: int | None = None,
+        *,
+        settle: int | None = None,
+        seconds_max: float = RUN_SECONDS_MAX,
+    ) -> None:
+        contestants.check_device(contestant, setting.device)
         self.contestant = contestant
+        self.seconds_max = seconds_max
         self.steps: list[dict[str, Any]] = []
         self._complaints: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - close() does
         task = {"setting": setting.to_dict(), "contestant": contestant.name, "cap_bytes": cap_bytes}
+        task["settle"] = settle or steps_to_settle(contestant)
         environment = dict(os.environ) if setting.device == "cuda" else allocator.preload_environment()
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         root = str(Path(__file__).resolve().parents[1])
@@ -70,6 +85,10 @@ class Runner:
             text=True,
             env=environment,
         )
+        self._overdue = threading.Event()
+        self._timer = threading.Timer(seconds_max, self._end_overdue)
+        self._timer.daemon = True
+        self._timer.start()
         try:
             self.steps += self._expect("ready")["settling"]
         except BaseException:
@@ -90,6 +109,7 @@ class Runner:
 
     def close(self) -> None:
         """End the process, whatever it is at."""
+        self._timer.cancel()
         self._child.kill()
         self._child.wait()
         for pipe in (self._child.stdin, self._child.stdout):
@@ -105,6 +125,10 @@ class Runner:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _end_overdue(self) -> None:
+        self._overdue.set()
+        self._child.kill()
 
     def _send(self, line: str) -> None:
         assert self._child.stdin is not None
@@ -131,6 +155,8 @@ class Runner:
             return OverCap(f"{self.contestant.name} grew beyond its cap")
         self._complaints.seek(0)
         tail = self._complaints.read().strip()[-COMPLAINT_CHARACTERS_MAX:]
+        if self._overdue.is_set():
+            return RuntimeError(f"{tail}\nthe run of {self.contestant.name} took more than {self.seconds_max:.0f} s")
         return RuntimeError(f"the run of {self.contestant.name} ended with exit status {status}:\n{tail}")
 
 
@@ -141,7 +167,7 @@ def _runs_from(root: str) -> bool:
 
 
 class Race:
-    """A contestant beside a plain run of the same setting.
+    """A contestant beside a plain run of the same setting, which goes on when the race is over.
 
     Raises
     ------
@@ -149,12 +175,11 @@ class Race:
         The contestant cannot run here.
     """
 
-    def __init__(self, setting: Setting, contestant: Contestant, plain: Runner | None = None) -> None:
+    def __init__(self, setting: Setting, contestant: Contestant, plain: Runner) -> None:
         self.setting = setting
         self.contestant = contestant
-        self._stack = ExitStack()
-        self._own = self._stack.enter_context(Runner(setting, contestant))
-        self._plain = plain or self._stack.enter_context(Runner(setting, PLAIN))
+        self._own = Runner(setting, contestant)
+        self._plain = plain
         self._plain_seconds: list[float] = []
         self._own_seconds: list[float] = []
 
@@ -167,13 +192,12 @@ class Race:
         self._own_seconds.append(self._own.step())
 
     def row(self, plain_peak_bytes: int | None) -> dict[str, Any]:
-        """End the race; every figure, beside plain's where `plain_peak_bytes` or an own plain run tells it."""
-        with self._stack:
+        """End the race; every figure. `plain_peak_bytes` None: this is plain itself, beside itself."""
+        with self._own:
             figures = self._own.finish()
-            ours, theirs = self._own.steps, self._plain.steps
-            pairs = list(zip(ours, theirs, strict=False))
-            if plain_peak_bytes is None:
-                plain_peak_bytes = int(self._plain.finish()["peak_bytes"])
+            # Both train the same batches; plain has trained at least those of its first steps.
+            pairs = list(zip(self._own.steps, self._plain.steps, strict=False))
+        plain_peak_bytes = plain_peak_bytes or int(figures["peak_bytes"])
         step_seconds = statistics.median(self._own_seconds)
         lower, upper = spread(self._own_seconds)
         ratios = [own / plain for own, plain in zip(self._own_seconds, self._plain_seconds, strict=True)]
@@ -198,8 +222,8 @@ class Race:
         }
 
     def close(self) -> None:
-        """End what still runs."""
-        self._stack.close()
+        """End the contestant's run; plain's goes on."""
+        self._own.close()
 
 
 def wrong(row: dict[str, Any]) -> bool:
@@ -213,24 +237,69 @@ def setting_of(family: str, size: str) -> Setting:
     return Setting(family, getattr(models.FAMILIES[family], size), min_tensor_bytes=least)
 
 
-def race(setting: Setting, contestant: Contestant, rounds: int) -> dict[str, Any]:
-    """Race one contestant; a row, or one with "inapplicable" or "error" in it."""
-    about = {"family": setting.family, "name": contestant.name, "ours": contestant.is_ours}
+class Meeting:
+    """One network's race: a plain run that all contestants step in turn with, and plain's memory, told by the first.
+
+    A context manager. `race` returns a row, or one with "inapplicable" or "error" in it.
+    """
+
+    def __init__(self, setting: Setting, rounds: int, seconds_max: float = FAMILY_SECONDS_MAX) -> None:
+        self.setting = setting
+        self.rounds = rounds
+        self.plain_peak_bytes: int | None = None
+        self._deadline = time.monotonic() + seconds_max
+        self._longest = 0.0  # of the contestants so far: one that would not end in time does not begin
+        self._plain = Runner(setting, PLAIN, seconds_max=seconds_max + RUN_SECONDS_MAX)
+
+    def race(self, contestant: Contestant) -> dict[str, Any]:
+        """Race one contestant; plain first of all."""
+        about = {"family": self.setting.family, "name": contestant.name, "ours": contestant.is_ours}
+        begin = time.monotonic()
+        if begin + self._longest > self._deadline:
+            return {**about, "inapplicable": "left out: the time for this network was up"}
+        if self.plain_peak_bytes is None and contestant is not PLAIN:
+            base = self.race(PLAIN)
+            if "peak_bytes" not in base:
+                return {**base, **about}
+        try:
+            run = Race(self.setting, contestant, self._plain)
+        except Inapplicable as reason:
+            return {**about, "inapplicable": str(reason)}
+        except RuntimeError as error:
+            return {**about, "error": str(error)}
+        try:
+            for _ in range(self.rounds):
+                run.plain_step()
+                run.step()
+            row = run.row(self.plain_peak_bytes)
+        except RuntimeError as error:
+            return {**about, "error": str(error)}
+        finally:
+            run.close()
+            self._longest = max(self._longest, time.monotonic() - begin)
+        if contestant is PLAIN:
+            self.plain_peak_bytes = int(row["peak_bytes"])
+        return row
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._plain.close()
+
+
+def rows_of(
+    setting: Setting, chosen: Sequence[Contestant], rounds: int, seconds_max: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each contestant; one with "error" in it where not even plain runs."""
     try:
-        run = Race(setting, contestant)
-    except Inapplicable as reason:
-        return {**about, "inapplicable": str(reason)}
+        meeting = Meeting(setting, rounds, seconds_max)
     except RuntimeError as error:
-        return {**about, "error": str(error)}
-    try:
-        for _ in range(rounds):
-            run.plain_step()
-            run.step()
-        return run.row(None)
-    except RuntimeError as error:
-        return {**about, "error": str(error)}
-    finally:
-        run.close()
+        yield {"family": setting.family, "name": PLAIN.name, "ours": False, "error": str(error)}
+        return
+    with meeting:
+        for contestant in chosen:
+            yield meeting.race(contestant)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -253,18 +322,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", action="append", choices=sorted(models.FAMILIES), help="again for several (all)")
     parser.add_argument("--contestant", action="append", metavar="NAME", help="again for several (all)")
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="full")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="timed steps of each (7)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed steps of each (3)")
     parser.add_argument("--slow", action="store_true", help="torch.compile too: minutes for each")
+    parser.add_argument("--keep", action="store_true", help="add to what FILE holds of other networks")
+    parser.add_argument(
+        "--seconds", type=float, default=FAMILY_SECONDS_MAX, metavar="S", help="for each network; the rest is left out"
+    )
     args = parser.parse_args(argv)
-    chosen = contestants.select(args.contestant, slow=args.slow)
+    families = args.family or list(models.FAMILIES)
     results = ResultFile(args.json)
+    kept = read_json(args.json).get("rows", []) if args.keep else []
     results.set("format", "offload-frontier/1")
     results.set("machine", machine.describe())
     results.set("size", args.size)
+    results.set("rows", [row for row in kept if row["family"] not in families])
     bad = 0
-    for family in args.family or models.FAMILIES:
-        for contestant in chosen:
-            row = race(setting_of(family, args.size), contestant, args.rounds)
+    for family in families:
+        chosen = [contestants.by_name(name) for name in args.contestant or ()] or contestants.field_of(family)
+        chosen = [contestant for contestant in chosen if args.slow or not contestant.slow]
+        for row in rows_of(setting_of(family, args.size), chosen, args.rounds, args.seconds):
             results.append("rows", row)
             bad += "error" in row or ("inapplicable" not in row and wrong(row))
             print(line(row), flush=True)

@@ -1,9 +1,11 @@
-"""The speed and memory that the engine shall reach on a machine without a GPU, measured.
+"""The speed and memory that the engine and the planner shall reach on a machine without a GPU, in one table.
 
-    python bench/reach.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR]
+    python bench/reach.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
 
-Each figure stands beside what it should reach; nothing here fails when it does not. Contestants
-run in turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured.
+What takes some minutes at most is measured here; what longer runs have left below --results is taken from there, the
+newest of each. Recorded traces are those of OFFLOAD_TRACES, or of shared/traces beside the repository. Each figure
+stands beside what it should reach, and is marked where it does not; nothing here fails then. Contestants run in
+turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import collected
 import machine
+import planner_reach
+from collected import Finding, Kept
 from contest import alternate, medians
 from copy_rig import MIB, HostCopyRig, SpillRig
 from hook_rig import HookRig
+from result_file import write_json
 
 from offload.options import default_spill_dir
 from offload.units import format_bytes
@@ -35,26 +41,20 @@ SPILL_SHARE_MIN = 0.85
 GROWTH_RATIO_MAX = 0.36
 STEP_RATIO_MAX = 1.08
 SPILL_BLOCKS_MIB = (1, 4, 16, 64)
+DEMO_STEPS = 7
+RESULTS = machine.ROOT / "bench" / "results"
 TINY_DEMO = "--layers 2 --width 64 --heads 2 --batch 4 --length 256 --steps 3"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was measured, in words and in figures; `met` is None where nothing was promised."""
-
-    measured: str
-    met: bool | None
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 class Bench:
     """How much to measure, and the demo's runs, which several rows share."""
 
-    def __init__(self, *, rounds: int, demo_runs: int, spill_dir: str, quick: bool) -> None:
+    def __init__(self, *, rounds: int, demo_runs: int, spill_dir: str, quick: bool, results: Path) -> None:
         self.rounds = rounds
         self.demo_runs = demo_runs
         self.spill_dir = spill_dir
         self.quick = quick
+        self.kept = Kept(results)
 
     @cached_property
     def demo(self) -> dict[str, Any]:
@@ -68,7 +68,10 @@ class Bench:
 
     def _demo(self, option: str) -> dict[str, Any]:
         """Run the demo, which measures its contestants in turn, and take medians over the runs."""
-        runs = [run_demo(option, *(TINY_DEMO.split() if self.quick else ())) for _ in range(self.demo_runs)]
+        runs = [
+            run_demo(option, *(TINY_DEMO if self.quick else f"--steps {DEMO_STEPS}").split())
+            for _ in range(self.demo_runs)
+        ]
         samples: dict[str, list[float]] = {}
         for run in runs:
             results = {result["name"]: result for result in run["contestants"]}
@@ -237,15 +240,80 @@ ROWS = {
     "demo-checkpoint": Row("demo, against checkpointing", "below it on both axes", demo_checkpoint),
     "demo-glibc": Row("demo under this system's malloc", "both figures, honestly", glibc),
     "second-tensor": Row("a second tensor of the same storage", "no second copy", second_tensor),
+    "planner-shared": Row(
+        "recorded traces, median and largest gap",
+        "≤ 0.05 % and ≤ 0.8 %",
+        lambda bench: planner_reach.shared(),
+    ),
+    "planner-small": Row(
+        "small instances above the optimum, mean and most",
+        "≤ 0.5 % and ≤ 5 %",
+        lambda bench: planner_reach.small(bench.quick),
+    ),
+    "planner-unseen": Row(
+        "unseen traces, median and largest gap",
+        "≤ 0.5 % and ≤ 3.5 %",
+        lambda bench: planner_reach.unseen(bench.quick),
+    ),
+    "planning-time": Row(
+        "planning time, 1,000 and 10,000 tensors",
+        "≤ 1 s and ≤ 10 s",
+        lambda bench: planner_reach.planning_time(bench.quick),
+    ),
+    "promise-step": Row(
+        "step time, measured over predicted",
+        f"within {collected.STEP_OFF_MAX:.0%}",
+        lambda bench: collected.promise_off(bench.kept, "seconds", collected.STEP_OFF_MAX),
+    ),
+    "promise-peak": Row(
+        "tracked peak, measured over predicted",
+        f"within {collected.PEAK_OFF_MAX:.0%}",
+        lambda bench: collected.promise_off(bench.kept, "peak_bytes", collected.PEAK_OFF_MAX),
+    ),
+    "default-slowdown": Row(
+        "slowdown of the default on the demo's model",
+        f"≤ {collected.DEFAULT_SLOWDOWN_MAX:.0%}",
+        lambda bench: collected.default_slowdown(bench.kept),
+    ),
+    "steps-growth": Row(
+        "step models, least memory: growth",
+        f"≤ {collected.STEPS_GROWTH_MAX} × plain",
+        lambda bench: collected.least_ratio(bench.kept, "memory_over_plain", collected.STEPS_GROWTH_MAX),
+    ),
+    "steps-time": Row(
+        "step models, least memory: step time",
+        f"≤ {collected.STEPS_TIME_MAX} × plain",
+        lambda bench: collected.least_ratio(bench.kept, "step_over_plain", collected.STEPS_TIME_MAX),
+    ),
+    "steps-checkpoint": Row(
+        "step models: some setting against checkpointing",
+        "below it on both axes",
+        lambda bench: collected.below_checkpoint(bench.kept),
+    ),
+    "steps-tutorial": Row(
+        "step models: some setting against the tutorial's hooks",
+        f"≥ {collected.TUTORIAL_SPEEDUP_MIN} × faster at no more memory",
+        lambda bench: collected.faster_than_tutorial(bench.kept),
+    ),
+    "largest": Row(
+        "largest batch of a ResNet within a cap",
+        f"≥ {collected.LARGEST_MIN:g} × plain at ≤ {collected.LARGEST_SLOWDOWN_MAX - 1:.0%} more time per sample",
+        lambda bench: collected.largest(bench.kept),
+    ),
+    "gpu": Row(
+        "copies, pinned memory, frontier and largest batch on a GPU",
+        "≥ 97 % of the link, less of both than every peer",
+        lambda bench: collected.on_a_gpu(bench.kept),
+    ),
 }
+VERDICTS = {True: "yes", False: "NOT REACHED", None: "–"}
 
 
 def table(findings: dict[str, Finding]) -> list[str]:
     """Lay the rows out as Markdown does."""
-    verdicts = {True: "yes", False: "no", None: "–"}
     cells = [("what", "reach", "measured", "met")]
     cells += [
-        (ROWS[name].what, ROWS[name].reach, found.measured, verdicts[found.met]) for name, found in findings.items()
+        (ROWS[name].what, ROWS[name].reach, found.measured, VERDICTS[found.met]) for name, found in findings.items()
     ]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = [
@@ -254,18 +322,18 @@ def table(findings: dict[str, Finding]) -> list[str]:
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
-def measure(bench: Bench, names: Sequence[str]) -> tuple[dict[str, Finding], list[str]]:
-    """Measure the rows, telling on stderr which; a row that cannot be is named in the second list."""
-    findings: dict[str, Finding] = {}
-    unmeasured = []
-    for name in names:
-        print(f"{name} …", file=sys.stderr, flush=True)
-        try:
-            findings[name] = ROWS[name].measure(bench)
-        except (OSError, RuntimeError) as error:
-            findings[name] = Finding(f"not measured: {error}", None)
-            unmeasured.append(name)
-    return findings, unmeasured
+def measure(bench: Bench, name: str) -> tuple[Finding, bool]:
+    """Measure one row, telling on stderr which; whether it could be."""
+    print(f"{name} …", file=sys.stderr, flush=True)
+    try:
+        return ROWS[name].measure(bench), True
+    except (OSError, RuntimeError) as error:
+        return Finding(f"not measured: {error}", None), False
+
+
+def described(name: str) -> dict[str, str]:
+    """What a row is about and should reach, in words."""
+    return {"what": ROWS[name].what, "reach": ROWS[name].reach}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -274,8 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS) + " (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure there")
     parser.add_argument("--rounds", type=int, default=31, metavar="N", help="of each row (31)")
-    parser.add_argument("--demo-runs", type=int, default=3, metavar="N", help="of the demo (3)")
+    parser.add_argument("--demo-runs", type=int, default=1, metavar="N", help="of the demo (1)")
     parser.add_argument("--spill-dir", default=default_spill_dir(), metavar="DIR")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the longer runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script, measures nothing")
     args = parser.parse_args(argv)
     for name in args.rows:
@@ -286,14 +355,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         demo_runs=1 if args.quick else args.demo_runs,
         spill_dir=args.spill_dir,
         quick=args.quick,
+        results=args.results,
     )
     about = machine.describe()
-    findings, unmeasured = measure(bench, args.rows or list(ROWS))
+    findings: dict[str, Finding] = {}
+    unmeasured = False
+    for name in args.rows or ROWS:
+        findings[name], measured = measure(bench, name)
+        unmeasured |= not measured
+        if args.json is not None:
+            rows = {each: {**asdict(found), **described(each)} for each, found in findings.items()}
+            write_json(args.json, {"format": "offload-reach/1", "machine": about, "quick": args.quick, "rows": rows})
     print("\n".join(table(findings)))
-    if args.json is not None:
-        rows = {name: asdict(finding) for name, finding in findings.items()}
-        kept_figures = {"format": "offload-reach/1", "machine": about, "quick": args.quick, "rows": rows}
-        args.json.write_text(json.dumps(kept_figures, indent=1), encoding="utf-8")
     return 1 if unmeasured else 0
 
 

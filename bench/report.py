@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from findings import PEER_BETTER, Table, about, device_of, read
+from findings import Row, Table, about, device_of, read
 
 WHY = Path(__file__).with_name("why.json")
 STYLE = """
@@ -39,18 +39,39 @@ This page is made, not written: `python bench/report.py bench/results --docs doc
 Memory is what a training run grows by over its model and optimizer, relative to plain training. Step time is a median,
 with its quartiles, of steps that alternate with plain ones (the demo's runs follow each other). Every contestant trains
 the same model on the same data from the same seed with the same allocator, and gradients are compared with plain's to
-the last bit. A peer is marked as better where no setting of offload needs as little memory *and* as little time.
+the last bit. A peer is marked as better where no setting of offload needs as little memory *and* as little time; a
+figure is marked where it does not reach what was set out to. Each has its paragraph at the end.
 """
 NO_GPU = "No GPU has run the suite yet: nothing on this page says anything about GPUs.\n"
 
 
 def explain(tables: Sequence[Table], why: dict[str, str]) -> list[tuple[str, str]]:
-    """A paragraph for each row where a peer is better; the missing ones say that they are."""
-    marked = [(row.key, device_of(table.machine)) for table in tables for row in table.rows if row.mark == PEER_BETTER]
-    return [
-        (key, why.get(f"{key} / {device}") or why.get(key) or f"Not explained yet: bench/why.json has no {key!r}.")
-        for key, device in dict.fromkeys(marked)
-    ]
+    """A paragraph for each row that is marked, or for its group; the missing ones say that they are."""
+    found: dict[tuple[str, str], str] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.mark:
+                key = next((key for key in keys_of(row, table) if key in why), None)
+                name = key if key == group_of(row) else row.key
+                reason = why[key] if key else f"Not explained yet: bench/why.json has no {row.key!r}."
+                found[name or row.key, device_of(table.machine)] = reason
+    return [(name, reason) for (name, _), reason in found.items()]
+
+
+def needless(tables: Sequence[Table], why: dict[str, str]) -> list[str]:
+    """Return the keys of paragraphs that no marked row wants."""
+    wanted = {key for table in tables for row in table.rows if row.mark for key in keys_of(row, table)}
+    return sorted(set(why) - wanted)
+
+
+def keys_of(row: Row, table: Table) -> tuple[str, ...]:
+    """Where a row's paragraph is looked up: first for this device alone, at last for the whole group."""
+    return f"{row.key} / {device_of(table.machine)}", row.key, group_of(row)
+
+
+def group_of(row: Row) -> str:
+    """The first part of a row's key."""
+    return row.key.rpartition(" / ")[0]
 
 
 def markdown(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, str]) -> str:
@@ -71,7 +92,7 @@ def markdown(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, s
         lines.append("")
     reasons = explain(tables, why)
     if reasons:
-        lines.append("## Where a peer is better, and why\n")
+        lines.append("## Where a peer is better or a figure falls short, and why\n")
         lines += [f"**{key}.** {reason}\n" for key, reason in reasons]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -93,7 +114,7 @@ def page(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, bytes
         parts.append(f"<table><tr>{head}</tr>{''.join(rows)}</table>")
     reasons = explain(tables, why)
     if reasons:
-        parts.append("<h2>Where a peer is better, and why</h2>")
+        parts.append("<h2>Where a peer is better or a figure falls short, and why</h2>")
         parts += [f"<p><b>{html.escape(key)}.</b> {html.escape(reason)}</p>" for key, reason in reasons]
     return "\n".join(parts)
 
@@ -143,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(markdown(tables, why, paths), end="")
     missing = sum(reason.startswith("Not explained yet") for _, reason in explain(tables, why))
     if missing:
-        print(f"report.py: {missing} rows where a peer is better are not explained in {WHY.name}", file=sys.stderr)
+        print(f"report.py: {missing} marked rows are not explained in {WHY.name}", file=sys.stderr)
+    for key in needless(tables, why):
+        print(f"report.py: {WHY.name} explains {key!r}, which no row is marked for", file=sys.stderr)
     return 0
 
 

@@ -1,6 +1,6 @@
 """A child process that trains one contestant, a step for each line it is sent.
 
-    python bench/step_worker.py JSON      {"setting": {…}, "contestant": NAME, "cap_bytes": …}
+    python bench/step_worker.py JSON      {"setting": {…}, "contestant": NAME, "cap_bytes": …, "settle": STEPS}
 
 Writes one JSON object a line: "ready", "step", "figures", or "inapplicable" with the reason. Sent "step" it trains a
 step, sent "finish" it tells its figures and ends. It ends by itself, with exit status 3, as soon as the resident
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -39,6 +40,13 @@ def watch(limit_bytes: int) -> None:
             os._exit(EXIT_OVER_CAP)
 
 
+def end_with(parent: int) -> None:
+    """End this process once the one that started it is gone: nobody reads what it finds."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def run(task: dict[str, Any]) -> None:
     """Train as told."""
     setting = Setting(**task["setting"])
@@ -49,11 +57,10 @@ def run(task: dict[str, Any]) -> None:
     except contestants.Inapplicable as reason:
         tell("inapplicable", reason=str(reason))
         return
-    trainer.begin()
     if task.get("cap_bytes") is not None:
-        limit = resident_bytes() + int(task["cap_bytes"])
+        limit = trainer.baseline_bytes + int(task["cap_bytes"])
         threading.Thread(target=watch, args=(limit,), daemon=True).start()
-    tell("ready", settling=[asdict(step) for step in trainer.settle()], threads=torch.get_num_threads())
+    tell("ready", settling=[asdict(step) for step in trainer.settle(task["settle"])], threads=torch.get_num_threads())
     for line in sys.stdin:
         if line.strip() == "finish":
             break
@@ -65,6 +72,7 @@ def run(task: dict[str, Any]) -> None:
 def main() -> int:
     """Run the task that the command line holds."""
     task = json.loads(sys.argv[1])
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     with same_bits(task["setting"].get("device", "cpu")):
         run(task)
     return 0

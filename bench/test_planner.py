@@ -8,11 +8,10 @@ more.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from planner_table import ROOT, SHARED_BANDWIDTH, TRAFFIC, limits, link_for
+from planner_table import SHARED_BANDWIDTH, TRAFFIC, limits, link_for, traces_folder
 from pytest_benchmark.fixture import BenchmarkFixture
 from shapes import SHAPES
 
@@ -22,11 +21,6 @@ from offload.trace import Trace
 BUDGETS = {"half": 0, "a tenth": 2}  # places in planner_table.BUDGETS
 UNSEEN_TENSORS = 250
 ROUNDS = 3
-
-
-def traces_folder() -> Path:
-    """Return the folder of recorded traces, which may not exist."""
-    return Path(os.environ.get("OFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
 
 
 RECORDED = sorted(traces_folder().glob("*.json"))

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from offload import allocator
 from offload.demo_memory import MemoryMeter
 
-STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it; the next may be planned anew
+STEPS_TO_WARM_UP = 2  # recorded, and following what was recorded
+STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it
+STEPS_TO_SETTLE_PLANNED = 6  # each may be planned anew after it, five times at most
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Step:
     seconds: float
     loss: str  # as float.hex
     gradients: str  # hash over all bytes
+
+
+def steps_to_settle(contestant: Contestant) -> int:
+    """How many first steps are not timed."""
+    return STEPS_TO_SETTLE_PLANNED if contestant.is_planned else STEPS_TO_SETTLE
 
 
 def gradient_hash(model: nn.Module) -> str:
@@ -104,28 +111,33 @@ class Trainer:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         defaults = {} if setting.min_tensor_bytes is None else {"min_tensor_bytes": setting.min_tensor_bytes}
-        self._prepared: Prepared = contestants.prepare(
-            contestant, self._owner, device=setting.device, probe=self._probe, defaults=defaults
-        )
-        self._baseline_bytes = 0
         self._stall_before = 0.0
         self._settled = 0
-        self.meter: MemoryMeter | None = None
+        self._meter: MemoryMeter | None = None
+        # Before a contestant looks at a step of its own: what malloc then keeps would count as there already.
+        self.baseline_bytes = self._begin()
+        try:
+            self._prepared: Prepared = contestants.prepare(
+                contestant, self._owner, device=setting.device, probe=self._probe, defaults=defaults
+            )
+        except BaseException:
+            self._end_meter()
+            raise
 
-    def begin(self) -> None:
-        """Take the present memory as the baseline."""
+    def _begin(self) -> int:
+        """Begin to measure memory; the bytes there are now, which every growth is over."""
         gc.collect()
         if self.setting.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            self._baseline_bytes = torch.cuda.memory_allocated()
-        else:
-            self.meter = MemoryMeter("cpu")
-            self.meter.start()
+            return int(torch.cuda.memory_allocated())
+        self._meter = MemoryMeter("cpu")
+        self._meter.start()
+        return self._meter.baseline_bytes
 
-    def settle(self) -> list[Step]:
+    def settle(self, count: int | None = None) -> list[Step]:
         """Run the first steps, which may differ from those that follow, and forget a GPU's peaks until here."""
-        steps = [self.step() for _ in range(STEPS_TO_SETTLE)]
+        steps = [self.step() for _ in range(count or steps_to_settle(self.contestant))]
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -157,7 +169,7 @@ class Trainer:
         return Step(seconds, float(loss.item()).hex(), gradient_hash(self._owner) if hashes else "")
 
     def figures(self) -> dict[str, Any]:
-        """Memory, disk and stalls since `begin`; ends the measuring."""
+        """Memory, disk and stalls so far; ends the measuring."""
         report = self._report()
         disk = self._prepared.disk
         stalled = report.get("stall_seconds")
@@ -171,18 +183,25 @@ class Trainer:
 
     def close(self) -> None:
         """Undo what was done to the model."""
+        self._end_meter()
         if self._prepared.handle is not None:
             self._prepared.handle.disable()
 
     def _resident_memory(self) -> dict[str, Any]:
-        assert self.meter is not None
-        self.meter.stop()
+        meter = self._meter
+        assert meter is not None
+        self._end_meter()
         return {
             "allocator": allocator.current(),
-            "baseline_bytes": self.meter.baseline_bytes,
-            "peak_bytes": self.meter.peak_bytes - self.meter.baseline_bytes,
+            "baseline_bytes": meter.baseline_bytes,
+            "peak_bytes": meter.peak_bytes - meter.baseline_bytes,
             "pinned_bytes": 0,
         }
+
+    def _end_meter(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
 
     def _device_memory(self, report: dict[str, Any]) -> dict[str, Any]:
         pinned = int(report.get("host_bytes_held", 0))
@@ -190,8 +209,8 @@ class Trainer:
         if statistics is not None and not pinned:
             pinned = int(statistics().get("allocated_bytes.peak", 0))
         return {
-            "baseline_bytes": self._baseline_bytes,
-            "peak_bytes": torch.cuda.max_memory_allocated() - self._baseline_bytes,
+            "baseline_bytes": self.baseline_bytes,
+            "peak_bytes": torch.cuda.max_memory_allocated() - self.baseline_bytes,
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "pinned_bytes": pinned,
@@ -202,12 +221,14 @@ class Trainer:
         return {} if handle is None else dict(handle.report().to_dict())
 
     def _probe(self) -> None:
+        """Run a step that changes nothing: the optimizer, whose state counts as memory too, meets no gradient."""
         setting = self.setting
         x, y = models.batch_of(
             setting.family, setting.size, seed=setting.seed, step=0, device=setting.device, dtype=self._dtype
         )
         models.loss_of(self._owner(x), y).backward()  # type: ignore[no-untyped-call]
         self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step()
 
     def _synchronize(self) -> None:
         if self.setting.device == "cuda":
@@ -225,6 +246,6 @@ def warm_up(setting: Setting, contestant: Contestant) -> None:
     size = models.FAMILIES[setting.family].tiny
     tiny = Setting(setting.family, size, setting.device, setting.dtype, min_tensor_bytes=1024)
     trainer = Trainer(tiny, contestant)
-    for _ in range(STEPS_TO_SETTLE):
+    for _ in range(STEPS_TO_WARM_UP):
         trainer.step()
     trainer.close()

@@ -124,8 +124,8 @@ void DirectStore::write_small(const Refs& slots) {
 // Caller holds the lock.
 void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure,
                           double begin_seconds) {
-  if (failure != nullptr) {
-    file_.release(extent);
+  if (failure != nullptr && !OFFLOAD_BROKEN("a write that failed is told")) {
+    OFFLOAD_EDGE("a failed write gives its extent back", file_.release(extent));
     slot.failure = failure;
     ++stats_.failed;
     advance(slot, State::failed);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 #include <system_error>
 #include <thread>
 
@@ -29,6 +30,8 @@ void populate(char* data, size_t bytes) {
 
 char* map_pages(size_t bytes, int node) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED && OFFLOAD_BROKEN("memory that is not there is told as such"))
+    throw std::logic_error("no memory");
   if (address == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(address);
   prefer_numa_node(data, bytes, node);
@@ -39,6 +42,7 @@ char* map_pages(size_t bytes, int node) {
     try {
       threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
     } catch (const std::system_error&) {  // no room for a thread more
+      if (OFFLOAD_BROKEN("a thread that cannot start is not needed")) throw std::bad_alloc();
       populate(data + at, std::min(part_bytes, bytes - at));
     }
   }
@@ -115,7 +119,7 @@ bool SlabPool::grow(size_t bytes) {
     throw PinningFailed(error);
   } catch (...) {
     unmap_pages(data, slab_bytes);
-    throw;
+    OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw);
   }
   stats_.registration_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   stats_.held_bytes += slab_bytes;

@@ -76,9 +76,9 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
     extent = file_->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
     crc = file_->write(extent, 0, slot.block.data, extent.bytes, 0);
   } catch (const SpillError&) {
-    file_->release(extent);
+    OFFLOAD_EDGE("a failed write gives its extent back", file_->release(extent));
     extent = {};
-    written = false;
+    written = OFFLOAD_BROKEN("a write that failed is told");
   }
   lock.lock();
   slot.extent = extent;

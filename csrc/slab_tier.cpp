@@ -88,9 +88,9 @@ Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) 
       device_->event_synchronize(fence.get());
       lock.lock();
     } else if (const EventRef spilled = possible && file_ ? spill_coldest(bytes) : nullptr; spilled != nullptr) {
-      lock.unlock();
+      OFFLOAD_EDGE("room is awaited without the lock", lock.unlock());
       lanes_->event_synchronize(spilled.get());
-      lock.lock();
+      if (!lock.owns_lock()) lock.lock();
     } else {
       throw PoolExhausted(bytes, pool_.free_bytes(), pool_.max_bytes());
     }

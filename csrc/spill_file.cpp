@@ -119,13 +119,16 @@ SpillFile::SpillFile(const std::string& directory) : path_(directory) {
 SpillFile::~SpillFile() { close(descriptor_); }
 
 void SpillFile::fail(int error_number, uint64_t offset, const char* what) const {
-  throw SpillError(error_number, path_, static_cast<int64_t>(offset), what);
+  const int64_t at = OFFLOAD_BROKEN("a failure tells where") ? -1 : static_cast<int64_t>(offset);
+  throw SpillError(error_number, path_, at, what);
 }
 
 void SpillFile::open_in(const std::string& directory) {
   const int base = O_RDWR | O_CLOEXEC;
+  const mode_t mode = OFFLOAD_BROKEN("the spill file is its owner's") ? 0644 : 0600;
   for (const int direct : {O_DIRECT, 0}) {
-    descriptor_ = open(directory.c_str(), base | O_TMPFILE | O_EXCL | direct, 0600);
+    if (OFFLOAD_BROKEN("the spill file has no name")) break;
+    descriptor_ = open(directory.c_str(), base | O_TMPFILE | O_EXCL | direct, mode);
     direct_ = direct != 0;
     if (descriptor_ >= 0) return;
     if (errno == ENOENT || errno == EACCES || errno == ENOSPC || errno == EROFS || errno == ENOTDIR)
@@ -136,10 +139,11 @@ void SpillFile::open_in(const std::string& directory) {
   const std::string file = folder + "/spill";
   int error_number = 0;
   for (const int direct : {O_DIRECT, 0}) {
-    descriptor_ = open(file.c_str(), base | O_CREAT | O_EXCL | O_NOFOLLOW | direct, 0600);
+    const int own = OFFLOAD_BROKEN("a planted link is refused") ? 0 : O_EXCL | O_NOFOLLOW;
+    descriptor_ = open(file.c_str(), base | O_CREAT | own | direct, mode);
     direct_ = direct != 0;
     error_number = errno;
-    unlink(file.c_str());
+    OFFLOAD_EDGE("the spill file has no name", unlink(file.c_str()));
     if (descriptor_ >= 0 || error_number == EEXIST) break;  // somebody else's file or link: refused, not tried again
   }
   rmdir(folder.c_str());
@@ -173,8 +177,10 @@ void SpillFile::grow(uint64_t bytes) {
       if (error_number == EINVAL || error_number == EOPNOTSUPP)  // no such call there: holes are all one can have
         error_number = ftruncate(descriptor_, static_cast<off_t>(stats_.file_bytes + growth)) == 0 ? 0 : errno;
       error_number = static_cast<int>(-tamper(FileOperation::allocate, 0, nullptr, -error_number));
+      if (error_number == EINTR && OFFLOAD_BROKEN("an interrupted allocation is repeated"))
+        fail(error_number, stats_.file_bytes, "cannot allocate space for the spill file");
     }
-    if (error_number == 0) {
+    if (error_number == 0 || OFFLOAD_BROKEN("an allocation that failed is told")) {
       free_.grow(stats_.file_bytes, growth);
       stats_.file_bytes += growth;
       return;
@@ -306,8 +312,10 @@ void SpillFile::finish_piece(FileOperation operation, uint64_t offset, char* dat
   size_t done = 0;
   for (int attempt = 0; attempt < kAttemptsMax; ++attempt) {
     if (attempted) result = tamper(operation, offset + done, data + done, result);
-    if (result < 0 && result != -EINTR && result != -EAGAIN)
+    const bool was_interrupted = result == -EINTR && !OFFLOAD_BROKEN("an interrupted transfer is repeated");
+    if (result < 0 && !was_interrupted && result != -EAGAIN)
       fail(static_cast<int>(-result), offset + done, writing ? "spill write failed" : "spill read failed");
+    if (attempted && result == 0 && OFFLOAD_BROKEN("a read that ends early is told")) return;
     if (attempted && result == 0)
       fail(EIO, offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
     if (result > 0 && (done + static_cast<size_t>(result) >= bytes || OFFLOAD_BROKEN("short write is continued")))

@@ -64,6 +64,7 @@ void SwapStore::advance(Slot& slot, State to) {
 }
 
 void SwapStore::require_brought_back(const Slot& slot) {
+  if (OFFLOAD_BROKEN("a read that failed is told")) return;
   if (slot.failure != nullptr) std::rethrow_exception(slot.failure);
   if (slot.state != State::ready)
     throw std::logic_error(std::string("swap_in before prefetch: the ticket is ") + state_name(slot.state));
@@ -151,7 +152,7 @@ void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner)
       throw std::logic_error("a copy-in of this ticket is under way");
     slot_->target = target;
     OFFLOAD_EDGE("copy-in holds its target's owner", slot_->target_owner = std::move(owner));
-    slot_->failure = nullptr;
+    OFFLOAD_EDGE("a second attempt forgets the first", slot_->failure = nullptr);
   }
   const Claim claim{slot_->claimed};
   store_->begin_in(slot_, compute);
@@ -183,7 +184,7 @@ void Ticket::settle() {
 void Ticket::release() noexcept {
   if (slot_ == nullptr) return;
   // A forked child owns none of the engine's threads and maybe a locked mutex: it leaks.
-  if (store_->lanes_->in_forked_child()) {
+  if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child leaks its tickets")) {
     static_cast<void>(new SlotRef(slot_));
     static_cast<void>(new std::shared_ptr<SwapStore>(store_));
   } else {

@@ -20,6 +20,7 @@ TITLES = {
     "lightning": "Lightning",
     "transformers": "transformers",
     "trl": "TRL",
+    "peft": "PEFT",
     "accelerate": "accelerate",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
@@ -27,7 +28,7 @@ TITLES = {
     "torch_refusals": "torch: what is refused",
 }
 ABBREVIATIONS = {"cpu", "cuda", "ddp", "fsdp"}
-PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "accelerate")
+PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "peft", "accelerate")
 HEAD = """# What is tested
 
 This page is made, not written: `pytest tests/integrations --junitxml=integrations.xml`, then

@@ -32,8 +32,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a small model, few steps: some seconds")
     parser.add_argument("--plain", action="store_true", help="without the engine, to compare")
     args = parser.parse_args()
-    shape = Shape(2, 64, 4, 8, 64) if args.quick else Shape(6, 256, 8, 24, 256)
-    steps = 20 if args.quick else 1500
+    shape = Shape(2, 64, 4, 8, 64) if args.quick else Shape(4, 128, 4, 16, 128)
+    steps = 20 if args.quick else 250
     text = torch.from_numpy(numpy.frombuffer(bytearray(read_corpus(1 << 20 if args.quick else 4 << 20)), numpy.uint8))
     model, optimizer = build(shape, seed=0, device="cpu")
     handle = None if args.plain else offload.enable(model, n_tensors=-1, min_tensor_bytes="64KiB")

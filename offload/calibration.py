@@ -57,10 +57,12 @@ class Calibration:
         The same while both directions are busy.
     latency_seconds : float
         What a copy takes on top of its bytes.
+    processor_seconds : float
+        What a byte takes of the processors, out and back, in seconds of one.
 
     Examples
     --------
-    >>> found = Calibration("cpu", "disk", 2e9, 3e9, 1e9, 1.5e9, 20e-6)
+    >>> found = Calibration("cpu", "disk", 2e9, 3e9, 1e9, 1.5e9, 20e-6, 2e-10)
     >>> found.link().out_bandwidth
     1000000000.0
     """
@@ -72,10 +74,18 @@ class Calibration:
     out_bandwidth_both: float
     in_bandwidth_both: float
     latency_seconds: float
+    processor_seconds: float
 
-    def link(self) -> Link:
-        """The link to plan with: both directions busy, so that a plan does not promise too much."""
-        return Link(self.out_bandwidth_both, self.in_bandwidth_both, self.latency_seconds)
+    def link(self, *, slows: bool = False) -> Link:
+        """The link to plan with: both directions busy, so that a plan does not promise too much.
+
+        Parameters
+        ----------
+        slows
+            Whether computation uses every processor, so that copies take theirs from it.
+        """
+        byte_seconds = self.processor_seconds if slows else 0.0
+        return Link(self.out_bandwidth_both, self.in_bandwidth_both, self.latency_seconds, byte_seconds=byte_seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings; bytes per second and seconds."""
@@ -101,7 +111,8 @@ class Calibration:
         for name in known - {"device", "tier"}:
             value = about[name]
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and name != "latency_seconds"):
+            may_be_zero = name in ("latency_seconds", "processor_seconds")
+            if not is_number or value < 0 or (value == 0 and not may_be_zero):
                 raise ValueError(f"{name}: {value!r} is no positive number")
         return cls(**about)
 
@@ -190,7 +201,9 @@ def _measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> 
         traffic.close()
     finally:
         engine.drain()
-    out, _, _, into, out_both, in_both = (statistics.median(column) for column in zip(*rates, strict=True))
+    columns = list(zip(*rates, strict=True))
+    out, _, _, _, into, _, out_both, in_both, _ = map(statistics.median, columns)
+    out_processor, in_processor = min(columns[2]), min(columns[5])  # a neighbour only adds
     return Calibration(
         device=_device_name(device),
         tier="disk" if _is_direct(store) else "pinned RAM",
@@ -199,6 +212,7 @@ def _measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> 
         out_bandwidth_both=out_both,
         in_bandwidth_both=in_both,
         latency_seconds=max(latency - BLOCK_BYTES_MIN / max(out, into), 0.0),
+        processor_seconds=out_processor + in_processor,
     )
 
 
@@ -273,6 +287,10 @@ def _affordable(engine: Engine, block_bytes: int) -> int:
         block_bytes = max(block_bytes // 4 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN, BLOCK_BYTES_MIN)
 
 
+def _other_threads_seconds() -> float:
+    return time.process_time() - time.thread_time()
+
+
 class _Traffic:
     """Copies of equal blocks, `COPIES_IN_FLIGHT` kept under way in each direction asked for."""
 
@@ -284,9 +302,12 @@ class _Traffic:
         _await_all(self._parked, _has_left)
         engine.drain()
 
-    def rates(self, *, out: bool = False, into: bool = False) -> tuple[float, float]:
-        """Bytes per second out and in, over at least one copy in each direction asked for; 0 for the other."""
-        begun = time.perf_counter()
+    def rates(self, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
+        """Bytes per second out and in, over at least one copy in each direction asked for, 0 for the other.
+
+        The third: what a byte took of the processors, beside this thread, in seconds of one.
+        """
+        begun, processors_begun = time.perf_counter(), _other_threads_seconds()
         leaving = [_out(self._engine, source) for source in self._sources] if out else []
         arriving = list(self._parked) if into else []
         for lease in arriving:
@@ -314,9 +335,11 @@ class _Traffic:
         for lease in arriving:
             lease.record.bring_back()
         moved = [count * self._block_bytes for count in copies]
+        ended = [copies[0] + len(leaving), copies[1] + len(arriving)]
         return (
             moved[0] / (last[0] - begun) if copies[0] else 0.0,
             moved[1] / (last[1] - begun) if copies[1] else 0.0,
+            (_other_threads_seconds() - processors_begun) / (sum(ended) * self._block_bytes),
         )
 
     def close(self) -> None:

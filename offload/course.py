@@ -84,6 +84,7 @@ class Measured:
     node_seconds: tuple[float, ...]  # by node, without the time that hooks took
     waits: dict[int, float]  # by pack index: how long backward waited for it
     stall_seconds: float  # that hooks took in all
+    hook_seconds: float  # of the processor that hooks took, waiting not included; zero on a CUDA device
     step_seconds: float
 
 
@@ -98,11 +99,14 @@ class Stopwatch:
         self._end: Any = None
         self._node = 0
         self._listening = False
+        self._busy = 0.0
+        self._hook_seconds = 0.0
         self.arrive(0, engine.mark())
 
     def begin(self) -> None:
         """A hook begins."""
         self._begin = self._engine.mark()
+        self._busy = self._engine.busy_seconds()
 
     def arrive(self, node: int, mark: Any = None) -> None:
         """A node begins, at the beginning of the present hook."""
@@ -112,6 +116,7 @@ class Stopwatch:
     def end(self, pack_index: int | None) -> None:
         """The hook that began last is about to return."""
         self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
+        self._hook_seconds += self._engine.busy_seconds() - self._busy
 
     def listen_for_the_end(self) -> None:
         """Have the end of the backward pass noted, where one is running."""
@@ -156,7 +161,7 @@ class Stopwatch:
             arrivals[node] = at.get(node, arrivals[node + 1])
         node_seconds = [max(0.0, arrivals[k + 1] - arrivals[k] - pauses[k]) for k in range(node_count)]
         starts = [arrivals[k] + first_pause[k] for k in range(node_count)]
-        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), whole)
+        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), self._hook_seconds, whole)
 
 
 class Course:
@@ -184,6 +189,7 @@ class Course:
         self._next_release = 0
         self._next_return = 0
         self._used: set[int] = set()
+        self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
 
     @property
     def caps_in_flight(self) -> bool:
@@ -227,11 +233,12 @@ class Course:
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return: do what is due at the node that now begins."""
+        self._acted = pack_index in self.schedule.swapped
         if self.on_course and self.schedule.plan is not None:
             node = self.schedule.order.node_after_pack.get(pack_index)
             if node is not None:
                 self._arrive(node)
-        if self.stopwatch is not None:
+        if self._acted and self.stopwatch is not None:
             self.stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
@@ -239,6 +246,7 @@ class Course:
         if self.stopwatch is not None:
             self.stopwatch.begin()
             self.stopwatch.listen_for_the_end()
+        self._acted = pack_index in self.schedule.swapped
         if not self.on_course:
             return
         node = self._watched.get(pack_index)
@@ -253,7 +261,7 @@ class Course:
 
     def unpacked(self, pack_index: int) -> None:
         """The tensor of this pack is there."""
-        if self.stopwatch is not None:
+        if self._acted and self.stopwatch is not None:
             self.stopwatch.end(pack_index)
 
     def _arrive(self, node: int) -> None:
@@ -264,12 +272,14 @@ class Course:
         while self._next_release < len(releases) and releases[self._next_release][0] <= node:
             reference = self._leases.get(releases[self._next_release][1])
             self._next_release += 1
+            self._acted = True
             lease = reference() if reference is not None else None
             if lease is not None:
                 lease.record.leave()
         while self._next_return < len(returns) and returns[self._next_return][0] <= node:
             pack_index = returns[self._next_return][2]
             self._next_return += 1
+            self._acted = True
             self._begin_return(pack_index)
 
     def _start_over(self, node: int, pack_index: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from string import Template
 from typing import Any
+
+from offload.page import document
 
 __all__ = ["render"]
 
@@ -18,67 +19,21 @@ Curve = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 900, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 26, 44
 
-_PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>offload demo</title>
-<style>
-:root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2126; --faint: #626a73;
-  --line: #dcdfe3; --card: #ffffff; --c0: #c4472b; --c1: #1667b7; --c2: #6f7f1f; }
-@media (prefers-color-scheme: dark) { :root { --page: #15181c; --ink: #e7e9ec; --faint: #9aa3ad;
-  --line: #333a42; --card: #1c2025; --c0: #f28a6d; --c1: #6cb2f5; --c2: #b9c75c; } }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-main { max-width: 940px; margin: 0 auto; padding: 28px 20px 40px; }
-h1 { font-size: 24px; margin: 0 0 4px; }
-h2 { font-size: 16px; margin: 0 0 2px; }
-p { margin: 0 0 6px; }
-.lead { font-size: 17px; margin-bottom: 18px; }
+_STYLE = """.lead { font-size: 17px; margin-bottom: 18px; }
 pre { margin: 6px 0 0; white-space: pre-wrap; font-size: 12.5px; line-height: 1.4; }
-.faint, footer { color: var(--faint); font-size: 13.5px; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 14px 18px; margin: 0 0 16px; overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+table { width: 100%; }
 td { white-space: pre; }
-th, td { text-align: left; padding: 4px 14px 4px 0; border-top: 1px solid var(--line);
-  font-weight: normal; }
 thead th { border-top: 0; font-weight: 600; }
-tbody th { color: var(--faint); }
-tbody th { min-width: 190px; }
+tbody th { color: var(--faint); min-width: 190px; }
 th.sub { padding-left: 16px; }
 .key { display: inline-block; width: 22px; height: 0; margin-right: 7px; vertical-align: middle; }
-.legend { margin: 0 0 4px; padding: 0; list-style: none; font-size: 13.5px; }
-.legend li { display: inline-block; margin-right: 20px; }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--faint); font-size: 12.5px; }
-.grid { stroke: var(--line); stroke-width: 1; }
-.curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.s0 { stroke: var(--c0); } .s1 { stroke: var(--c1); } .s2 { stroke: var(--c2); }
-.key.s0 { border-top: 3px solid var(--c0); } .key.s1 { border-top: 3px solid var(--c1); }
-.key.s2 { border-top: 3px solid var(--c2); }
 svg .peak { font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 4px; }
-.peak.s0 { fill: var(--c0); } .peak.s1 { fill: var(--c1); } .peak.s2 { fill: var(--c2); }
-.dot { stroke: var(--card); stroke-width: 1.5; }
-.dot.s0 { fill: var(--c0); } .dot.s1 { fill: var(--c1); } .dot.s2 { fill: var(--c2); }
-</style>
-</head>
-<body>
-<main>
-<h1>offload demo</h1>
-<p class="lead">$lead</p>
-<section><table><thead><tr><th></th>$names</tr></thead>
-<tbody>
-$rows
-</tbody></table></section>
-$charts
-$reports
-<footer>$facts</footer>
-</main>
-</body>
-</html>
-""")
+circle.dot { stroke: var(--card); stroke-width: 1.5; }
+""" + "\n".join(
+    f".s{place} {{ stroke: var(--{name}); }} .key.s{place} {{ border-top: 3px solid var(--{name}); }} "
+    f"svg .peak.s{place}, .dot.s{place} {{ fill: var(--{name}); }}"
+    for place, name in enumerate(("orange", "blue", "green"))
+)
 
 
 def render(
@@ -120,14 +75,17 @@ def render(
         _chart("One step", f"The last step of each run: {step_memory}.", names, last_steps),
         _chart("The whole run", f"All steps: {memory}.", names, [r["curve"] for r in results]),
     ]
-    return _PAGE.substitute(
-        lead=escape(_lead(results, equal=equal)),
-        names="".join(f'<th><span class="key s{place}"></span>{escape(name)}</th>' for place, name in enumerate(names)),
-        rows="\n".join(_table_row(label, cells) for label, cells in rows),
-        charts="\n".join(charts),
-        facts="\n".join(f"<p>{escape(fact)}</p>" for fact in notes),
-        reports="".join(_report(result) for result in results if result["report"]),
-    )
+    heads = "".join(f'<th><span class="key s{place}"></span>{escape(name)}</th>' for place, name in enumerate(names))
+    cells = "\n".join(_table_row(label, cells) for label, cells in rows)
+    parts = [
+        "<h1>offload demo</h1>",
+        f'<p class="lead">{escape(_lead(results, equal=equal))}</p>',
+        f"<section><table><thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n{cells}\n</tbody></table></section>",
+        *charts,
+        *(_report(result) for result in results if result["report"]),
+        "<footer>" + "\n".join(f"<p>{escape(fact)}</p>" for fact in notes) + "</footer>",
+    ]
+    return document("offload demo", "\n".join(parts), style=_STYLE, width=940)
 
 
 def _lead(results: Sequence[dict[str, Any]], *, equal: bool) -> str:

@@ -117,4 +117,5 @@ def _verdict(findings: list[Finding]) -> str:
     failed, warnings = _count(findings, "failed"), _count(findings, "warning")
     if failed:
         return f"{failed} failed: the engine does not work here as it is."
-    return "The engine works here." + (f" {warnings} thing(s) could be better." if warnings else "")
+    things = "one thing" if warnings == 1 else f"{warnings} things"
+    return "The engine works here." + (f" {things[:1].upper()}{things[1:]} could be better." if warnings else "")

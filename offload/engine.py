@@ -416,6 +416,10 @@ class Engine:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def busy_seconds(self) -> float:
+        """What this thread has taken of the processor that computes: on a CUDA device nothing."""
+        return 0.0 if self._is_cuda else time.thread_time()
+
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
         """Seconds from one mark to others; None while the device has not come that far."""
         if not self._is_cuda:

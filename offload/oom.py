@@ -276,7 +276,7 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
 
     small, excluded, unhoused = map(stayed, ("small", "excluded", "host limit"))
     unchosen = _movable_bytes(kept) - small - excluded - unhoused
-    back_early = options.lookahead_nodes > 1 and engine.resident.now > engine.in_flight_bytes
+    back_early = options.lookahead_nodes != 1 and engine.resident.now > engine.in_flight_bytes
     small = small if options.min_tensor_bytes > _SMALL_BYTES else 0
     if not (options.n_tensors == 0 or unchosen or back_early or small >= _MIN_TENSOR_BYTES or excluded or unhoused):
         return None

@@ -28,7 +28,7 @@ class Options:
     memory_limit: int | None
     max_slowdown: float | None
     n_tensors: int | None  # None: by plan
-    lookahead_nodes: int
+    lookahead_nodes: int | None  # None: by each tensor's own time
     min_tensor_bytes: int
     exclude: tuple[str, ...]
     host_limit: int
@@ -116,8 +116,10 @@ def _check_n_tensors(n_tensors: int | None) -> int | None:
     return n_tensors
 
 
-def _check_lookahead(lb: int | str | None) -> int:
-    if lb is None or lb == "auto":
+def _check_lookahead(lb: int | str | None) -> int | None:
+    if lb == "auto":
+        return None
+    if lb is None:
         return LOOKAHEAD_NODES_DEFAULT
     if isinstance(lb, bool) or not isinstance(lb, int) or lb < 1:
         raise ValueError(f'lb must be at least 1 backward node, or "auto", not {lb!r}')

@@ -334,11 +334,11 @@ def _print_plan(plan: Plan, title: str) -> None:
 
 
 def _row(name: str, plan: Plan) -> tuple[str, ...]:
-    slowdown = plan.step_seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
+    slowdown = plan.expected_seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
     return (
         name,
         format_bytes(plan.peak_bytes),
-        format_seconds(plan.step_seconds),
+        format_seconds(plan.expected_seconds),
         f"{slowdown:.2%}",
         format_bytes(plan.host_bytes),
         f"{len(plan.swaps)}",

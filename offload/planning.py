@@ -19,8 +19,8 @@ from torch import nn
 from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
 from offload.held import HeldBytes
-from offload.options import Options
-from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, resident_bytes
+from offload.options import Options, device_bytes
+from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, manual_plan, resident_bytes
 from offload.profiler import Profile, Profiler, Recorder
 from offload.report import Counts, StepRecord
 from offload.schedule import Schedule, StepOrder, by_hand, of_plan
@@ -36,6 +36,7 @@ DEVIATIONS_MAX = 4
 BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
 MEASUREMENTS_MAX = 5
+MEASUREMENTS_MIN = 3  # of a plan's steps, before it is judged: a neighbour may have slowed one
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
 _FASTER = 0.25
 _LATE_SECONDS = 0.5e-3
@@ -97,8 +98,10 @@ class ByHand:
         if recorder is not None and recorder.finished:
             del self._recorders[signature]
             self._recorded(recorder.order)
-            assert self._options.n_tensors is not None
-            self.schedules[signature] = by_hand(recorder.order, self._options.n_tensors, self._options.lookahead_nodes)
+            count, lookahead_nodes = self._options.n_tensors, self._options.lookahead_nodes
+            assert count is not None
+            assert lookahead_nodes is not None
+            self.schedules[signature] = by_hand(recorder.order, count, lookahead_nodes)
         schedule = self.schedules.get(signature)
         for table in (self.schedules, self._recorders):
             while len(table) > SIGNATURES_MAX:
@@ -134,6 +137,7 @@ class Pursuit:
     courses: deque[Course] = field(default_factory=lambda: deque(maxlen=4))  # whose measurements are still to be read
     node_seconds: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    swap_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # in hooks, of a swap
     starts: tuple[float, ...] = ()  # measured in the last step
     late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
     blind_profiles: int = 0  # so far, the temporaries unknown each time
@@ -141,6 +145,8 @@ class Pursuit:
 
 class ByPlan:
     """Profiles a signature's first round, plans, and plans again where the promise is not kept.
+
+    With `n_tensors` the plan is what is swapped by hand, and only the leads are the planner's.
 
     Parameters
     ----------
@@ -269,7 +275,15 @@ class ByPlan:
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
-        pursuit = Pursuit(profile, self._measure_link(), profile.held)
+        link = self._measure_link()
+        if measured is not None and profile.trace.tensors:
+            link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
+        # Everything was leaving while forward ran; backward waited for what came back.
+        trace = profile.trace
+        slowed = link.byte_seconds * sum(tensor.bytes for tensor in trace.tensors) / 2
+        seconds = _quickened([node.seconds for node in trace.nodes], slowed)
+        nodes = tuple(replace(node, seconds=s) for node, s in zip(trace.nodes, seconds, strict=True))
+        pursuit = Pursuit(replace(profile, trace=replace(trace, nodes=nodes)), link, profile.held)
         if not profile.knows_temporaries:
             before = self.pursuits.get(signature)
             pursuit.blind_profiles = 1 + (before.blind_profiles if before is not None else 0)
@@ -283,7 +297,10 @@ class ByPlan:
         pursuit.held = _most(pursuit.held, held)
         trace = self.trace(pursuit)
         limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
-        if limit_bytes is not None and slowdown is None:
+        if self._options.n_tensors is not None:
+            room = device_bytes(self._engine.device)
+            plan = manual_plan(trace, pursuit.link, self._options.n_tensors, "auto", limit_bytes=room)
+        elif limit_bytes is not None and slowdown is None:
             plan = fastest_plan(trace, pursuit.link, limit_bytes)
         else:
             assert slowdown is not None
@@ -375,9 +392,15 @@ class ByPlan:
     def _take_in(self, pursuit: Pursuit, measured: Measured) -> None:
         plan = pursuit.plan
         assert plan is not None
-        record = StepRecord(False, plan.step_seconds, measured.step_seconds, measured.stall_seconds)
+        record = StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
         self._counts.steps_measured.append(record)
-        pursuit.node_seconds.append(measured.node_seconds)
+        if plan.swaps:
+            pursuit.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
+        # What copies take of the processors while a hook runs is in the hook's time, not in a node's.
+        waiting = plan.step_seconds - plan.compute_seconds
+        in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
+        slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
+        pursuit.node_seconds.append(_quickened(measured.node_seconds, max(0.0, slowed - in_hooks)))
         pursuit.step_seconds.append(measured.step_seconds)
         pursuit.starts = measured.starts
         if log.isEnabledFor(logging.DEBUG):
@@ -394,14 +417,16 @@ class ByPlan:
     def _is_off(self, pursuit: Pursuit) -> bool:
         """Whether the last steps kept the promise badly enough for a new plan. Bounded, logged."""
         plan = pursuit.plan
-        if plan is None or not pursuit.step_seconds or pursuit.replans >= REPLANS_MAX:
+        if plan is None or len(pursuit.step_seconds) < MEASUREMENTS_MIN or pursuit.replans >= REPLANS_MAX:
             return False
         measured = median(pursuit.step_seconds)
         link = self._measured_link(pursuit.link)
+        if pursuit.swap_seconds:
+            link = replace(link, swap_seconds=median(pursuit.swap_seconds))
         compute = median(sum(row) for row in pursuit.node_seconds)
         reasons = []
-        if abs(measured - plan.step_seconds) > _OFF * plan.step_seconds:
-            reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.step_seconds)}")
+        if abs(measured - plan.expected_seconds) > _OFF * plan.expected_seconds:
+            reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.expected_seconds)}")
         if abs(compute - plan.compute_seconds) > _OFF * plan.compute_seconds:
             reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
         for name, found, known in (
@@ -426,7 +451,14 @@ class ByPlan:
         for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
             rates[name] = nbytes / seconds if seconds > 0.05 else known
-        return Link(rates["out"], rates["in"], link.latency)
+        return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
+
+
+def _quickened(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
+    """Durations without what copies have slowed them by, taken off in proportion: at most half of it all."""
+    total = sum(seconds)
+    share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
+    return tuple(each * share for each in seconds)
 
 
 def _most(a: HeldBytes, b: HeldBytes) -> HeldBytes:

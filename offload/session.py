@@ -64,7 +64,8 @@ class Session(Answers):
         self._held: HeldMemory | None = None
         self._planning: ByHand | ByPlan
         # Weakly: in a circle with it, a disabled session would keep its store until a collection.
-        if options.n_tensors is not None and planning.on_profile is None:
+        fixed = options.n_tensors == 0 or (options.n_tensors is not None and options.lookahead_nodes is not None)
+        if fixed and planning.on_profile is None:
             self._planning = ByHand(options, engine, self.counts, weakly(self._note_compiled))
         else:
             self._held = HeldMemory(model, engine)
@@ -156,7 +157,7 @@ class Session(Answers):
             prefetched=self.counts.prefetched,
             profiled_steps=self.counts.profiled_steps,
             borrowed_steps=self.counts.borrowed_steps,
-            predicted_step_seconds=plan.step_seconds if plan is not None else None,
+            predicted_step_seconds=plan.expected_seconds if plan is not None else None,
             measured_step_seconds=median(pursuit.step_seconds)
             if pursuit is not None and pursuit.step_seconds
             else None,
@@ -395,7 +396,9 @@ class Session(Answers):
 
 def _measure_link(device: torch.device, options: Options) -> Link:
     # A store of its own: nothing else uses it, and the report tells of the training's copies alone.
-    return calibrate(make_store(device, options), device, options.spill_dir).link()
+    # Copies of a GPU's memory take no processor that computes.
+    slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
 
 
 def _checkpoint_is_innermost() -> bool:
@@ -431,7 +434,9 @@ def enable(
     n_tensors
         By hand: storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all).
     lb
-        Lead: backward nodes between the start of a copy-in and its use, at least 1, or ``"auto"``.
+        Lead: backward nodes between the start of a copy-in and its use, at least 1; 4 if not given. ``"auto"``: the
+        first step is profiled, and each tensor starts as late as it can without a stall; one that would be used again
+        before it has left stays. A peak above the device's memory is a warning.
     min_tensor_bytes
         Smaller storages stay. Bytes, or a string such as ``"1MiB"``.
     exclude

@@ -5,6 +5,9 @@ into a failure. `--all-databases` runs tests/test_databases.py on every case ins
 
 The campaigns of docs/reliability.md run in a short form; `--long` runs them in full. What they count (faults injected,
 kills survived, …) is written as JSON where `--reliability-json PATH` is given.
+
+The whole suite (`pytest` without a path) runs in two processes, where pytest-xdist is installed; `-n N` asks for
+another number, `-n 0` for none. A file's tests stay together: they share what its fixtures build.
 """
 
 import json
@@ -24,6 +27,7 @@ TALLY = pytest.StashKey[dict]()
 PASSED = pytest.StashKey[Counter]()
 STARTED = pytest.StashKey[float]()
 FIGURES = pytest.StashKey[dict]()
+PROCESSES = 2
 
 
 def pytest_addoption(parser):
@@ -36,8 +40,26 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run the campaigns of docs/reliability.md in full")
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
     parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
+    parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")
     parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
     parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Two processes for the whole suite, unless asked otherwise. One for a few files, which import torch once then."""
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    option = config.option
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    # A GPU's memory is one: what its tests measure of it must not be another process's.
+    is_free = not (option.usepdb or option.collectonly or torch.cuda.is_available())
+    if option.numprocesses is None and option.dist == "no" and is_whole and is_free:
+        option.numprocesses = PROCESSES
+    if option.numprocesses and option.dist == "no":
+        option.dist = "loadfile"
+        option.loadscopereorder = False  # the long files come first as it is, and files of few tests may be long
 
 
 def pytest_configure(config):
@@ -45,6 +67,18 @@ def pytest_configure(config):
     config.stash[PASSED] = Counter()
     config.stash[STARTED] = time.monotonic()
     config.stash[FIGURES] = {}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    share = config.getoption("--share")
+    if share is None:
+        return
+    number, shares = map(int, share.split("/"))
+    if not 1 <= number <= shares:
+        raise pytest.UsageError(f"--share: K/N with K from 1 to N, not {share}")
+    config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at % shares != number - 1])
+    items[:] = items[number - 1 :: shares]
 
 
 def pytest_runtest_setup(item):
@@ -87,21 +121,39 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """A process has ended: what it counted is everybody's."""
+    counted = json.loads(getattr(node, "workeroutput", {}).get("counted", "{}"))  # nothing where it crashed
+    config = node.config
+    config.stash[PASSED].update(counted.get("passed", {}))
+    for name, found in counted.get("figures", {}).items():
+        figures = config.stash[FIGURES].setdefault(name, Counter())
+        figures.update(found)
+    for database, outcomes in counted.get("tally", {}).items():
+        for outcome, cases in outcomes.items():
+            config.stash[TALLY].setdefault(database, {}).setdefault(outcome, []).extend(cases)
+
+
 def pytest_sessionfinish(session, exitstatus):
+    stash = session.config.stash
+    if hasattr(session.config, "workeroutput"):
+        counted = {"passed": stash[PASSED], "figures": stash[FIGURES], "tally": stash[TALLY]}
+        session.config.workeroutput["counted"] = json.dumps(counted)
+        return
     path = session.config.getoption("--reliability-json")
     if path is None:
         return
     databases = {
-        name: {outcome: len(cases) for outcome, cases in outcomes.items()}
-        for name, outcomes in session.config.stash[TALLY].items()
+        name: {outcome: len(cases) for outcome, cases in outcomes.items()} for name, outcomes in stash[TALLY].items()
     }
     found = {
         "long": session.config.getoption("--long"),
-        "figures": session.config.stash[FIGURES],
-        "passed": dict(session.config.stash[PASSED]),
+        "figures": stash[FIGURES],
+        "passed": dict(stash[PASSED]),
         "failed": session.testsfailed,
         "databases": databases,
-        "seconds": round(time.monotonic() - session.config.stash[STARTED], 1),
+        "seconds": round(time.monotonic() - stash[STARTED], 1),
     }
     Path(path).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 

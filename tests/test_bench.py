@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 FAMILIES = ["gpt", "resnet", "unet", "lstm", "vit"]
-KINDS = ["plain", "offload", "save_on_cpu", "checkpoint", "selective", "tutorial"]
+KINDS = ["plain", "offload", "save_on_cpu", "checkpoint", "selective", "tutorial", "transformers"]
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,7 @@ def bench() -> Any:
 def bits(bench: Any, family: str, contestant: Any) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """Losses and gradient hashes of a few steps of a tiny model, and the run's figures."""
     trainer = bench["training"].Trainer(bench["race"].setting_of(family, "tiny"), contestant)
-    trainer.begin()
-    steps = [*trainer.settle(), trainer.step()]
+    steps = [*trainer.settle(STEPS), trainer.step()]
     figures = trainer.figures()
     trainer.close()
     return [(step.loss, step.gradients) for step in steps], figures
@@ -46,7 +47,9 @@ def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> Non
     expected, _ = bits(bench, family, contestants.PLAIN)
     assert len({gradients for _, gradients in expected}) == len(expected)
     ran = set()
-    for contestant in contestants.select(None, slow=False):
+    for contestant in contestants.EVERY:
+        if contestant.slow:
+            continue
         try:
             found, figures = bits(bench, family, contestant)
         except contestants.Inapplicable:
@@ -141,14 +144,48 @@ def test_a_run_ends_at_its_cap(bench: Any) -> None:
 
 def test_a_race_compares_bits_and_figures(bench: Any) -> None:
     race, contestants = bench["race"], bench["contestants"]
-    row = race.race(race.setting_of("lstm", "tiny"), contestants.LEAST, rounds=2)
+    with race.Meeting(race.setting_of("lstm", "tiny"), rounds=2) as meeting:
+        row = meeting.race(contestants.BY_HAND[0])
+        absent = meeting.race(contestants.ACCELERATOR_ONLY[0])
     assert row["equal_losses"]
     assert row["equal_gradients"]
     assert not race.wrong(row)
     assert race.wrong({**row, "equal_gradients": False})
     assert len(row["step_seconds"]) == len(row["plain_step_seconds"]) == 2
+    assert row["plain_peak_bytes"] == meeting.plain_peak_bytes > 0
     assert row["memory_over_plain"] == row["peak_bytes"] / row["plain_peak_bytes"]
     assert row["stall_seconds_per_step"] >= 0
+    assert absent["inapplicable"].startswith("needs CUDA: ")
+
+
+def test_a_race_out_of_time_leaves_the_rest_out_and_rows_stay(bench: Any, tmp_path: Path) -> None:
+    race = bench["race"]
+    path = tmp_path / "frontier.json"
+    path.write_text(json.dumps({"rows": [{"family": "gpt", "name": "kept"}, {"family": "lstm", "name": "replaced"}]}))
+    command = ["--json", str(path), "--family", "lstm", "--size", "tiny", "--contestant", "checkpoint per block"]
+    assert race.main([*command, "--keep", "--seconds", "0"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["kept", "checkpoint per block"]
+    assert rows[1]["inapplicable"] == "left out: the time for this network was up"
+
+
+def test_a_run_that_takes_too_long_is_ended(bench: Any) -> None:
+    race = bench["race"]
+    setting = race.setting_of("lstm", "tiny")
+    with pytest.raises(RuntimeError, match=r"the run of plain took more than 0 s"):
+        race.Runner(setting, bench["contestants"].PLAIN, seconds_max=0.05)
+
+
+def test_memory_counts_from_before_a_contestant_looks_at_a_step(bench: Any) -> None:
+    """Bytes that a probing step leaves to malloc must not pass for bytes that were there before."""
+    training, contestants = bench["training"], bench["contestants"]
+    order: list[str] = []
+    begin, prepare = training.Trainer._begin, contestants.prepare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.Trainer, "_begin", lambda self: (order.append("begin"), begin(self))[1])
+        patch.setattr(contestants, "prepare", lambda *a, **k: (order.append("prepare"), prepare(*a, **k))[1])
+        training.Trainer(bench["race"].setting_of("lstm", "tiny"), contestants.LEAST).close()
+    assert order == ["begin", "prepare"]
 
 
 def test_a_run_that_fails_says_what_it_wrote(bench: Any) -> None:

@@ -73,6 +73,27 @@ def test_the_document_gives_the_reason_or_says_that_it_is_missing(report: Any, r
     assert "Here only." in own
 
 
+def test_a_paragraph_may_be_a_groups_and_one_that_nobody_wants_is_named(report: Any, results: Path) -> None:
+    tables = report.read(results)
+    assert report.explain(tables, {"gpt": "For all."}) == [("gpt", "For all.")]
+    assert report.needless(tables, {"gpt / ahead": "", "gpt": "", "gpt / ahead / Some | CPU": ""}) == []
+    assert report.needless(tables, {"gpt / behind": "", "gpt / ahead": ""}) == ["gpt / behind"]
+
+
+def test_what_falls_short_is_marked_and_wants_a_reason(report: Any, tmp_path: Path) -> None:
+    found = {"far": False, "near": True, "seen": None}
+    rows = {name: {"what": f"so {name}", "reach": "≤ 1", "measured": "2", "met": met} for name, met in found.items()}
+    path = tmp_path / "reach.json"
+    path.write_text(json.dumps({"format": "offload-reach/1", "machine": {"processor": "CPU"}, "rows": rows}))
+    tables = report.read(path)
+    assert [row.cells for row in tables[0].rows] == [
+        ["so far", "≤ 1", "2", "not reached"],
+        ["so near", "≤ 1", "2", "yes"],
+        ["so seen", "≤ 1", "2", "–"],
+    ]
+    assert [key for key, _ in report.explain(tables, {})] == ["reach / far"]
+
+
 def test_the_page_needs_no_other_file(report: Any, results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page, pictures = tmp_path / "page.html", tmp_path / "pictures"
@@ -128,6 +149,7 @@ def test_the_repositorys_document_is_made_from_its_results(report: Any, tmp_path
     command = "python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks"
     assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == made, f"run: {command}"
     assert "Not explained yet" not in made
+    assert report.needless(tables, why) == []
     for table in tables:
         assert table.machine["date"]
         assert table.machine["commit"]

@@ -15,7 +15,7 @@ from offload import _core, calibration
 from offload.calibration import Calibration, calibrate
 
 CPU = torch.device("cpu")
-FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5)
+FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5, 1e-10)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,8 @@ def test_every_figure_is_measured_and_nothing_is_left(tier: str, tmp_path: Path)
     assert found.latency_seconds >= 0
     assert (found.link().out_bandwidth, found.link().in_bandwidth) == rates[2:]
     assert found.link().latency == found.latency_seconds
+    assert found.processor_seconds > 0, "lanes copy, or add up checksums"
+    assert (found.link().byte_seconds, found.link(slows=True).byte_seconds) == (0.0, found.processor_seconds)
     stats = store.stats()
     assert stats["out_copies"] > 0
     assert stats["in_copies"] > 0

@@ -14,6 +14,7 @@ import pytest
 from frameworks import need
 
 ROOT = Path(__file__).parents[1]
+DEBIANS_IMAGES = Path("/usr/share/datasets/fashion-mnist")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -71,6 +72,13 @@ def test_fashion_mnist(images):
     text = output_of("fashion_mnist", "--quick", "--data", images)
     assert "equal within rounding" in text
     assert "swapped" in text
+    assert "NOTHING WAS SWAPPED" not in text
+
+
+@pytest.mark.skipif(not DEBIANS_IMAGES.is_dir(), reason="apt-get install dataset-fashion-mnist")
+def test_fashion_mnist_with_debians_files():
+    text = output_of("fashion_mnist", "--quick")
+    assert "equal within rounding" in text
     assert "NOTHING WAS SWAPPED" not in text
 
 

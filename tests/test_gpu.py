@@ -269,7 +269,6 @@ def test_step_models_are_bit_equal(family: str, dtype: str, monkeypatch: pytest.
     found = {}
     for contestant in (PLAIN, PLAIN, *BY_HAND):
         trainer = Trainer(setting, contestant)
-        trainer.begin()
         steps = [*trainer.settle(), trainer.step()]
         if contestant.is_ours:
             assert trainer.figures()["report"]["swapped"]["tensors"] > 0

@@ -13,12 +13,11 @@ from typing import Any
 import keras
 from torch import nn
 
-from offload.integrations.switch import CallWrapper, Switch
-from offload.report import Report
+from offload.integrations.switch import CallWrapper, Switched
 from offload.session import Session
 
 
-class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     """Swaps what `model.fit` saves for backward; the model is as before when `fit` ends, also with an exception.
 
     Parameters
@@ -60,18 +59,8 @@ class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 f"offload works with PyTorch, and Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=torch in "
                 "the environment before keras is imported"
             )
-        self._switch = Switch(f"a Keras {type(self).__name__}", options)
-        self._wrapper: CallWrapper | None = None
+        self._begin(f"a Keras {type(self).__name__}", options)
         self._fit: Callable[[], Any] = _nothing
-
-    @property
-    def handle(self) -> Session:
-        """The session of the current `fit`, or of the last one."""
-        return self._switch.handle
-
-    def report(self) -> Report:
-        """What the current `fit`, or the last one, has moved."""
-        return self._switch.report()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Enable the engine and wrap `model.train_function`."""
@@ -85,8 +74,9 @@ class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
         self.undo()
         handle = self._switch.turn_on(_as_module(model))
-        self._wrapper = CallWrapper(model, "train_function", lambda data: handle.step(*data), self.undo)
-        self._wrapper.callback = self  # type: ignore[attr-defined]
+        step = CallWrapper(model, "train_function", lambda data: handle.step(*data), self.undo)
+        step.callback = self  # type: ignore[attr-defined]
+        self._wrappers.append(step)
         if isinstance(fit, keras.callbacks.CallbackList):
             self._fit = weakref.ref(fit)
             weakref.finalize(fit, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
@@ -94,13 +84,6 @@ class OffloadCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Undo it."""
         self.undo()
-
-    def undo(self) -> None:
-        """Unwrap the model and disable the engine; nothing where that has been done."""
-        if self._wrapper is not None:
-            self._wrapper.undo()
-            self._wrapper = None
-        self._switch.turn_off()
 
 
 class LMSCallback(OffloadCallback):

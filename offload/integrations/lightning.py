@@ -10,12 +10,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from offload.integrations.switch import CallWrapper, Switch
-from offload.report import Report
-from offload.session import Session
+from offload.integrations.switch import CallWrapper, Switched
 
 
-class OffloadCallback(pl.Callback):  # type: ignore[misc]
+class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     """Swaps what `training_step` saves for backward; everything is as before when `fit` ends, also with an exception.
 
     Works with automatic and manual optimization, `accumulate_grad_batches` and the DDP strategy.
@@ -39,23 +37,14 @@ class OffloadCallback(pl.Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        self._switch = Switch("a Lightning OffloadCallback", options)
-        self._wrapper: CallWrapper | None = None
-
-    @property
-    def handle(self) -> Session:
-        """The session of the current `fit`, or of the last one."""
-        return self._switch.handle
-
-    def report(self) -> Report:
-        """What the current `fit`, or the last one, has moved."""
-        return self._switch.report()
+        self._begin("a Lightning OffloadCallback", options)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Enable the engine and wrap the strategy's step; the model is on its device by now."""
         handle = self._switch.turn_on(pl_module)
         # The batch tells the step's shape: training_step may call parts of the module and never its forward.
-        self._wrapper = CallWrapper(trainer.strategy, "training_step", lambda args: handle.step(*args), self.undo)
+        step = CallWrapper(trainer.strategy, "training_step", lambda args: handle.step(*args), self.undo)
+        self._wrappers.append(step)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Undo it: Lightning does not call `teardown` then."""
@@ -64,13 +53,3 @@ class OffloadCallback(pl.Callback):  # type: ignore[misc]
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Undo it."""
         self.undo()
-
-    def undo(self) -> None:
-        """Unwrap the strategy and disable the engine; nothing where that has been done."""
-        if self._wrapper is not None:
-            self._wrapper.undo()
-            self._wrapper = None
-        self._switch.turn_off()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wrapper": None}

@@ -118,3 +118,36 @@ class CallWrapper:
             setattr(target, self._name, self._inner)
         else:
             delattr(target, self._name)
+
+
+class Switched:
+    """What every framework's callback has of ours: its session, its report, and the way back.
+
+    Comes before the framework's own class among the bases.
+    """
+
+    _switch: Switch
+    _wrappers: list[CallWrapper]
+
+    def _begin(self, owner: str, options: Mapping[str, Any]) -> None:
+        self._switch = Switch(owner, options)
+        self._wrappers = []
+
+    @property
+    def handle(self) -> Session:
+        """The session of the current run, or of the last one."""
+        return self._switch.handle
+
+    def report(self) -> Report:
+        """What the current run, or the last one, has moved."""
+        return self._switch.report()
+
+    def undo(self) -> None:
+        """Unwrap what is wrapped and disable the engine; nothing where that has been done."""
+        for wrapper in self._wrappers:
+            wrapper.undo()
+        self._wrappers.clear()
+        self._switch.turn_off()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_wrappers": []}

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from offload.integrations.switch import CallWrapper, Switch
-from offload.report import Report
+from offload.integrations.switch import CallWrapper, Switch, Switched
 from offload.session import Session
 
 CHECKPOINTING_REMARK = (
@@ -79,7 +78,7 @@ class OffloadTrainerMixin:
         return stack
 
 
-class OffloadTrainerCallback(TrainerCallback):  # type: ignore[misc]
+class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     """Makes any Trainer swap what its model saves for backward.
 
     A loss that is computed outside of the model is covered too. An exception in a step or in the data loader undoes
@@ -103,18 +102,8 @@ class OffloadTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        self._switch = Switch("an OffloadTrainerCallback", options)
-        self._wrappers: list[CallWrapper] = []
+        self._begin("an OffloadTrainerCallback", options)
         self._state: Any = None  # of the run that this is on for
-
-    @property
-    def handle(self) -> Session:
-        """The session of the current run of `train`, or of the last one."""
-        return self._switch.handle
-
-    def report(self) -> Report:
-        """What the current run, or the last one, has moved."""
-        return self._switch.report()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Enable the engine and wrap the Trainer's step."""
@@ -140,14 +129,11 @@ class OffloadTrainerCallback(TrainerCallback):  # type: ignore[misc]
 
     def undo(self) -> None:
         """Unwrap the Trainer and disable the engine; nothing where that has been done."""
-        for wrapper in self._wrappers:
-            wrapper.undo()
-        self._wrappers.clear()
+        super().undo()
         self._state = None
-        self._switch.turn_off()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wrappers": [], "_state": None}
+        return {**super().__getstate__(), "_state": None}
 
 
 def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:

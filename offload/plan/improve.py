@@ -108,7 +108,8 @@ def reorder(step: Step, limit_bytes: int, schedule: Schedule, worth_seconds: flo
     effort : Effort
         What may be spent; the rest is left in it.
     """
-    out_seconds = step.compute_seconds + sum(stall.seconds for stall in schedule.stalls if stall.is_out)
+    back_seconds = sum(stall.seconds for stall in schedule.stalls if not stall.is_out)
+    out_seconds = schedule.step_seconds - back_seconds
     if out_seconds >= worth_seconds:
         return schedule
     for _ in range(_HOLDS_MAX):

@@ -66,6 +66,17 @@ class Plan:
         """When everything happens, as predicted."""
         return simulate(self.trace, self.swaps, self.link)
 
+    @cached_property
+    def overhead_seconds(self) -> float:
+        """By how much the swaps slow the computation around them, in seconds, as the link has it."""
+        size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
+        return sum(self.link.overhead_seconds(size[swap.id]) for swap in self.swaps)
+
+    @property
+    def expected_seconds(self) -> float:
+        """What a step is expected to take: its step time and what swapping slows down, in seconds."""
+        return self.step_seconds + self.overhead_seconds
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan's JSON form, as ``offload plan --json`` prints it."""
         return {
@@ -82,10 +93,11 @@ class Plan:
     def summary(self) -> str:
         """Return the certificate in words, two lines."""
         stalls = self.step_seconds - self.compute_seconds
+        slowed = f", slowed by swaps {format_seconds(self.overhead_seconds)}" if self.overhead_seconds else ""
         return (
-            f"step {format_seconds(self.step_seconds)}: compute {format_seconds(self.compute_seconds)}, waiting "
-            f"{format_seconds(stalls)}; no swap-only plan within {format_bytes(self.limit_bytes)} takes less than "
-            f"{format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
+            f"step {format_seconds(self.expected_seconds)}: compute {format_seconds(self.compute_seconds)}, waiting "
+            f"{format_seconds(stalls)}{slowed}; no swap-only plan within {format_bytes(self.limit_bytes)} takes less "
+            f"than {format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
             f"peak {format_bytes(self.peak_bytes)} instead of {format_bytes(self.unswapped_peak_bytes)}; "
             f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, {format_bytes(self.host_bytes)} on the host"
         )

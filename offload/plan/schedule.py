@@ -48,7 +48,7 @@ class Schedule:
     Parameters
     ----------
     step_seconds : float
-        Step time, up to rounding; `simulate` says it to the bit.
+        Step time, up to rounding (`simulate` says it to the bit), and by how much its swaps slow computation.
     numbers, releases, prefetches : tuple of int
         The swapped tensors in copy-out order, and their nodes.
     stalls : tuple of Stall
@@ -87,6 +87,7 @@ class Step:
         self.back_at = [x.first_backward for x in tensors]
         self.out_seconds = [link.latency + x.bytes / link.out_bandwidth for x in tensors]
         self.in_seconds = [link.latency + x.bytes / link.in_bandwidth for x in tensors]
+        self.overhead_seconds = [link.overhead_seconds(x.bytes) for x in tensors]
         self.seconds = [node.seconds for node in trace.nodes]
         self.clock = list(accumulate(self.seconds, initial=0.0))
         self.by_use = sorted(range(self.count), key=lambda i: (self.back_at[i], self.ids[i]))
@@ -153,7 +154,7 @@ class Step:
             release, ready = self._leave(numbers, room.tolist())
             stuck = {i for i in numbers if release[i] >= self.back_at[i]}
             if not stuck:
-                if ready.size and ready[-1] + self.seconds[-1] > worth_seconds:
+                if ready.size and ready[-1] + self.seconds[-1] + self._overhead(numbers) > worth_seconds:
                     return None
                 prefetch = self._return(numbers, room, release, ready, lead, holds)
                 stuck = {i for i in numbers if release[i] >= prefetch[i]}
@@ -273,7 +274,11 @@ class Step:
                 at_pack += 1
                 out_free = out_end[i] = (now if now > out_free else out_free) + self.out_seconds[i]
         releases, prefetches = (tuple(nodes[i] for i in numbers) for nodes in (release, prefetch))
-        return Schedule(self.clock[-1] + lag, tuple(numbers), releases, prefetches, tuple(stalls), holds)
+        seconds = self.clock[-1] + lag + self._overhead(numbers)
+        return Schedule(seconds, tuple(numbers), releases, prefetches, tuple(stalls), holds)
+
+    def _overhead(self, numbers: Sequence[int]) -> float:
+        return sum(map(self.overhead_seconds.__getitem__, numbers))
 
 
 def _take_near(free: Ints, first: list[int], back: list[int], count: list[int]) -> list[int]:

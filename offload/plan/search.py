@@ -89,7 +89,7 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
     link : Link
         Bandwidths and latency.
     max_slowdown : float
-        0.05 allows a step that is 5 % longer than without swaps.
+        0.05 allows a step that is 5 % longer than without swaps, by waiting and by what swaps slow down.
     limit_bytes : int, optional
         Hard limit on the resident bytes. Where the slowdown does not suffice to keep it, the fastest plan within
         the limit is returned, with a warning.
@@ -117,7 +117,7 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
     plan = make_plan(trace, link, step.swaps(schedule))
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         plan = fastest_plan(trace, link, limit_bytes)
-        slowdown = plan.step_seconds / plan.compute_seconds - 1
+        slowdown = plan.expected_seconds / plan.compute_seconds - 1
         warnings.warn(f"max_slowdown: {max_slowdown:.3g} asked, the limit costs {slowdown:.3g}", stacklevel=2)
     return plan
 

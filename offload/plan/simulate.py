@@ -25,23 +25,33 @@ class Link:
         Bytes per second out of, and into, device memory; may be infinite.
     latency : float, default 0.0
         Seconds that every copy takes on top of its bytes.
+    swap_seconds, byte_seconds : float, default 0.0
+        By how much each swap, and each byte that swaps, slows the computation around it, in seconds out and back
+        together: what hooks take, and what copies take of the processor. `simulate` knows nothing of it.
 
     Raises
     ------
     ValueError
-        If a bandwidth is not positive, or the latency is negative or not finite.
+        If a bandwidth is not positive, or another figure is negative or not finite.
     """
 
     out_bandwidth: float
     in_bandwidth: float
     latency: float = 0.0
+    swap_seconds: float = 0.0
+    byte_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("out_bandwidth", "in_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is not positive; write bytes per second, e.g. 12e9")
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"latency: {self.latency} is no duration; write seconds, e.g. 10e-6")
+        for name in ("latency", "swap_seconds", "byte_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
+
+    def overhead_seconds(self, nbytes: int) -> float:
+        """By how much swapping one tensor slows the computation around it."""
+        return self.swap_seconds + self.byte_seconds * nbytes
 
 
 class Swap(NamedTuple):

@@ -1,24 +1,34 @@
-"""Guards of offload/engine.py and offload/hooks.py left out, one at a time, under the tests that must notice.
+"""Guards of the package left out, one at a time, under the tests that must notice.
 
-    python -m campaign.broken_engine '{"guard": "test id", …}'
+    python -m campaign.broken_engine '{"guard": ["test id", …], …}'
 
-prints one line of JSON: for each guard, whether its test passes as things are and fails without the guard.
+prints one line of JSON: for each guard, whether its tests pass as things are and fail without the guard. Guards in C++
+are left out by the extension, where `offload` has that of the mutants; those in Python by the patches below. Each guard
+has a forked process of its own, which may die or hang of what it lacks; processes that its tests start lack it too.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from offload import engine, hooks
+from offload import _core, engine, hooks, options
 from offload.engine import Departure, Engine, Lease, SwappedView
 
+ROOT = Path(__file__).resolve().parents[2]
+SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too
+HANGS_AFTER_S = 60
 Patches = list[Any]
 
 
@@ -63,60 +73,114 @@ def no_stride() -> Patches:
     return [mock.patch.object(SwappedView, "__init__", init)]
 
 
+def no_groups() -> Patches:
+    """Only the machine's memory counts."""
+    return [mock.patch.object(options, "control_groups", return_value=())]
+
+
 BROKEN: dict[str, Callable[[], Patches]] = {
     "source is held until its copy ends": no_hold,
     "version of a swapped tensor is checked": no_check(engine),
     "identity is more than an address": addresses_only,
     "a duplicate keeps its stride": no_stride,
     "version of a kept tensor is checked": no_check(hooks),
+    "a control group's limit counts": no_groups,
 }
 
 
+def break_as_told() -> None:
+    """Leave out the guard that the environment names, for good: this process was started to lack it."""
+    guard = os.environ.get(SWITCH, "")
+    for patch in BROKEN.get(guard, list)():
+        patch.start()
+    if hasattr(_core, "set_mutant"):
+        _core.set_mutant(guard)
+
+
 class Outcomes:
-    """Counts what a run of pytest came to."""
+    """What a run of pytest came to, test by test."""
 
     def __init__(self) -> None:
-        self.passed = self.failed = 0
-        self.first = ""
+        self.passed: list[str] = []
+        self.failed: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.passed += report.when == "call" and report.passed
+        if report.when == "call" and report.passed:
+            self.passed.append(report.nodeid)
         if report.failed:
-            self.failed += 1
-            self.first = self.first or f"{report.nodeid}: {report.longreprtext.strip().splitlines()[-1]}"
+            said = report.longreprtext.strip().splitlines() or ["failed"]
+            self.failed.setdefault(report.nodeid, said[-1])
 
 
-def outcomes(test: str, *options: str) -> Outcomes:
-    """Run one test in this process."""
+def run_tests(tests: list[str], guard: str, answer: int) -> None:
+    """In a process of its own: run tests without a guard, and write what they came to."""
+    os.setsid()  # whoever ends this process ends those that its tests have started
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    os.environ[SWITCH] = guard
+    break_as_told()
     seen = Outcomes()
-    pytest.main(["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *options, test], plugins=[seen])
-    return seen
+    arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    arguments += ["--rootdir", str(ROOT), *(str(ROOT / test) for test in tests)]
+    pytest.main(arguments, plugins=[seen])
+    with os.fdopen(answer, "w") as pipe:
+        json.dump([seen.passed, seen.failed], pipe)
 
 
-def run_all(table: dict[str, str]) -> list[dict[str, Any]]:
-    """Each guard's row."""
-    rows = []
-    for guard, test in table.items():
-        sound = outcomes(test)
-        patches = BROKEN[guard]()
-        for patch in patches:
-            patch.start()
+def outcomes(tests: list[str], guard: str = "", patience_s: float = HANGS_AFTER_S) -> tuple[list[str], dict[str, str]]:
+    """Ids of tests that pass, and those that fail with their last line. A process that dies or hangs fails them all."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
         try:
-            broken = outcomes(test)
+            run_tests(tests, guard, write)
         finally:
-            for patch in patches:
-                patch.stop()
-        passes = sound.passed > 0 and sound.failed == 0
+            os._exit(0)
+    os.close(write)
+    ended = threading.Event()
+    watch = threading.Thread(target=lambda: ended.wait(patience_s) or os.killpg(pid, signal.SIGKILL), daemon=True)
+    watch.start()
+    began = time.monotonic()
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    ended.set()
+    watch.join()
+    if said:
+        passed, failed = json.loads(said)
+        return passed, failed
+    hung = time.monotonic() - began >= patience_s
+    return [], dict.fromkeys(tests, f"hangs: no end after {patience_s} s" if hung else f"dies with status {status}")
+
+
+def run_all(table: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Each guard's row."""
+    every = sorted({test for tests in table.values() for test in tests})
+    sound, unsound = outcomes(every, patience_s=10 * HANGS_AFTER_S)
+    rows = []
+    for guard, tests in table.items():
+        _, failed = outcomes(tests, guard)
+        noticed = {test: next((text for name, text in failed.items() if belongs(name, test)), "") for test in tests}
         rows.append(
             {
                 "name": guard,
-                "caught_by": test,
-                "passes_unbroken": passes,
-                "caught": broken.failed > 0,
-                "first": broken.first,
+                "caught_by": tests,
+                "passes_unbroken": all(
+                    any(belongs(name, test) for name in sound) and not any(belongs(name, test) for name in unsound)
+                    for test in tests
+                ),
+                "caught": all(noticed.values()),
+                "first": " | ".join(noticed.values()),
             }
         )
     return rows
+
+
+def belongs(name: str, test: str) -> bool:
+    """Whether a test's id is `test`, or one of its cases."""
+    return name == test or name.startswith(f"{test}[")
 
 
 if __name__ == "__main__":

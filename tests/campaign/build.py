@@ -8,8 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [ROOT / "csrc", ROOT / "tests" / "campaign", ROOT / "tests" / "stress"]
@@ -29,8 +33,14 @@ def cmake_build(target: str, *options: str) -> Path:
     # The checkout is part of the key: two of them must not build into one folder at a time.
     cache = Path(tempfile.gettempdir()) / f"offload-tests-{sources_hash(target, str(ROOT), *options)}"
     finished = cache / target
-    if finished.is_file():
-        return finished
+    with FileLock(cache.with_suffix(".lock")):  # two processes of pytest may want it at once
+        if not finished.is_file():
+            build_into(cache, target, options)
+    return finished
+
+
+def build_into(cache: Path, target: str, options: tuple[str, ...]) -> None:
+    """Configure and build; `cache` appears when all is done."""
     building = cache.with_suffix(".building")
     shutil.rmtree(building, ignore_errors=True)
     configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(building), "-G", "Ninja", "-DOFFLOAD_WERROR=ON"]
@@ -43,9 +53,8 @@ def cmake_build(target: str, *options: str) -> Path:
         if run.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
     cache.mkdir(exist_ok=True)
-    (building / target).replace(finished)
+    (building / target).replace(cache / target)
     shutil.rmtree(building)
-    return finished
 
 
 def pybind11_option() -> list[str]:
@@ -60,6 +69,20 @@ def pybind11_option() -> list[str]:
 def build_mutants() -> Path:
     """The extension in which guards can be left out, and which carries the walk."""
     return cmake_build("_core.so", "-DOFFLOAD_MUTANTS=ON")
+
+
+@contextmanager
+def mutants_package() -> Iterator[Path]:
+    """A folder to import `offload` from, the package as it is but with the mutants' extension."""
+    core = build_mutants()
+    with tempfile.TemporaryDirectory(prefix="offload-mutants-") as folder:
+        package = Path(folder, "offload")
+        package.mkdir()
+        for each in (ROOT / "offload").iterdir():
+            if not each.name.startswith("_core."):
+                (package / each.name).symlink_to(each)
+        (package / "_core.so").symlink_to(core)
+        yield Path(folder)
 
 
 def load_core(path: str | Path) -> ModuleType:

@@ -1,14 +1,16 @@
 """Every guard of the data plane and of the engine, left out by name: somebody must notice."""
 
 import pytest
+from campaign.broken_engine import BROKEN
 from campaign.build import build_mutants
-from campaign.mutants import EDGES, JUDGED, PYTHON, RACES, break_engine, edges_in_sources, walk_without
+from campaign.mutants import EDGES, JUDGED, OUTSIDE, PYTHON, RACES, TESTED, break_engine, edges_in_sources, walk_without
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def test_every_guard_is_in_the_table():
-    assert edges_in_sources() == EDGES | set(RACES)
+    assert edges_in_sources() == EDGES | set(RACES) | set(OUTSIDE)
+    assert set(BROKEN) == set(PYTHON)
     assert len(JUDGED) == 5
 
 
@@ -21,8 +23,7 @@ def test_a_missing_guard_is_noticed(edge):
 
 
 def test_a_broken_engine_is_noticed():
-    rows = break_engine()
-    assert [row["name"] for row in rows] == list(PYTHON)
-    for row in rows:
-        assert row["passes_unbroken"], row
-        assert row["caught"], row
+    rows = break_engine(TESTED)
+    assert [row["name"] for row in rows] == list(TESTED)
+    assert [row for row in rows if not row["passes_unbroken"]] == []
+    assert [row for row in rows if not row["caught"]] == []

@@ -219,6 +219,13 @@ def test_a_data_set_that_raises_leaves_nothing_wrapped():
     assert_plain(model)
 
 
+def test_a_fit_without_epochs_is_said_and_leaves_nothing():
+    model, callback = make_model(), all_on()
+    assert fit(model, callback, epochs=0) == {}
+    assert "no training step has run yet" in str(callback.report())
+    assert_plain(model)
+
+
 def test_what_an_interrupted_fit_has_left_is_undone_by_the_next():
     plain, model = make_model(), make_model()
     callback = all_on()

@@ -73,7 +73,7 @@ def make(kind: type[Net] = Net, **arguments) -> Net:
     return kind(**arguments)
 
 
-def fit(model: Net, *callbacks, resume_from: Path | None = None, **arguments) -> pl.Trainer:
+def fit(model: Net, *callbacks, resume_from: Path | None = None, data=None, **arguments) -> pl.Trainer:
     torch.manual_seed(1)
     given = {
         "max_epochs": 2,
@@ -84,7 +84,7 @@ def fit(model: Net, *callbacks, resume_from: Path | None = None, **arguments) ->
         "enable_model_summary": False,
     }
     trainer = pl.Trainer(callbacks=list(callbacks), **{**given, **arguments})
-    trainer.fit(model, loader(), ckpt_path=resume_from)
+    trainer.fit(model, data or loader(), ckpt_path=resume_from)
     return trainer
 
 
@@ -183,6 +183,29 @@ def test_an_exception_of_another_callback_leaves_nothing_wrapped(hook):
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(model, all_on(), other)
     assert_plain(model)
+
+
+def test_a_loader_that_raises_leaves_nothing_wrapped():
+    class Source:
+        def __iter__(self):
+            yield from list(loader())[:2]
+            raise OSError("the disk is gone")
+
+    model, callback = make(), all_on()
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(model, callback, data=Source())
+    assert callback.report().steps == len(model.losses) > 0  # Lightning is one batch ahead
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("nothing", ["max_epochs", "max_steps", "limit_train_batches"])
+def test_a_fit_without_steps_is_said_and_leaves_nothing(nothing):
+    model, callback = make(), all_on()
+    trainer = fit(model, callback, **{nothing: 0})
+    assert model.losses == []
+    assert_plain(model, trainer)
+    if nothing == "max_epochs":
+        assert "no training step has run yet" in str(callback.report())
 
 
 def test_twice_is_an_error_and_leaves_nothing():

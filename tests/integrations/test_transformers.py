@@ -243,10 +243,24 @@ def test_the_trainers_own_offloading_is_refused_with_the_reason(how, tmp_path):
     assert_plain(model)
 
 
-def test_data_parallel_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["mixin", "callback"])
+def test_data_parallel_is_refused(how, tmp_path, monkeypatch):
+    model = make_model()
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(ValueError, match=r"DataParallel over 2 GPUs .* run torchrun --nproc_per_node=N"):
-        train(tmp_path, "mixin")
+        train(tmp_path, how, model=model)
+    assert_plain(model)
+
+
+def test_a_run_without_steps_is_said_and_leaves_nothing(tmp_path):
+    model, expected = make_model(), make_model()
+    _, handle = train(tmp_path, "callback", model=model, num_train_epochs=0)
+    assert handle.report().steps == 0
+    assert "no training step has run yet" in str(handle.report())
+    with pytest.raises(RuntimeError, match="OffloadUnshuffled has no session yet: it begins with training"):
+        train(tmp_path, "mixin", model=model, num_train_epochs=0)  # the mixin is on from the first loss
+    assert_same(model, expected)
+    assert_plain(model)
 
 
 def test_wrong_option(tmp_path):

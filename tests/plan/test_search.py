@@ -176,6 +176,32 @@ def test_the_least_memory_is_least():
     assert least_memory_plan(one_tensor(), slow, 100.0).peak_bytes == 15
 
 
+@given(naive.traces(), st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.3]), st.sampled_from([0.0, 0.001, 0.1]))
+@settings(deadline=None)
+def test_what_swaps_slow_down_counts_as_slowdown(trace, slowdown, swap_seconds, byte_seconds):
+    link = Link(20.0, 20.0, 0.0, swap_seconds, byte_seconds)
+    plan = least_memory_plan(trace, link, slowdown)
+    moved = sum(tensor.bytes for tensor in trace.tensors if tensor.id in {swap.id for swap in plan.swaps})
+    expected = plan.step_seconds + len(plan.swaps) * swap_seconds + moved * byte_seconds
+    assert plan.expected_seconds == pytest.approx(expected, rel=1e-12)
+    assert plan.expected_seconds <= plan.compute_seconds * (1 + slowdown) * (1 + 1e-9)
+    limited = fastest_plan(trace, link, limit_at(trace, slowdown))
+    assert limited.peak_bytes <= max(limit_at(trace, slowdown), 0)
+
+
+def test_of_two_ways_to_keep_the_limit_the_cheaper_is_taken():
+    nodes = tuple(Node(f"n{k}", 100.0, k > 3) for k in range(8))
+    trace = Trace(
+        nodes, (0, 0, 0, 5, 0, 0, 0, 0), (SavedTensor(0, 10, 0, 0, 0, 7, 7), SavedTensor(1, 6, 1, 1, 1, 6, 6))
+    )
+    plan = fastest_plan(trace, Link(1.0, 1.0, byte_seconds=1.0), 16)
+    assert [swap.id for swap in plan.swaps] == [1]
+    assert "slowed by swaps 6.000 s" in plan.explain()
+    least = least_memory_plan(trace, Link(1.0, 1.0, byte_seconds=1.0), 0.01)
+    assert ([swap.id for swap in least.swaps], least.peak_bytes) == ([1], 16)
+    assert least_memory_plan(trace, Link(1.0, 1.0, swap_seconds=50.0), 0.01).swaps == ()
+
+
 def test_the_limit_goes_before_the_slowdown():
     slow = Link(0.5, 0.5)
     with pytest.warns(UserWarning, match="max_slowdown: 0.05 asked"):

@@ -162,10 +162,12 @@ def in_fork(function):
 
 
 def fork_and_touch(directory, tier, times):
-    """Children touch the engine while its threads are busy; the parent trains on, bit-equal."""
+    """Children touch the engine while its threads are busy; the parent's graphs and training stay bit-equal."""
     plain, model = new_net(), new_net()
     handle = enable(model, directory, tier)
     x = torch.randn(1000, 64)
+    expected = gradients_of(plain, plain(x).square().mean())
+    are_whole = True
     found = {}
     for _ in range(times):
         settled = model(x).square().mean()
@@ -182,11 +184,18 @@ def fork_and_touch(directory, tier, times):
         del settled, fresh
         for name, touch in touches.items():
             found.setdefault(name, set()).add(in_fork(touch))
-        KEPT_ALIVE.clear()
         touches.clear()
+        are_whole &= all(map(torch.equal, gradients_of(model, KEPT_ALIVE.pop()), expected))
     steps(plain, 3)
     steps(model, 3, handle)
-    return {name: sorted(texts) for name, texts in found.items()} | {"equal": are_equal(model, plain)}
+    return {name: sorted(texts) for name, texts in found.items()} | {"equal": are_whole and are_equal(model, plain)}
+
+
+def gradients_of(model, loss):
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return found
 
 
 def fork_and_leave_alone(directory, tier):

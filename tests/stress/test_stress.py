@@ -16,13 +16,14 @@ def require(sanitizer):
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_stress_is_clean(sanitizer, request):
+def test_stress_is_clean(sanitizer, request, campaign_counts):
     require(sanitizer)
     rounds = request.config.getoption("--rounds")
     run = run_stress(build_stress(sanitizer), rounds, seed=rounds)
     assert run.returncode == 0, run.stderr[:8000]
     assert run.stderr == ""
     assert run.stdout == f"{5 * rounds} rounds of 4 threads\n"
+    campaign_counts["rounds under sanitizers"] += 5 * rounds
 
 
 def test_a_planted_race_is_found():

@@ -1,0 +1,166 @@
+"""Figures of reach that longer runs have left in result files: plans that ran, whole steps, the largest that trains.
+
+Beside the data path: `reach.py` shows them beside what it measures itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from result_file import read_json
+
+STEP_OFF_MAX = 0.10
+PEAK_OFF_MAX = 0.05
+DEFAULT_SLOWDOWN_MAX = 0.07
+STEPS_GROWTH_MAX = 0.33
+STEPS_TIME_MAX = 1.08
+TUTORIAL_SPEEDUP_MIN = 1.8
+LARGEST_MIN = 5.0
+LARGEST_SLOWDOWN_MAX = 1.20
+LEAST_NAME = "offload, least memory"
+COMMANDS = {
+    "offload-promise/1": "python bench/promise.py --json",
+    "offload-frontier/1": "python bench/race.py --json",
+    "offload-largest/1": "python bench/largest.py --json",
+}
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was measured, in words and in figures; `met` is None where nothing was promised."""
+
+    measured: str
+    met: bool | None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Missing(RuntimeError):
+    """No file holds the figures; the message says which command leaves one."""
+
+
+class Kept:
+    """Result files below a folder; the newest one of each format counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def newest(self, kind: str) -> dict[str, Any]:
+        """Return the newest file's content.
+
+        Raises
+        ------
+        Missing
+            There is none.
+        """
+        found = [content for path in sorted(self.folder.rglob("*.json")) if (content := read_json(path))]
+        found = [content for content in found if content.get("format") == kind and not content["machine"]["device"]]
+        if not found:
+            raise Missing(f"no {kind} in {self.folder}; {COMMANDS[kind]} {self.folder / 'FILE.json'} leaves one")
+        return max(found, key=lambda content: str(content["machine"]["date"]))
+
+    def rows(self, kind: str) -> tuple[Rows, dict[str, Any]]:
+        """Return the newest file's complete rows, and of which run they are."""
+        content = self.newest(kind)
+        about = {name: content["machine"][name] for name in ("date", "commit", "processor")}
+        return [row for row in content["rows"] if not {"error", "inapplicable"} & set(row)], about
+
+
+def promise_off(kept: Kept, key: str, limit: float) -> Finding:
+    """How far the measured step time or peak is from the predicted one; the worst plan counts."""
+    rows, about = kept.rows("offload-promise/1")
+    off = {f"{row['family']}, {row['wish']}": row[f"measured_{key}"] / row[f"predicted_{key}"] - 1 for row in rows}
+    worst = max(off, key=lambda name: abs(off[name]))
+    met = abs(off[worst]) <= limit
+    return Finding(f"{off[worst]:+.1%} at worst ({worst})", met, {"off": off, "from": about})
+
+
+def default_slowdown(kept: Kept) -> Finding:
+    """The default knobs on the demonstration's model."""
+    rows, about = kept.rows("offload-promise/1")
+    found = {row["family"]: row["slowdown"] for row in rows if row["wish"] == "default"}
+    if "gpt" not in found:
+        raise Missing("the newest promises hold no gpt with the default; run bench/promise.py anew")
+    return Finding(f"{found['gpt']:+.1%}", found["gpt"] <= DEFAULT_SLOWDOWN_MAX, {"slowdown": found, "from": about})
+
+
+def by_family(rows: Rows) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Return complete frontier rows by network and contestant."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["family"], {})[row["name"]] = row
+    return found
+
+
+def least_ratio(kept: Kept, key: str, limit: float) -> Finding:
+    """The least-memory setting's growth or step over plain's; the worst network counts."""
+    rows, about = kept.rows("offload-frontier/1")
+    ratios = {family: own[LEAST_NAME][key] for family, own in by_family(rows).items() if LEAST_NAME in own}
+    if not ratios:
+        raise Missing(f"the newest frontier has no {LEAST_NAME!r}")
+    words = ", ".join(f"{family} {ratio:.2f}" for family, ratio in ratios.items())
+    return Finding(f"{words} × plain", max(ratios.values()) <= limit, {"ratio": ratios, "from": about})
+
+
+def ahead_of(kept: Kept, peer: str, is_ahead: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]) -> Finding:
+    """Whether on every network some setting of ours is ahead of the peer in both memory and time."""
+    rows, about = kept.rows("offload-frontier/1")
+    ahead: dict[str, list[str]] = {}
+    for family, own in by_family(rows).items():
+        if peer in own:
+            ours = [row for row in own.values() if row["ours"]]
+            ahead[family] = [str(row["name"]) for row in ours if is_ahead(row, own[peer])]
+    if not ahead:
+        raise Missing(f"the newest frontier has no {peer!r}")
+    words = ", ".join(f"{family} {'yes' if names else 'no'}" for family, names in ahead.items())
+    return Finding(words, all(ahead.values()), {"ahead": ahead, "from": about})
+
+
+def below_checkpoint(kept: Kept) -> Finding:
+    """Less memory and less time than checkpointing per block."""
+    return ahead_of(
+        kept,
+        "checkpoint per block",
+        lambda ours, theirs: (
+            ours["memory_over_plain"] < theirs["memory_over_plain"]
+            and ours["step_over_plain"] < theirs["step_over_plain"]
+        ),
+    )
+
+
+def faster_than_tutorial(kept: Kept) -> Finding:
+    """The tutorial's memory or less, and much less time."""
+    return ahead_of(
+        kept,
+        "tutorial's disk hooks",
+        lambda ours, theirs: (
+            ours["memory_over_plain"] <= theirs["memory_over_plain"]
+            and TUTORIAL_SPEEDUP_MIN * ours["step_over_plain"] <= theirs["step_over_plain"]
+        ),
+    )
+
+
+def largest(kept: Kept, what: str = "resnet:batch") -> Finding:
+    """The largest batch over plain's, and what a sample costs there."""
+    rows, about = kept.rows("offload-largest/1")
+    own = [row for row in rows if row["what"] == what and row["largest"]]
+    base = next((row for row in own if row["name"] == "plain"), None)
+    ours = max((row for row in own if row["ours"]), key=lambda row: row["largest"], default=None)
+    if base is None or ours is None:
+        raise Missing(f"the newest search has no {what} of plain and of offload")
+    over = ours["largest"] / base["largest"]
+    cost = ours["step_seconds"] / ours["largest"] / (base["step_seconds"] / base["largest"])
+    met = over >= LARGEST_MIN and cost <= LARGEST_SLOWDOWN_MAX
+    words = f"{over:.1f} × plain ({ours['largest']} against {base['largest']}) at {cost:.2f} × the time per sample"
+    return Finding(words, met, {"over_plain": over, "time_per_sample_over_plain": cost, "from": about})
+
+
+def on_a_gpu(kept: Kept) -> Finding:
+    """What only a GPU can tell: said to be missing until one has run the suite."""
+    summaries = [path for path in kept.folder.rglob("summary.json") if read_json(path)["machine"]["device"]]
+    if summaries:
+        return Finding(f"see the tables of {summaries[0].parent}", None)
+    return Finding("not measured: no GPU has run bench/gpu_suite.py", None)
