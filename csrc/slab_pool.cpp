@@ -116,10 +116,10 @@ bool SlabPool::grow(size_t bytes) {
     driver_->host_register(data, slab_bytes);
   } catch (const DriverError& error) {
     unmap_pages(data, slab_bytes);
-    throw PinningFailed(error);
+    OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw PinningFailed(error));
   } catch (...) {
     unmap_pages(data, slab_bytes);
-    OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw);
+    throw;
   }
   stats_.registration_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   stats_.held_bytes += slab_bytes;
