@@ -132,10 +132,14 @@ bool SlabPool::grow(size_t bytes) {
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
-  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
-    fenced_.push_back({block, std::move(fence)});
-  } else {
-    give_back(block);
+  try {
+    if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
+      fenced_.push_back({block, std::move(fence)});
+    } else {
+      give_back(block);
+    }
+  } catch (const std::bad_alloc&) {
+    // No memory to note it in: the block stays counted as used.
   }
 }
 

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "checksum.h"
@@ -204,8 +205,9 @@ Extent SpillFile::allocate(uint64_t bytes) {
 std::vector<Extent> SpillFile::allocate_adjacent(const std::vector<uint64_t>& bytes) {
   uint64_t total_bytes = 0;
   for (const uint64_t each : bytes) total_bytes += free_.round_up(each);
-  uint64_t offset = allocate(total_bytes).offset;
   std::vector<Extent> extents;
+  extents.reserve(bytes.size());
+  uint64_t offset = allocate(total_bytes).offset;
   for (const uint64_t each : bytes) {
     extents.push_back({offset, each});
     offset += free_.round_up(each);
@@ -219,7 +221,11 @@ void SpillFile::release(const Extent& extent) {
   scribble(extent.offset, free_.round_up(extent.bytes));
 #endif
   std::lock_guard lock(mutex_);
-  free_.release(extent.offset, extent.bytes);
+  try {
+    free_.release(extent.offset, extent.bytes);
+  } catch (const std::bad_alloc&) {
+    return;  // no memory to note it in: the extent stays counted as used
+  }
   stats_.used_bytes -= free_.round_up(extent.bytes);
 }
 
