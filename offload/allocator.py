@@ -29,6 +29,7 @@ __all__ = [
 
 DEBIAN_PACKAGE = "libtcmalloc-minimal4"
 
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation on the CPU
 _KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _FOLDERS = (
@@ -121,10 +122,11 @@ def find_recycling_allocator() -> Path | None:
 
 
 def preload_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Copy an environment so that a child process started with it runs on a recycling allocator.
+    """Copy an environment so that a child process started with it runs on a recycling allocator, on huge pages.
 
     An allocator that LD_PRELOAD names already is left in charge. jemalloc is told never to purge,
-    unless MALLOC_CONF says something else.
+    unless MALLOC_CONF says something else. torch is told to ask the kernel for huge pages for tensors of
+    2 MiB and more (its THP_MEM_ALLOC_ENABLE), unless that says something else: direct I/O pins memory page by page.
 
     Parameters
     ----------
@@ -139,10 +141,12 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
     child = dict(os.environ if environment is None else environment)
     preloaded = child.get("LD_PRELOAD", "")
     if any(name in preloaded for name in _KNOWN):
+        child.setdefault(_HUGE_PAGES, "1")
         return child
     library = find_recycling_allocator()
     if library is None:
         return child
+    child.setdefault(_HUGE_PAGES, "1")
     child["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
     if "jemalloc" in library.name:
         child.setdefault("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1")

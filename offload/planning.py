@@ -278,12 +278,7 @@ class ByPlan:
         link = self._measure_link()
         if measured is not None and profile.trace.tensors:
             link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
-        # Everything was leaving while forward ran; backward waited for what came back.
-        trace = profile.trace
-        slowed = link.byte_seconds * sum(tensor.bytes for tensor in trace.tensors) / 2
-        seconds = _quickened([node.seconds for node in trace.nodes], slowed)
-        nodes = tuple(replace(node, seconds=s) for node, s in zip(trace.nodes, seconds, strict=True))
-        pursuit = Pursuit(replace(profile, trace=replace(trace, nodes=nodes)), link, profile.held)
+        pursuit = Pursuit(profile, link, profile.held)
         if not profile.knows_temporaries:
             before = self.pursuits.get(signature)
             pursuit.blind_profiles = 1 + (before.blind_profiles if before is not None else 0)

@@ -6,7 +6,7 @@ into a failure. `--all-databases` runs tests/test_databases.py on every case ins
 The campaigns of docs/reliability.md run in a short form; `--long` runs them in full. What they count (faults injected,
 kills survived, …) is written as JSON where `--reliability-json PATH` is given.
 
-The whole suite (`pytest` without a path) runs in two processes, where pytest-xdist is installed; `-n N` asks for
+The whole suite (`pytest` without a path) runs in three processes, where pytest-xdist is installed; `-n N` asks for
 another number, `-n 0` for none. A file's tests stay together: they share what its fixtures build.
 """
 
@@ -27,7 +27,7 @@ TALLY = pytest.StashKey[dict]()
 PASSED = pytest.StashKey[Counter]()
 STARTED = pytest.StashKey[float]()
 FIGURES = pytest.StashKey[dict]()
-PROCESSES = 2
+PROCESSES = 3  # of which one often waits: for a child, a lock, a time limit
 
 
 def pytest_addoption(parser):
@@ -48,7 +48,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Two processes for the whole suite, unless asked otherwise. One for a few files, which import torch once then."""
+    """Several processes for the whole suite, unless asked otherwise. One for a few files, which import torch once then."""
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
     option = config.option

@@ -75,12 +75,18 @@ def test_other_preloaded_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None
     library = Path("/opt/libtcmalloc.so.4")
     monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: library)
     child = allocator.preload_environment({"LD_PRELOAD": "/lib/other.so", "HOME": "/root"})
-    assert child == {"LD_PRELOAD": "/opt/libtcmalloc.so.4:/lib/other.so", "HOME": "/root"}
+    assert child == {
+        "LD_PRELOAD": "/opt/libtcmalloc.so.4:/lib/other.so",
+        "HOME": "/root",
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
 
 
 def test_an_allocator_that_is_preloaded_already_stays_in_charge() -> None:
     chosen = {"LD_PRELOAD": "/opt/libmimalloc.so"}
-    assert allocator.preload_environment(chosen) == chosen
+    assert allocator.preload_environment(chosen) == {**chosen, "THP_MEM_ALLOC_ENABLE": "1"}
+    refused = {**chosen, "THP_MEM_ALLOC_ENABLE": "0"}
+    assert allocator.preload_environment(refused) == refused
 
 
 def test_jemalloc_is_told_never_to_purge(monkeypatch: pytest.MonkeyPatch) -> None:

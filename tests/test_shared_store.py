@@ -82,8 +82,9 @@ def test_other_wishes_other_stores(tmp_path):
 def test_a_report_counts_from_enable(tmp_path):
     nets = [model(1), model(2)]
     with offload.enable(nets[0], n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) as first:
-        gradients(nets[0], losses(nets[0])[0])
-        first.engine.drain()
+        loss = losses(nets[0])[0]
+        first.engine.drain()  # backward takes back at once what has not left
+        gradients(nets[0], loss)
         first.engine.store.quiesce()  # a copy nobody waits for any more is counted when it ends
         moved = first.report().to_dict()["copy_in"]
         assert moved["copies"] > 0
