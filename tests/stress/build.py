@@ -58,13 +58,14 @@ def run_within(command: list[str], seconds_max: float, environment: dict[str, st
 
 
 def stacks_of(pid: int) -> str:
-    """Where the threads of a process are; without gdb, their names and what they wait in."""
+    """The threads of a process by name, what each waits in and, where there is gdb, their stacks."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    lines = [" ".join((task / name).read_text().strip() for name in ("comm", "wchan")) for task in tasks]
     if shutil.which("gdb"):
         command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return run.stdout + run.stderr
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return "\n".join(" ".join((task / name).read_text().strip() for name in ("comm", "wchan")) for task in tasks)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        lines += [run.stdout, run.stderr]
+    return "\n".join(lines)
 
 
 def find_planted_race(edge: str) -> str:
