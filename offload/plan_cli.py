@@ -228,7 +228,7 @@ def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None 
     host_bytes_max : int, optional
         Most that the host's memory takes, in bytes; the rest goes to disk. Not given: no such split is shown.
     """
-    head = ["", "peak", "step", "slowdown", "on the host", "tensors", "gap"]
+    head = ["", "peak", "step", "slowdown", "swapped out", "tensors", "gap"]
     rows = [list(_row(name, plan)) for name, plan in plans]
     if host_bytes_max is not None:
         head[4:5] = ["in host memory", "on disk"]

@@ -48,7 +48,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Several processes for the whole suite, unless asked otherwise. One for a few files: torch is imported once."""
+    """Several processes for the whole suite, unless asked otherwise; for a few files one, which imports torch once."""
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
     option = config.option

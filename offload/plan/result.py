@@ -99,7 +99,7 @@ class Plan:
             f"{format_seconds(stalls)}{slowed}; no swap-only plan within {format_bytes(self.limit_bytes)} takes less "
             f"than {format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
             f"peak {format_bytes(self.peak_bytes)} instead of {format_bytes(self.unswapped_peak_bytes)}; "
-            f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, {format_bytes(self.host_bytes)} on the host"
+            f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, up to {format_bytes(self.host_bytes)}"
         )
 
     def explain(self) -> str:
