@@ -283,12 +283,6 @@ def test_a_store_that_cannot_be_made_leaves_no_lane_behind(tmp_path):
     assert lanes_alive() == before
 
 
-@pytest.mark.parametrize(("mebibytes", "alignment"), [(1, 512), (2, 2 << 20), (5, 2 << 20)])
-def test_blocks_of_huge_pages_begin_on_one(mebibytes, alignment):
-    block = _core.HostBlock(mebibytes << 20, 512, 64)
-    assert block.address % alignment == 64
-
-
 def test_nothing_leaves_nothing_in_the_file(tmp_path):
     """A block without bytes goes to the disk with others, and its room there comes back."""
     store = make_store("slab+disk", tmp_path, host_bytes_max=256 << 10)
