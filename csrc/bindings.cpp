@@ -97,6 +97,7 @@ void register_errors(py::module_& module) {
   static PyObject* pool_exhausted =
       py::exception<PoolExhausted>(module, "PoolExhausted", PyExc_MemoryError).release().ptr();
   static PyObject* driver_error = py::exception<DriverError>(module, "DriverError", PyExc_RuntimeError).release().ptr();
+  static PyObject* pinning_failed = py::exception<PinningFailed>(module, "PinningFailed", driver_error).release().ptr();
   static PyObject* spill_error = py::exception<SpillError>(module, "SpillError", PyExc_OSError).release().ptr();
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
@@ -108,10 +109,11 @@ void register_errors(py::module_& module) {
       instance.attr("max_bytes") = error.max_bytes;
       PyErr_SetObject(pool_exhausted, instance.ptr());
     } catch (const DriverError& error) {
-      py::object instance = py::reinterpret_borrow<py::object>(driver_error)(error.what());
+      PyObject* const type = dynamic_cast<const PinningFailed*>(&error) != nullptr ? pinning_failed : driver_error;
+      py::object instance = py::reinterpret_borrow<py::object>(type)(error.what());
       instance.attr("call") = error.call;
       instance.attr("code") = error.code;
-      PyErr_SetObject(driver_error, instance.ptr());
+      PyErr_SetObject(type, instance.ptr());
     } catch (const SpillError& error) {
       py::object instance =
           py::reinterpret_borrow<py::object>(spill_error)(error.error_number, error.what(), error.path);

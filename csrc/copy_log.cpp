@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <new>
 
 namespace offload {
 namespace {
@@ -51,7 +52,11 @@ void CopyLog::start(size_t limit, std::shared_ptr<const Anchor> anchor) {
 void CopyLog::push(Pending pending) {
   if (!is_on()) return;
   if (pending_.size() >= limit_) pending_.pop_front();
-  pending_.push_back(std::move(pending));
+  try {
+    pending_.push_back(std::move(pending));
+  } catch (const std::bad_alloc&) {
+    // A copy less in the timeline; the copy itself is well.
+  }
 }
 
 void CopyLog::add(CopyKind kind, uint64_t ticket_id, size_t bytes, double begin_seconds) {

@@ -1,5 +1,6 @@
 // The way back: the file's sectors straight into the target, the ragged ends from RAM.
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 
 #include "direct_tier.h"
@@ -51,33 +52,24 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
 
 // Reads a slice of the most urgent block; where that is small, it and the small ones behind it that are as urgent.
 void DirectStore::read() {
+  Ref first;
   Refs run;
   {
     std::lock_guard lock(mutex_);
-    run = next_incoming();
-    if (run.empty()) return;
+    if (incoming_.empty()) return;
+    auto next = std::find_if(incoming_.begin(), incoming_.end(), [](const Ref& each) { return each->urgent; });
+    if (next == incoming_.end()) next = incoming_.begin();
+    first = *next;
+    run = small_run(next, incoming_.end());
+    first->busy = true;
     for (const Ref& slot : run) slot->busy = true;
     ++stats_.in_transfers;
   }
-  if (is_small(*run.front())) {
-    read_small(run);
+  if (run.empty()) {
+    read_slice(*first);
   } else {
-    read_slice(*run.front());
+    read_small(run);
   }
-}
-
-DirectStore::Refs DirectStore::next_incoming() {
-  if (incoming_.empty()) return {};
-  auto first = std::find_if(incoming_.begin(), incoming_.end(), [](const Ref& each) { return each->urgent; });
-  if (first == incoming_.end()) first = incoming_.begin();
-  Refs run{*first};
-  size_t run_bytes = run.front()->middle_bytes;
-  for (auto each = first + 1; is_small(*run.front()) && each != incoming_.end(); ++each) {
-    run_bytes += (*each)->middle_bytes;
-    if (!is_small(**each) || (*each)->urgent != run.front()->urgent || run_bytes > slice_bytes_) break;
-    run.push_back(*each);
-  }
-  return run;
 }
 
 void DirectStore::read_slice(DirectSlot& slot) {
@@ -100,6 +92,12 @@ void DirectStore::read_slice(DirectSlot& slot) {
 void DirectStore::read_small(const Refs& slots) {
   const double begin_seconds = now_seconds();
   std::vector<Piece> pieces;
+  try {
+    pieces.reserve(slots.size());
+  } catch (const std::bad_alloc&) {
+    for (const Ref& slot : slots) read_slice(*slot);
+    return;
+  }
   for (const Ref& slot : slots) {
     slot->in_began_seconds = begin_seconds;
     pieces.push_back({slot->extent, target_middle(*slot), slot->middle_bytes, 0, nullptr});

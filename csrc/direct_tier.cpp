@@ -1,6 +1,7 @@
 #include "direct_tier.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 
 #include "mutants.h"
@@ -41,36 +42,45 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
   return slot;
 }
 
+// The longest run of small blocks as urgent as the first, within a slice and what memory there is to name them in.
+// Empty where the first is large.
+DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::const_iterator end) const {
+  Refs run;
+  size_t run_bytes = 0;
+  for (auto each = first; each != end; ++each) {
+    run_bytes += (*each)->middle_bytes;
+    if (!is_small(**each) || (*each)->urgent != (*first)->urgent || run_bytes > slice_bytes_) break;
+    try {
+      run.push_back(*each);
+    } catch (const std::bad_alloc&) {
+      break;
+    }
+  }
+  return run;
+}
+
 // Writes the block at the front; where it is small, with the small ones behind it.
 void DirectStore::write_out() {
+  Ref first;
   Refs run;
   {
     std::lock_guard lock(mutex_);
-    run = next_outgoing();
-    if (run.empty()) return;
-    for (const Ref& slot : run) advance(*slot, State::copying_out);
+    if (outgoing_.empty()) return;
+    first = outgoing_.front();
+    run = small_run(outgoing_.begin(), outgoing_.end());
+    for (size_t left = std::max<size_t>(run.size(), 1); left > 0; --left) {
+      advance(*outgoing_.front(), State::copying_out);
+      outgoing_.pop_front();
+    }
     ++stats_.out_transfers;
   }
-  if (is_small(*run.front())) {
-    write_small(run);
+  if (run.empty()) {
+    write_large(*first);
+    lanes_->event_fire(first->out_event.get());
   } else {
-    write_large(*run.front());
+    write_small(run);
   }
   for (const Ref& slot : run) lanes_->event_fire(slot->out_event.get());
-}
-
-// The longest run of small blocks at the front, within a slice; or the large one that is there.
-DirectStore::Refs DirectStore::next_outgoing() {
-  Refs run;
-  size_t run_bytes = 0;
-  while (!outgoing_.empty()) {
-    const Ref& next = outgoing_.front();
-    run_bytes += next->middle_bytes;
-    if (!run.empty() && (!is_small(*run.front()) || !is_small(*next) || run_bytes > slice_bytes_)) break;
-    run.push_back(next);
-    outgoing_.pop_front();
-  }
-  return run;
 }
 
 void DirectStore::write_large(DirectSlot& slot) {
@@ -95,21 +105,22 @@ void DirectStore::write_small(const Refs& slots) {
   const double begin_seconds = now_seconds();
   std::vector<uint64_t> bytes;
   std::vector<Extent> extents;
+  std::vector<Piece> pieces;
   try {
     for (const Ref& slot : slots) {
       save_ragged(*slot);
       bytes.push_back(slot->middle_bytes);
     }
+    pieces.reserve(slots.size());
     extents = file_.allocate_adjacent(bytes);
   } catch (...) {
     if (slots.size() > 1) {
-      for (const Ref& slot : slots) write_small({slot});
+      for (const Ref& slot : slots) write_large(*slot);
       return;
     }
     std::lock_guard lock(mutex_);
     return end_out(*slots.front(), {}, 0, std::current_exception(), begin_seconds);
   }
-  std::vector<Piece> pieces;
   for (size_t each = 0; each < slots.size(); ++each) {
     auto* source = static_cast<char*>(const_cast<void*>(slots[each]->source));  // written from, never to
     pieces.push_back({extents[each], source + slots[each]->head_bytes, slots[each]->middle_bytes, 0, nullptr});

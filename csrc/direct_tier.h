@@ -2,6 +2,8 @@
 //
 // direct_tier.cpp holds the way out and the slots; direct_return.cpp the way back. One lane each; a lane takes what is
 // first (on the way back: most urgent) when its turn comes, and small neighbours along.
+//
+// Where there is no memory for what a lane needs, the blocks it has taken fail, each by itself; it never throws.
 #pragma once
 
 #include <algorithm>
@@ -55,17 +57,16 @@ class DirectStore final : public SwapStore {
 
  private:
   using Ref = std::shared_ptr<DirectSlot>;
-
   using Refs = std::vector<Ref>;
+  using Queue = std::deque<Ref>;
 
+  Refs small_run(Queue::const_iterator first, Queue::const_iterator end) const;
   void write_out();
-  Refs next_outgoing();
   void write_large(DirectSlot& slot);
   void write_small(const Refs& slots);
   void end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure, double begin_seconds);
   void withdraw(const Ref& slot);
   void read();
-  Refs next_incoming();
   void read_slice(DirectSlot& slot);
   void read_small(const Refs& slots);
   void end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure);
@@ -80,8 +81,8 @@ class DirectStore final : public SwapStore {
   SpillFile file_;
   const Stream out_lane_;
   const Stream in_lane_;
-  std::deque<Ref> outgoing_;  // copy-outs not begun
-  std::deque<Ref> incoming_;  // copy-ins not finished
+  Queue outgoing_;  // copy-outs not begun
+  Queue incoming_;  // copy-ins not finished
 };
 
 }  // namespace offload

@@ -1,5 +1,5 @@
 // Typed errors of the data plane. bindings.cpp alone maps them to Python:
-//   PoolExhausted → offload.PoolExhausted (a MemoryError)   DriverError → RuntimeError
+//   PoolExhausted → offload.PoolExhausted (a MemoryError)   DriverError, PinningFailed → RuntimeError
 //   SpillError    → OSError(errno, text, path)              std::invalid_argument → ValueError
 #pragma once
 
@@ -37,6 +37,12 @@ class DriverError : public std::runtime_error {
 
   const std::string call;
   const int code;
+};
+
+// Host memory cannot be pinned. The device itself is well, so that a caller can do without.
+class PinningFailed : public DriverError {
+ public:
+  explicit PinningFailed(const DriverError& cause) : DriverError(cause) {}
 };
 
 // File I/O failed: errno, path, and the offset in the file at which it did (-1: not tied to an offset).

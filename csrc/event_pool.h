@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -50,7 +51,11 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   void give_back(Event event) {
     std::unique_lock lock(mutex_, std::defer_lock);
     OFFLOAD_EDGE("event pool is locked", lock.lock());
-    idle_.push_back(event);
+    try {
+      idle_.push_back(event);
+    } catch (const std::bad_alloc&) {
+      driver_->event_destroy(event);
+    }
   }
 
   const std::shared_ptr<Driver> driver_;

@@ -23,7 +23,8 @@ class ExtentMap {
   void grow(uint64_t offset, uint64_t bytes);
   // The smallest free range that fits `bytes` rounded up; nullopt where none does. Returns its offset.
   std::optional<uint64_t> allocate(uint64_t bytes);
-  // Gives back what allocate returned; `bytes` is the same request.
+  // Gives back what allocate returned; `bytes` is the same request. Throws std::bad_alloc, and is as it was then, where
+  // neither neighbour is free.
   void release(uint64_t offset, uint64_t bytes);
 
   // Takes the free range that ends at `end`, where there is one, out of the space. Returns its length.
@@ -33,8 +34,11 @@ class ExtentMap {
   uint64_t largest_free_bytes() const { return by_length_.empty() ? 0 : by_length_.rbegin()->first; }
 
  private:
+  using Range = std::map<uint64_t, uint64_t>::iterator;
+
   void insert(uint64_t offset, uint64_t bytes);
-  void erase(std::map<uint64_t, uint64_t>::iterator range);
+  void change(Range range, uint64_t offset, uint64_t bytes);
+  void erase(Range range);
 
   uint64_t granule_;
   uint64_t free_bytes_ = 0;

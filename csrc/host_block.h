@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
@@ -16,14 +17,9 @@ namespace offload {
 class HostBlock {
  public:
   HostBlock(size_t block_bytes, size_t alignment_bytes, size_t residue) : bytes_(block_bytes) {
-    const size_t huge_bytes = (block_bytes + residue) / kHugePageBytes * kHugePageBytes;
     void* base = nullptr;
-    if (posix_memalign(&base, std::max(alignment_bytes, huge_bytes > 0 ? kHugePageBytes : sizeof(void*)),
-                       block_bytes + residue))
-      throw std::bad_alloc();
-    // Direct I/O pins page by page: of huge ones there are 512 times fewer. Only whole ones, so that no memory is taken
-    // beyond the block. A kernel that refuses leaves it as it is.
-    if (huge_bytes > 0) static_cast<void>(madvise(base, huge_bytes, MADV_HUGEPAGE));
+    if (posix_memalign(&base, std::max(alignment_bytes, sizeof(void*)), block_bytes + residue)) throw std::bad_alloc();
+    ask_for_huge_pages(static_cast<char*>(base), block_bytes + residue);
     base_ = static_cast<char*>(base);
     data_ = base_ + residue;
   }
@@ -35,7 +31,16 @@ class HostBlock {
   size_t bytes() const { return bytes_; }
 
  private:
-  static constexpr size_t kHugePageBytes = size_t{2} << 20;
+  // Direct I/O pins page by page: of huge ones there are 512 times fewer. Asked for where whole ones lie within the
+  // block, and not for a block that begins on one: that would not fit where another of its size has been freed.
+  static void ask_for_huge_pages(char* begin, size_t bytes) {
+    constexpr uintptr_t kHugePageBytes = uintptr_t{2} << 20;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + bytes) / kHugePageBytes * kHugePageBytes;
+    if (first < end)
+      static_cast<void>(  // a kernel may refuse: no harm done
+          madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE));
+  }
 
   char* base_ = nullptr;
   char* data_ = nullptr;

@@ -114,9 +114,12 @@ bool SlabPool::grow(size_t bytes) {
   char* data = map_pages(slab_bytes, numa_node_);
   try {
     driver_->host_register(data, slab_bytes);
+  } catch (const DriverError& error) {
+    unmap_pages(data, slab_bytes);
+    OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw PinningFailed(error));
   } catch (...) {
     unmap_pages(data, slab_bytes);
-    OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw);
+    throw;
   }
   stats_.registration_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   stats_.held_bytes += slab_bytes;
@@ -129,10 +132,14 @@ bool SlabPool::grow(size_t bytes) {
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
-  if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
-    fenced_.push_back({block, std::move(fence)});
-  } else {
-    give_back(block);
+  try {
+    if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
+      fenced_.push_back({block, std::move(fence)});
+    } else {
+      give_back(block);
+    }
+  } catch (const std::bad_alloc&) {
+    // No memory to note it in: the block stays counted as used.
   }
 }
 

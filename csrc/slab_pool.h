@@ -44,7 +44,7 @@ class SlabPool {
   SlabPool(const SlabPool&) = delete;
   SlabPool& operator=(const SlabPool&) = delete;
 
-  // nullopt where no free range fits and the cap leaves no room for a slab that would. Throws DriverError when
+  // nullopt where no free range fits and the cap leaves no room for a slab that would. Throws PinningFailed when
   // pinning fails; nothing is held then that was not held before.
   std::optional<Block> try_allocate(size_t bytes);
   // `fence`: the last event after which nobody touches the block; null when nobody does any more.

@@ -1,5 +1,6 @@
 // The way back: slab → device on the copy-in stream, fed by the pump lane; file → bounce → device by the fill lane.
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 
 #include "error.h"
@@ -74,7 +75,7 @@ void SlabStore::end_in(SlabSlot& slot) {
 void SlabStore::issue_from_slab(const Ref& slot, size_t bytes) {
   try {
     issue_slice(*slot, slot->block.data + slot->issued_bytes, bytes);
-  } catch (const DriverError&) {
+  } catch (...) {
     slot->failure = std::current_exception();
     settle(in_stream_);  // slices issued before write to the target, which is free to go when this is known
     slot->issued_bytes = 0;
@@ -88,7 +89,7 @@ void SlabStore::issue_from_slab(const Ref& slot, size_t bytes) {
 void SlabStore::issue_in(const Refs& slots) {
   try {
     copy_in(slots);
-  } catch (const DriverError&) {
+  } catch (...) {
     settle(in_stream_);
     for (const Ref& slot : slots) issue_from_slab(slot, slot->bytes);
     return;
@@ -121,18 +122,20 @@ void SlabStore::copy_in(const Refs& slots) {
   }
 }
 
-// The most urgent block; where it is small, with the small ones behind it that are as urgent, within a slice.
-SlabStore::Refs SlabStore::next_incoming() {
-  const Ref first = most_urgent(from_slab_);
-  if (first == nullptr) return {};
-  Refs run{first};
-  if (!is_small(*first)) return run;
-  size_t run_bytes = first->bytes;
-  for (auto each = std::find(from_slab_.begin(), from_slab_.end(), first) + 1; each != from_slab_.end(); ++each) {
+// `first` and, where it is small, the small ones behind it that are as urgent, within a slice and what memory there is
+// to name them in.
+SlabStore::Refs SlabStore::next_incoming(const Ref& first) {
+  Refs run;
+  size_t run_bytes = 0;
+  for (auto each = std::find(from_slab_.begin(), from_slab_.end(), first); each != from_slab_.end(); ++each) {
     const SlabSlot& slot = **each;
     if (!is_small(slot) || slot.issued_bytes > 0 || slot.urgent != first->urgent) break;
     if ((run_bytes += slot.bytes) > slice_bytes_) break;
-    run.push_back(*each);
+    try {
+      run.push_back(*each);
+    } catch (const std::bad_alloc&) {
+      break;
+    }
   }
   return run;
 }
@@ -141,15 +144,15 @@ SlabStore::Refs SlabStore::next_incoming() {
 void SlabStore::pump() {
   std::unique_lock lock(mutex_);
   await_oldest(slices_in_flight_, lock);
-  const Refs run = next_incoming();
-  if (run.empty()) return;
-  const Ref& first = run.front();
+  const Ref first = most_urgent(from_slab_);
+  if (first == nullptr) return;
+  const Refs run = next_incoming(first);
   if (run.size() > 1) {
     issue_in(run);
   } else {
     issue_from_slab(first, std::min(slice_bytes_, first->bytes - first->issued_bytes));
   }
-  slices_in_flight_.push_back(events_->record(in_stream_));
+  note_in_flight(slices_in_flight_, in_stream_);
 }
 
 void SlabStore::fill() {

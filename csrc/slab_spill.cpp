@@ -1,4 +1,6 @@
 // Slab → file: which blocks make room when the pinned memory is full, on the spill lane.
+#include <new>
+
 #include "error.h"
 #include "mutants.h"
 #include "slab_tier.h"
@@ -60,7 +62,12 @@ void SlabStore::spill(const Ref& slot) {
 // A retained graph may want the block again; until then its room may be needed elsewhere.
 void SlabStore::make_spillable(const Ref& slot) {
   const bool has_begun = slot->out_event != nullptr;
-  if (has_begun && slot->block && slot->consumed && !slot->busy && !slot->spill_queued) resident_.insert(slot);
+  if (!has_begun || !slot->block || !slot->consumed || slot->busy || slot->spill_queued) return;
+  try {
+    resident_.insert(slot);
+  } catch (const std::bad_alloc&) {
+    // It stays in RAM: others make room.
+  }
 }
 
 // Writes the block out with the lock released meanwhile. False where that failed: the block stays in RAM for good.
@@ -75,7 +82,7 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
     // which is none.
     extent = file_->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
     crc = file_->write(extent, 0, slot.block.data, extent.bytes, 0);
-  } catch (const SpillError&) {
+  } catch (...) {
     OFFLOAD_EDGE("a failed write gives its extent back", file_->release(extent));
     extent = {};
     written = OFFLOAD_BROKEN("a write that failed is told");

@@ -1,6 +1,7 @@
 #include "slab_tier.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 
 #include "error.h"
@@ -103,76 +104,90 @@ void SlabStore::feed() {
   await_oldest(fed_in_flight_, lock);
   if (outgoing_.empty()) return;
   issue_outgoing();
-  fed_in_flight_.push_back(events_->record(out_stream_));
+  note_in_flight(fed_in_flight_, out_stream_);
 }
 
 // Caller holds the lock, here and in everything that issues.
 void SlabStore::issue_outgoing() {
-  while (!outgoing_.empty()) issue_out(next_outgoing());
+  while (!outgoing_.empty()) {
+    const Ref first = outgoing_.front();
+    const Refs run = next_outgoing();
+    const size_t count = std::max<size_t>(run.size(), 1);
+    for (size_t left = count; left > 0; --left) {
+      outgoing_bytes_ -= outgoing_.front()->bytes;
+      outgoing_.pop_front();
+    }
+    issue_out(run.empty() ? &first : run.data(), count);
+  }
 }
 
-// The longest run of small blocks at the front, within a slice; or the large one that is there.
+// The longest run of small blocks at the front, within a slice and what memory there is to name them in. Empty where
+// the first is large.
 SlabStore::Refs SlabStore::next_outgoing() {
   Refs run;
   size_t run_bytes = 0;
-  do {
-    run.push_back(outgoing_.front());
-    outgoing_.pop_front();
-    run_bytes += run.back()->bytes;
-  } while (is_small(*run.front()) && !outgoing_.empty() && is_small(*outgoing_.front()) &&
-           run_bytes + outgoing_.front()->bytes <= slice_bytes_);
-  outgoing_bytes_ -= run_bytes;
+  for (const Ref& slot : outgoing_) {
+    run_bytes += slot->bytes;
+    if (!is_small(*slot) || run_bytes > slice_bytes_) break;
+    try {
+      run.push_back(slot);
+    } catch (const std::bad_alloc&) {
+      break;
+    }
+  }
   return run;
 }
 
 // One transfer. Where that fails each of its blocks is tried alone, so that each one's failure is its own.
-void SlabStore::issue_out(const Refs& slots) {
+void SlabStore::issue_out(const Ref* slots, size_t count) {
   try {
-    copy_out(slots);
-  } catch (const DriverError&) {
+    copy_out(slots, count);
+  } catch (...) {
     const std::exception_ptr failure = std::current_exception();
     const bool settled = settle(out_stream_);  // some of it may be on its way
-    if (slots.size() > 1) {
-      for (const Ref& slot : slots) issue_out({slot});
+    if (count > 1) {
+      for (size_t each = 0; each < count; ++each) issue_out(slots + each, 1);
     } else {
-      slots.front()->failure = failure;
-      if (!settled) slots.front()->block = {};  // nobody can say what still writes there: it is leaked
-      fail_out(*slots.front());
+      SlabSlot& slot = **slots;
+      slot.failure = failure;
+      if (!settled) slot.block = {};  // nobody can say what still writes there: it is leaked
+      fail_out(slot);
     }
     return;
   }
-  for (const Ref& slot : slots) {
-    advance(*slot, State::copying_out);
-    log_.add(CopyKind::out, slot->id, slot->bytes, slot->out->begin, slot->out->end);
-    make_spillable(slot);
+  for (const Ref* slot = slots; slot != slots + count; ++slot) {
+    advance(**slot, State::copying_out);
+    log_.add(CopyKind::out, (*slot)->id, (*slot)->bytes, (*slot)->out->begin, (*slot)->out->end);
+    make_spillable(*slot);
   }
 }
 
-void SlabStore::copy_out(const Refs& slots) {
-  for (size_t each = 0; each < slots.size(); ++each) {  // the last record of a stream covers the earlier ones
-    const bool covered = each + 1 < slots.size() && slots[each + 1]->compute == slots[each]->compute;
+void SlabStore::copy_out(const Ref* slots, size_t count) {
+  for (size_t each = 0; each < count; ++each) {  // the last record of a stream covers the earlier ones
+    const bool covered = each + 1 < count && slots[each + 1]->compute == slots[each]->compute;
     if (!covered)
       OFFLOAD_EDGE("copy-out waits for compute", device_->stream_wait(out_stream_, slots[each]->produced.get()));
   }
   auto transfer = std::make_shared<Transfer>();
   transfer->begin = events_->record(out_stream_);
   std::vector<Copy> copies;
-  for (const Ref& slot : slots) {
-    for (size_t at = 0; at < slot->bytes; at += slice_bytes_)
-      copies.push_back({slot->block.data + at, static_cast<const char*>(slot->source) + at,
-                        std::min(slice_bytes_, slot->bytes - at)});
+  for (size_t each = 0; each < count; ++each) {
+    const SlabSlot& slot = *slots[each];
+    for (size_t at = 0; at < slot.bytes; at += slice_bytes_)
+      copies.push_back(
+          {slot.block.data + at, static_cast<const char*>(slot.source) + at, std::min(slice_bytes_, slot.bytes - at)});
   }
-  if (slots.size() > 1) {
+  if (count > 1) {
     device_->copy_out_batch(copies.data(), copies.size(), out_stream_);
   } else {
     for (const Copy& copy : copies) device_->copy_out(copy.to, copy.from, copy.bytes, out_stream_);
   }
   transfer->end = events_->record(out_stream_);
-  stats_.out_transfers += slots.size() > 1 ? 1 : copies.size();
-  for (const Ref& slot : slots) {
-    slot->produced = nullptr;
-    slot->out = transfer;
-    slot->out_event = transfer->end;
+  stats_.out_transfers += count > 1 ? 1 : copies.size();
+  for (size_t each = 0; each < count; ++each) {
+    slots[each]->produced = nullptr;
+    slots[each]->out = transfer;
+    slots[each]->out_event = transfer->end;
   }
 }
 
@@ -251,7 +266,7 @@ void SlabStore::free_slot(SlabSlot& slot) {
   if (slot.block) {
     try {
       pool_.release(slot.block, last_copy(slot));
-    } catch (const DriverError&) {
+    } catch (...) {
       if (settle(in_stream_)) pool_.release(slot.block, nullptr);  // else nobody can say what still reads it: leaked
     }
     slot.block = {};
@@ -293,6 +308,16 @@ bool SlabStore::settle(Stream stream) {
     return false;
   }
   return true;
+}
+
+// await_oldest waits for what has been issued on `stream` by now. Where that cannot be noted what follows goes early,
+// and tells what is wrong itself.
+void SlabStore::note_in_flight(std::deque<EventRef>& in_flight, Stream stream) {
+  try {
+    in_flight.push_back(events_->record(stream));
+  } catch (const DriverError&) {
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 // Returns once less than kInFlight are on their way.

@@ -6,6 +6,9 @@
 // wait in `outgoing_` for the feed lane, which issues all that have gathered as one transfer whenever fewer than two
 // are in flight: at once where the link is idle, in batches where it is the bottleneck. A large block, wait_out and a
 // full pool issue them at once. On the way back the pump lane takes neighbours of its queue along.
+//
+// Where there is no memory for what a lane needs, the blocks it is working on fail, each by itself; a lane throws
+// nothing but DriverError.
 #pragma once
 
 #include <algorithm>
@@ -86,8 +89,8 @@ class SlabStore final : public SwapStore {
   void feed();
   void issue_outgoing();
   Refs next_outgoing();
-  void issue_out(const Refs& slots);
-  void copy_out(const Refs& slots);
+  void issue_out(const Ref* slots, size_t count);
+  void copy_out(const Ref* slots, size_t count);
   void fail_out(SlabSlot& slot);
   void withdraw(SlabSlot& slot);
   EventRef spill_coldest(size_t bytes);
@@ -102,7 +105,7 @@ class SlabStore final : public SwapStore {
   void copy_in(const Refs& slots);
   void await_target(const SlabSlot& slot);
   void end_in(SlabSlot& slot);
-  Refs next_incoming();
+  Refs next_incoming(const Ref& first);
   void pump();
   void issue_rest(const Ref& slot, std::unique_lock<std::mutex>& lock);
   void fill();
@@ -110,6 +113,7 @@ class SlabStore final : public SwapStore {
 
   // Whatever has been issued on `stream` has ended afterwards; false where the device's context is lost.
   bool settle(Stream stream);
+  void note_in_flight(std::deque<EventRef>& in_flight, Stream stream);
   void await_oldest(std::deque<EventRef>& in_flight, std::unique_lock<std::mutex>& lock);
   void count_out(SlabSlot& slot);
   void count_in(SlabSlot& slot);

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "checksum.h"
@@ -156,13 +157,15 @@ void SpillFile::probe_alignment() {
 #ifdef STATX_DIOALIGN
   struct statx about{};
   if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
-  if (about.stx_dio_mem_align == 0) {  // opened with O_DIRECT, but the file system would not honour it
+  const size_t asked_bytes = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
+  // Opened with O_DIRECT, but the file system would not honour it; or it wants more than extents and slabs have.
+  if (about.stx_dio_mem_align == 0 || asked_bytes > kExtentBytes) {
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
     direct_ = false;
     alignment_bytes_ = 1;
     return;
   }
-  alignment_bytes_ = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
+  alignment_bytes_ = asked_bytes;
 #endif
 }
 
@@ -202,8 +205,9 @@ Extent SpillFile::allocate(uint64_t bytes) {
 std::vector<Extent> SpillFile::allocate_adjacent(const std::vector<uint64_t>& bytes) {
   uint64_t total_bytes = 0;
   for (const uint64_t each : bytes) total_bytes += free_.round_up(each);
-  uint64_t offset = allocate(total_bytes).offset;
   std::vector<Extent> extents;
+  extents.reserve(bytes.size());
+  uint64_t offset = allocate(total_bytes).offset;
   for (const uint64_t each : bytes) {
     extents.push_back({offset, each});
     offset += free_.round_up(each);
@@ -217,7 +221,11 @@ void SpillFile::release(const Extent& extent) {
   scribble(extent.offset, free_.round_up(extent.bytes));
 #endif
   std::lock_guard lock(mutex_);
-  free_.release(extent.offset, extent.bytes);
+  try {
+    free_.release(extent.offset, extent.bytes);
+  } catch (const std::bad_alloc&) {
+    return;  // no memory to note it in: the extent stays counted as used
+  }
   stats_.used_bytes -= free_.round_up(extent.bytes);
 }
 

@@ -66,7 +66,8 @@ class SpillFile {
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;
 
-  // Memory, length and file offset of a transfer must be multiples of this; 1 where I/O is buffered.
+  // Memory, length and file offset of a transfer must be multiples of this; 1 where I/O is buffered,
+  // as where the file system asks for more than an extent's 4096.
   size_t alignment_bytes() const { return alignment_bytes_; }
   const std::string& path() const { return path_; }
 

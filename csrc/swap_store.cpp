@@ -35,6 +35,11 @@ uint16_t successors(State state) {
   return 0;
 }
 
+struct Claim {  // given up on leaving
+  std::atomic<bool>& claimed;
+  ~Claim() { claimed = false; }
+};
+
 class Stopwatch {
  public:
   double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
@@ -143,12 +148,13 @@ void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner)
     const State now = state();
     if (now == State::cancelled || now == State::failed)
       throw std::logic_error(std::string("nothing was swapped out: the ticket is ") + state_name(now));
-    if (now == State::filling || now == State::copying_in)
+    if (now == State::filling || now == State::copying_in || slot_->claimed.exchange(true))
       throw std::logic_error("a copy-in of this ticket is under way");
     slot_->target = target;
     OFFLOAD_EDGE("copy-in holds its target's owner", slot_->target_owner = std::move(owner));
     OFFLOAD_EDGE("a second attempt forgets the first", slot_->failure = nullptr);
   }
+  const Claim claim{slot_->claimed};
   store_->begin_in(slot_, compute);
 }
 

@@ -15,7 +15,7 @@
 // Two tiers implement it. *slab* (slab_tier.cpp): device → pinned slab → disk. *direct* (direct_tier.cpp, host driver
 // only): the aligned middle of a block goes straight between its own memory and the file, the ragged ends stay in RAM.
 //
-// Thread safety: everything, from any thread; but of one ticket one prefetch at a time. A Ticket may be dropped at any
+// Thread safety: everything, from any thread. A Ticket may be dropped at any
 // time and in any state; that waits for no copy. Whatever asks the device, which is all but id, bytes, state,
 // failure_text, cancel and release, throws DriverError where the device fails; other errors are stated. After a failed
 // copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch.
@@ -83,6 +83,7 @@ struct Slot {
   size_t bytes = 0;
   uint64_t need = 0;  // larger: needed later
   std::atomic<State> state{State::queued};
+  std::atomic<bool> claimed{false};  // by a prefetch that has set its target, and not queued its copy-in yet
   bool released = false;
   EventRef out_event;  // completes when the source is no longer read
   EventRef in_event;   // completes when the target is whole
@@ -144,8 +145,8 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   virtual ~SwapStore() = default;
 
   // Begins to copy `bytes` bytes at `source` out, after what `compute` has queued. `need`: larger means needed later.
-  // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, DriverError: then nothing was
-  // begun. A small block may wait for others; where its copy then cannot be begun its state is failed.
+  // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, PinningFailed, DriverError: then
+  // nothing was begun. A small block may wait for others; where its copy then cannot be begun its state is failed.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // Cancels what has not begun and waits for what has; afterwards no copy touches anybody's memory.
   virtual void quiesce() = 0;

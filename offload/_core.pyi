@@ -11,6 +11,9 @@ class DriverError(RuntimeError):
     call: str
     code: int
 
+class PinningFailed(DriverError):
+    """Host memory cannot be pinned; the device itself is well."""
+
 class PoolExhausted(MemoryError):
     """The slab pool cannot serve a request within `host_limit`."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from offload._core import PinningFailed
 from offload.course import Follower, Idle
 from offload.engine import Engine, Lease, StorageKey, SwappedView, raise_changed
 from offload.options import Options
@@ -149,6 +150,9 @@ class Round:
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
             policy.warn_once(error)
             return self._keep(tensor, index, "host limit", nbytes)
+        except PinningFailed as error:
+            policy.warn_once(error)
+            return self._keep(tensor, index, "pinning failed", nbytes)
         self._follower.swapped(index, self._engine.watch(lease), tensor)
         if self._follower.caps_in_flight:
             self._engine.limit_in_flight()

@@ -32,7 +32,7 @@ _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _MIN_TENSOR_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 # Why a saved tensor stayed where no setting would move it; for the other reasons one would.
-_FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage"}
+_FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage", "pinning failed"}
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,12 @@ import errno
 
 import pytest
 import torch
+from fake_cuda.double import the_double
 from torch import nn
 
-from offload import _core
+import offload
+from offload import _core, session
+from offload.engine import Engine
 
 OPERATIONS_MAX = 200
 CASES = [
@@ -169,3 +172,31 @@ def test_file_truncated_behind_the_back(spilling, cut, campaign_counts):
     assert errors == []
     assert all(map(are_equal, found, campaign.expected))
     campaign_counts["faults injected"] += 1
+
+
+def test_failed_pinning_keeps_the_tensor(monkeypatch, caplog):
+    """In two steps of two: each counted, warned of once, and the gradients are those of the plain model."""
+    double = the_double()
+    store = _core.SwapStore.slab(double.driver(), _core.HostDriver(), 8 << 20, slab_bytes=4096, slice_bytes=4096)
+    monkeypatch.setattr(session, "make_engine", lambda device, options: Engine(store, device))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    batch = torch.randn(64, 64)
+    model(batch).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
+        for _ in range(2):
+            model.zero_grad()
+            double.fail_at("cuMemHostRegister_v2", 2)
+            model(batch).sum().backward()
+            assert all(torch.equal(each.grad, whole) for each, whole in zip(model.parameters(), expected, strict=True))
+            store.trim()
+        report = handle.report()
+    assert report.kept["pinning failed"].tensors == 2
+    assert report.kept["pinning failed"].nbytes == 2 * batch.nbytes
+    assert report.swapped.tensors > 0
+    assert [record.message for record in caplog.records if "asked to pin" in record.message] == [
+        "a tensor stays on the device: cuMemHostRegister_v2 failed with code 2: "
+        "CUDA_ERROR_OUT_OF_MEMORY (out of memory): asked to pin 16384 bytes, failed after 0; lower host_limit"
+    ]
+    assert double.first_violation == ""

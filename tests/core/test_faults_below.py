@@ -52,7 +52,7 @@ def test_pinning_fails_at_the_nth_slab(double, nth, campaign_counts):
     registered = double.registrations
     double.fail_at("cuMemHostRegister_v2", nth, OUT_OF_MEMORY)
     trips = [Trip(store, number) for number in range(nth - 1)]
-    with pytest.raises(RuntimeError, match="cuMemHostRegister") as raised:
+    with pytest.raises(_core.PinningFailed, match="cuMemHostRegister") as raised:
         Trip(store, nth)
     assert raised.value.code == OUT_OF_MEMORY
     campaign_counts["faults injected"] += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core.store_rig import SCHEDULES, TIERS, Source, make_store
+from core.store_rig import POISON, SCHEDULES, TIERS, Source, make_store
 
 from offload import _core
 
@@ -283,12 +283,6 @@ def test_a_store_that_cannot_be_made_leaves_no_lane_behind(tmp_path):
     assert lanes_alive() == before
 
 
-@pytest.mark.parametrize(("mebibytes", "alignment"), [(1, 512), (2, 2 << 20), (5, 2 << 20)])
-def test_blocks_of_huge_pages_begin_on_one(mebibytes, alignment):
-    block = _core.HostBlock(mebibytes << 20, 512, 64)
-    assert block.address % alignment == 64
-
-
 def test_nothing_leaves_nothing_in_the_file(tmp_path):
     """A block without bytes goes to the disk with others, and its room there comes back."""
     store = make_store("slab+disk", tmp_path, host_bytes_max=256 << 10)
@@ -309,3 +303,36 @@ def test_nothing_leaves_nothing_in_the_file(tmp_path):
     store.quiesce()
     store.trim()
     assert store.stats()["spill_file_bytes"] == 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_of_two_racing_prefetches_one_is_refused(tmp_path, tier):
+    """The one that is not brings the bytes to its own target, and the other one's is not touched."""
+    store = make_store(tier, tmp_path, "delays", seed=1)
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        source = Source(store, generator, 20_000)
+        targets = [_core.HostBlock(20_000, 4096, 0) for _ in range(2)]
+        refused = []
+        start = threading.Barrier(2)
+
+        def prefetch(number, source=source, targets=targets, refused=refused, start=start):
+            start.wait()
+            try:
+                source.ticket.prefetch(targets[number].address, 0, targets[number])
+            except RuntimeError as error:
+                refused.append((number, str(error)))
+
+        for target in targets:
+            np.frombuffer(target, dtype=np.uint8)[:] = POISON
+        threads = [threading.Thread(target=prefetch, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        source.ticket.swap_in(0)
+        held = [np.frombuffer(target, dtype=np.uint8) for target in targets]
+        assert {text for _, text in refused} <= {"a copy-in of this ticket is under way"}
+        for number, _ in refused:
+            assert (held[number] == POISON).all()
+            assert held[1 - number].tobytes() == source.expected

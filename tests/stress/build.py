@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -33,13 +34,38 @@ def build_stress(sanitizer: str) -> Path:
 
 
 def run_stress(program: Path, rounds: int, seed: int, edge: str = "") -> subprocess.CompletedProcess[str]:
-    """Run it; whatever a sanitizer finds makes the status nonzero."""
+    """Run it; whatever a sanitizer finds makes the status nonzero. It has a minute, and ten seconds a round."""
     with tempfile.TemporaryDirectory(dir=spill_directory()) as directory:
         command = [str(program), str(rounds), str(seed), directory, *([edge] if edge else [])]
         # The first finding ends it: what a race has left behind may wait for ever.
         halts = {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1", "TSAN_OPTIONS": "halt_on_error=1"}
         environment = {**os.environ, **halts}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        return run_within(command, 60 + 10 * rounds, environment)
+
+
+def run_within(command: list[str], seconds_max: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program, and say where its threads are if it does not end in time."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as program:
+        try:
+            stdout, stderr = program.communicate(timeout=seconds_max)
+        except subprocess.TimeoutExpired:
+            stacks = stacks_of(program.pid)
+            program.kill()
+            _, stderr = program.communicate()
+            raise AssertionError(f"not done after {seconds_max} s:\n{stacks}\n{stderr}") from None
+    return subprocess.CompletedProcess(command, program.returncode, stdout, stderr)
+
+
+def stacks_of(pid: int) -> str:
+    """The threads of a process by name, what each waits in and, where there is gdb, their stacks."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    lines = [" ".join((task / name).read_text().strip() for name in ("comm", "wchan")) for task in tasks]
+    if shutil.which("gdb"):
+        command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        lines += [run.stdout, run.stderr]
+    return "\n".join(lines)
 
 
 def find_planted_race(edge: str) -> str:

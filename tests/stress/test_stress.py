@@ -3,8 +3,10 @@
 `--rounds N` makes it longer.
 """
 
+import os
+
 import pytest
-from stress.build import build_stress, find_planted_race, missing_sanitizer, run_stress
+from stress.build import build_stress, find_planted_race, missing_sanitizer, run_stress, run_within
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -24,6 +26,11 @@ def test_stress_is_clean(sanitizer, request, campaign_counts):
     assert run.stderr == ""
     assert run.stdout == f"{5 * rounds} rounds of 4 threads\n"
     campaign_counts["rounds under sanitizers"] += 5 * rounds
+
+
+def test_a_run_that_hangs_says_where():
+    with pytest.raises(AssertionError, match=r"not done after 2 s:\n(?s:.*)(nanosleep|sleep)"):
+        run_within(["sleep", "600"], 2, dict(os.environ))
 
 
 def test_a_planted_race_is_found():
