@@ -15,10 +15,10 @@
 // Two tiers implement it. *slab* (slab_tier.cpp): device → pinned slab → disk. *direct* (direct_tier.cpp, host driver
 // only): the aligned middle of a block goes straight between its own memory and the file, the ragged ends stay in RAM.
 //
-// Thread safety: everything, from any thread. A Ticket may be dropped at any
-// time and in any state; that waits for no copy. Whatever asks the device, which is all but id, bytes, state,
-// failure_text, cancel and release, throws DriverError where the device fails; other errors are stated. After a failed
-// copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch.
+// Thread safety: everything, from any thread; of two prefetches of one ticket at a time one is refused. A Ticket may be
+// dropped at any time and in any state; that waits for no copy. Whatever asks the device, which is all but id, bytes,
+// state, failure_text, cancel and release, throws DriverError where the device fails; other errors are stated. After a
+// failed copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch.
 #pragma once
 
 #include <atomic>

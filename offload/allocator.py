@@ -136,17 +136,16 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
     Returns
     -------
     dict of str to str
-        The copy; unchanged where `find_recycling_allocator` finds none.
+        The copy; unchanged where none is preloaded and `find_recycling_allocator` finds none.
     """
     child = dict(os.environ if environment is None else environment)
     preloaded = child.get("LD_PRELOAD", "")
-    if any(name in preloaded for name in _KNOWN):
+    is_chosen = any(name in preloaded for name in _KNOWN)
+    library = None if is_chosen else find_recycling_allocator()
+    if is_chosen or library is not None:
         child.setdefault(_HUGE_PAGES, "1")
-        return child
-    library = find_recycling_allocator()
     if library is None:
         return child
-    child.setdefault(_HUGE_PAGES, "1")
     child["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
     if "jemalloc" in library.name:
         child.setdefault("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1")
