@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,12 +74,24 @@ def train(path: Path, how: str, callbacks=(), rows: Rows | None = None, resume=N
     given = {"model": model, "args": arguments(path, **changes), "train_dataset": rows or Rows()}
     if how == "mixin":
         trainer = OffloadUnshuffled(**given, callbacks=list(callbacks), offload=ON)
-        trainer.train(resume_from_checkpoint=resume)
+        with settled(model, lambda: trainer.offload_handle):
+            trainer.train(resume_from_checkpoint=resume)
         return model, trainer.offload_handle
-    own = [OffloadTrainerCallback(**ON)] if how == "callback" else []
-    trainer = Unshuffled(**given, callbacks=[*own, *callbacks])
-    trainer.train(resume_from_checkpoint=resume)
-    return model, own[0].handle if own else None
+    own = OffloadTrainerCallback(**ON) if how == "callback" else None
+    trainer = Unshuffled(**given, callbacks=[*([own] if own else []), *callbacks])
+    with settled(model, lambda: own and own.handle):
+        trainer.train(resume_from_checkpoint=resume)
+    return model, own and own.handle
+
+
+@contextmanager
+def settled(model, handle: Callable) -> Iterator[None]:
+    """All that is to leave has left when backward begins: what is still leaving is taken back, not prefetched."""
+    hook = model.register_forward_hook(lambda *_: handle() and handle().engine.drain())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def assert_same(model, expected) -> None:
