@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "error.h"
+#include "huge_pages.h"
 #include "mutants.h"
 #include "numa.h"
 
@@ -37,6 +39,7 @@ char* map_pages(size_t bytes, int node) {
   char* data = static_cast<char*>(address);
   if (OFFLOAD_BROKEN("the host's tier locks no memory") && mlock(data, bytes) != 0) throw std::bad_alloc();
   prefer_numa_node(data, bytes, node);
+  ask_for_huge_pages(data, bytes);
   const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kPopulatorsMax);
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::array<std::thread, kPopulatorsMax> threads;
