@@ -175,12 +175,12 @@ void register_store(py::module_& module) {
           // interrupt's included: whoever holds the source never loses sight of the copy.
           [ticket_name](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need,
                         const py::object& departure, const py::object& enter) {
-            std::unique_ptr<Ticket> ticket;
+            py::object handle = py::cast(Ticket());  // first: a copy that has begun must not want memory for it
+            Ticket& ticket = handle.cast<Ticket&>();
             {
               const GilRelease release;
-              ticket = std::make_unique<Ticket>(store.swap_out(pointer(source), bytes, pointer(compute), need));
+              ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
             }
-            py::object handle = py::cast(std::move(ticket));
             if (!departure.is_none()) {
               py::setattr(departure, ticket_name, handle);
               enter(departure);

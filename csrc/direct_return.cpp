@@ -31,23 +31,21 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
   }
   // Not before its own copy-out; on this tier the caller still has the source then and seldom asks.
   if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
-  size_t slices;
-  {
-    std::lock_guard lock(mutex_);
-    if (slot->state == State::failed || slot->state == State::cancelled)
-      throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
-    advance(*slot, State::copying_in);
-    slot->in_event = events_->take();
-    lanes_->event_arm(slot->in_event.get());
-    slot->middle_done = 0;
-    slot->crc_in = 0;
-    slot->urgent = false;
-    incoming_.push_back(slot);
-    slices = (slot->middle_bytes + slice_bytes_ - 1) / slice_bytes_;
-  }
-  // Each call reads one slice of whatever is most urgent when its turn comes, so an urgent block overtakes.
+  std::lock_guard lock(mutex_);
+  if (slot->state == State::failed || slot->state == State::cancelled)
+    throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
+  const EventRef in_event = events_->take();
+  lanes_->event_arm(in_event.get());
+  // Each call reads one slice of whatever is most urgent when its turn comes, so an urgent block overtakes. They are
+  // queued before the block, and find nothing to do where there is no memory for that.
   auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
-  for (; slices > 0; --slices) lanes_->call(in_lane_, [store] { store->read(); });
+  for (size_t at = 0; at < slot->middle_bytes; at += slice_bytes_) lanes_->call(in_lane_, [store] { store->read(); });
+  incoming_.push_back(slot);
+  advance(*slot, State::copying_in);
+  slot->in_event = in_event;
+  slot->middle_done = 0;
+  slot->crc_in = 0;
+  slot->urgent = false;
 }
 
 // Reads a slice of the most urgent block; where that is small, it and the small ones behind it that are as urgent.

@@ -24,21 +24,20 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
   const size_t alignment = file_.alignment_bytes();
   slot->head_bytes = std::min(bytes, (alignment - reinterpret_cast<uintptr_t>(source) % alignment) % alignment);
   slot->middle_bytes = (bytes - slot->head_bytes) / alignment * alignment;
-  {
-    std::lock_guard lock(mutex_);
-    ++stats_.live_tickets;
-    if (slot->middle_bytes == 0) {
-      const double begin = now_seconds();
-      save_ragged(*slot);
-      log_.add(CopyKind::out, slot->id, bytes, begin);
-      advance(*slot, State::out);
-      return slot;
-    }
-    outgoing_.push_back(slot);
+  std::lock_guard lock(mutex_);
+  if (slot->middle_bytes == 0) {
+    const double begin = now_seconds();
+    save_ragged(*slot);
+    log_.add(CopyKind::out, slot->id, bytes, begin);
+    advance(*slot, State::out);
+  } else {
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
+    lanes_->call(out_lane_,  // finds nothing to do where the queue has no room
+                 [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
+    outgoing_.push_back(slot);
   }
-  lanes_->call(out_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
+  ++stats_.live_tickets;
   return slot;
 }
 
@@ -195,7 +194,7 @@ void DirectStore::free_slot(DirectSlot& slot) {
 }
 
 void DirectStore::quiesce() {
-  if (lanes_->in_forked_child()) return;
+  if (lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child waits for no lane")) return;
   {
     std::lock_guard lock(mutex_);
     while (!outgoing_.empty()) withdraw(outgoing_.front());

@@ -3,11 +3,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <new>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 
 #include "error.h"
@@ -22,6 +22,8 @@
 namespace offload {
 namespace {
 
+constexpr size_t kPopulatorsMax = 4;
+
 void populate(char* data, size_t bytes) {
   if (madvise(data, bytes, MADV_POPULATE_WRITE) == 0) return;
   for (size_t at = 0; at < bytes; at += kPageBytes) static_cast<volatile char*>(data)[at] = 0;  // Linux before 5.14
@@ -35,21 +37,24 @@ char* map_pages(size_t bytes, int node) {
     throw std::logic_error("no memory");
   if (address == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(address);
+  if (OFFLOAD_BROKEN("the host's tier locks no memory") && mlock(data, bytes) != 0) throw std::bad_alloc();
   prefer_numa_node(data, bytes, node);
   ask_for_huge_pages(data, bytes);
-  const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 4);
+  const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kPopulatorsMax);
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
-  std::vector<std::thread> threads;
+  std::array<std::thread, kPopulatorsMax> threads;
+  auto next = threads.begin();
   for (size_t at = part_bytes; at < bytes; at += part_bytes) {
     try {
-      threads.emplace_back(populate, data + at, std::min(part_bytes, bytes - at));
-    } catch (const std::system_error&) {  // no room for a thread more
+      *next = std::thread(populate, data + at, std::min(part_bytes, bytes - at));
+      ++next;
+    } catch (const std::exception&) {  // no room for a thread more
       if (OFFLOAD_BROKEN("a thread that cannot start is not needed")) throw std::bad_alloc();
       populate(data + at, std::min(part_bytes, bytes - at));
     }
   }
   populate(data, std::min(part_bytes, bytes));
-  for (std::thread& thread : threads) thread.join();
+  std::for_each(threads.begin(), next, [](std::thread& thread) { thread.join(); });
   return data;
 }
 
@@ -108,16 +113,23 @@ bool SlabPool::grow(size_t bytes) {
   const size_t wanted = (std::max<size_t>(bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes;
   const size_t room = max_bytes_ - stats_.held_bytes;
   if (wanted > room) {
-    trim();
+    drop_empty_slabs();
     if (wanted > max_bytes_ - stats_.held_bytes) return false;
   }
   const size_t slab_bytes = std::max(wanted, std::min(slab_bytes_, max_bytes_ - stats_.held_bytes));
+  if (refusal_ && slab_bytes >= refused_bytes_ && !OFFLOAD_BROKEN("a refused pinning is not tried again"))
+    throw PinningFailed(*refusal_);
+  Slab& slab = empty_slab();  // once pages are pinned nothing may need memory any more
+  ExtentMap all{kPageBytes};
+  all.grow(0, slab_bytes);
   const auto begin = std::chrono::steady_clock::now();
   char* data = map_pages(slab_bytes, numa_node_);
   try {
     driver_->host_register(data, slab_bytes);
   } catch (const DriverError& error) {
     unmap_pages(data, slab_bytes);
+    refusal_.emplace(error);
+    refused_bytes_ = slab_bytes;
     OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw PinningFailed(error));
   } catch (...) {
     unmap_pages(data, slab_bytes);
@@ -125,12 +137,15 @@ bool SlabPool::grow(size_t bytes) {
   }
   stats_.registration_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   stats_.held_bytes += slab_bytes;
-  auto slot = std::find_if(slabs_.begin(), slabs_.end(), [](const Slab& slab) { return slab.data == nullptr; });
-  if (slot == slabs_.end()) slot = slabs_.emplace(slabs_.end());
-  slot->data = data;
-  slot->bytes = slab_bytes;
-  slot->free.grow(0, slab_bytes);
+  slab.data = data;
+  slab.bytes = slab_bytes;
+  slab.free = std::move(all);
   return true;
+}
+
+SlabPool::Slab& SlabPool::empty_slab() {
+  auto slab = std::find_if(slabs_.begin(), slabs_.end(), [](const Slab& each) { return each.data == nullptr; });
+  return slab == slabs_.end() ? slabs_.emplace_back() : *slab;
 }
 
 void SlabPool::release(const Block& block, EventRef fence) {
@@ -170,6 +185,11 @@ void SlabPool::sweep() {
 EventRef SlabPool::oldest_fence() const { return fenced_.empty() ? nullptr : fenced_.front().fence; }
 
 size_t SlabPool::trim() {
+  refusal_.reset();
+  return drop_empty_slabs();
+}
+
+size_t SlabPool::drop_empty_slabs() {
   sweep();
   size_t given_back = 0;
   for (Slab& slab : slabs_) {
@@ -179,6 +199,7 @@ size_t SlabPool::trim() {
     slab = Slab{};
   }
   stats_.held_bytes -= given_back;
+  if (given_back > 0) refusal_.reset();
   return given_back;
 }
 

@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "error.h"
 #include "event_pool.h"
 #include "extent_map.h"
 
@@ -45,7 +46,8 @@ class SlabPool {
   SlabPool& operator=(const SlabPool&) = delete;
 
   // nullopt where no free range fits and the cap leaves no room for a slab that would. Throws PinningFailed when
-  // pinning fails; nothing is held then that was not held before.
+  // pinning fails; nothing is held then that was not held before. What was refused once is not asked for again, nor
+  // anything larger, before a slab has been given back or trim() called: a refusal costs as much as a slab.
   std::optional<Block> try_allocate(size_t bytes);
   // `fence`: the last event after which nobody touches the block; null when nobody does any more.
   void release(const Block& block, EventRef fence);
@@ -71,6 +73,8 @@ class SlabPool {
 
   void sweep();
   bool grow(size_t bytes);
+  Slab& empty_slab();
+  size_t drop_empty_slabs();
   std::optional<Block> take(size_t bytes);
   void give_back(const Block& block);
 
@@ -81,6 +85,8 @@ class SlabPool {
   std::vector<Slab> slabs_;
   std::deque<Fenced> fenced_;
   PoolStats stats_;
+  std::optional<PinningFailed> refusal_;
+  size_t refused_bytes_ = 0;  // by refusal_
 };
 
 // `bytes` of zeroed pages, near NUMA node `node` where that is not -1, touched by several threads so that registering

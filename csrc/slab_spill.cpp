@@ -10,27 +10,35 @@ namespace offload {
 // Queues the coldest residents for the disk until `bytes` are on their way. Null where none can go, or is going.
 EventRef SlabStore::spill_coldest(size_t bytes) {
   size_t leaving_bytes = 0;
+  const EventRef spilled = lane_events_->take();
+  lanes_->event_arm(spilled.get());
+  // Fires when the last spill below has ended and is gone; at once where there is none.
+  const std::shared_ptr<void> under_way(spilled.get(),
+                                        [lanes = lanes_, spilled](void*) { lanes->event_fire(spilled.get()); });
   for (auto entry = resident_.begin(); entry != resident_.end() && leaving_bytes < bytes;) {
     const Ref slot = *entry;
-    entry = resident_.erase(entry);
-    if (slot->spill_failed) continue;
-    slot->spill_queued = true;
-    leaving_bytes += slot->bytes;
-    if (lanes_ == device_) {
-      OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
-    } else {
-      OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
-        device->event_synchronize(done.get());
-      }));
+    if (!slot->spill_failed) {
+      queue_spill(slot, under_way);
+      slot->spill_queued = true;
+      leaving_bytes += slot->bytes;
+      last_spill_ = spilled;
     }
-    lanes_->call(spill_lane_, [store = self(), slot] { store->spill(slot); });
+    entry = resident_.erase(entry);
   }
-  if (leaving_bytes > 0) {
-    last_spill_ = lane_events_->record(spill_lane_);
-  } else if (last_spill_ != nullptr && lanes_->event_done(last_spill_.get())) {
-    last_spill_ = nullptr;
-  }
+  if (last_spill_ != nullptr && lanes_->event_done(last_spill_.get())) last_spill_ = nullptr;
   return last_spill_;
+}
+
+// Where that throws, nothing has changed: a wait without its spill harms nobody.
+void SlabStore::queue_spill(const Ref& slot, const std::shared_ptr<void>& under_way) {
+  if (lanes_ == device_) {
+    OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
+  } else {
+    OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
+      device->event_synchronize(done.get());
+    }));
+  }
+  lanes_->call(spill_lane_, [store = self(), slot, under_way] { store->spill(slot); });
 }
 
 void SlabStore::spill(const Ref& slot) {

@@ -55,21 +55,21 @@ SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, u
   slot->compute = compute;
   std::unique_lock lock(mutex_);
   slot->block = obtain_block(lock, bytes);
+  if (outgoing_bytes_ + bytes > slice_bytes_) issue_outgoing();
   try {
     slot->produced = events_->record(compute);  // under the lock: the queue's order is the stream's
+    if (is_small(*slot) && !feed_queued_) {
+      lanes_->call(feed_lane_, [store = self()] { store->feed(); });
+      feed_queued_ = true;
+    }
+    outgoing_.push_back(slot);
   } catch (...) {
     pool_.release(slot->block, nullptr);
     throw;
   }
   ++stats_.live_tickets;
-  if (outgoing_bytes_ + bytes > slice_bytes_) issue_outgoing();
-  outgoing_.push_back(slot);
   outgoing_bytes_ += bytes;
-  if (is_small(*slot)) {
-    if (!feed_queued_) lanes_->call(feed_lane_, [store = self()] { store->feed(); });
-    feed_queued_ = true;
-    return slot;
-  }
+  if (is_small(*slot)) return slot;
   issue_outgoing();
   if (slot->state == State::failed) {
     --stats_.live_tickets;
@@ -347,7 +347,7 @@ void SlabStore::remove(std::deque<Ref>& queue, const SlabSlot& slot) {
 }
 
 void SlabStore::quiesce() {
-  if (lanes_->in_forked_child()) return;
+  if (lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child waits for no lane")) return;
   {
     std::lock_guard lock(mutex_);
     while (!outgoing_.empty()) {

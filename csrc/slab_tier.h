@@ -8,7 +8,8 @@
 // full pool issue them at once. On the way back the pump lane takes neighbours of its queue along.
 //
 // Where there is no memory for what a lane needs, the blocks it is working on fail, each by itself; a lane throws
-// nothing but DriverError.
+// nothing but DriverError. A caller queues its lanes' work first, which finds nothing to do where the block then cannot
+// be queued itself, and moves the block on last, which needs no memory.
 #pragma once
 
 #include <algorithm>
@@ -94,6 +95,7 @@ class SlabStore final : public SwapStore {
   void fail_out(SlabSlot& slot);
   void withdraw(SlabSlot& slot);
   EventRef spill_coldest(size_t bytes);
+  void queue_spill(const Ref& slot, const std::shared_ptr<void>& under_way);
   void spill(const Ref& slot);
   void make_spillable(const Ref& slot);
   bool write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock);

@@ -40,6 +40,12 @@ struct Claim {  // given up on leaving
   ~Claim() { claimed = false; }
 };
 
+template <typename Reference>
+union Leaked {  // a reference that is never given up
+  Reference kept;
+  ~Leaked() {}
+};
+
 class Stopwatch {
  public:
   double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
@@ -181,12 +187,19 @@ void Ticket::settle() {
   store_->settle(slot_);
 }
 
+Ticket& Ticket::operator=(Ticket&& other) noexcept {
+  release();
+  store_ = std::move(other.store_);
+  slot_ = std::move(other.slot_);
+  return *this;
+}
+
 void Ticket::release() noexcept {
   if (slot_ == nullptr) return;
   // A forked child owns none of the engine's threads and maybe a locked mutex: it leaks.
   if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child leaks its tickets")) {
-    static_cast<void>(new SlotRef(slot_));
-    static_cast<void>(new std::shared_ptr<SwapStore>(store_));
+    const Leaked<SlotRef> slot{slot_};
+    const Leaked<std::shared_ptr<SwapStore>> store{store_};
   } else {
     store_->release(slot_);
   }

@@ -18,7 +18,9 @@
 // Thread safety: everything, from any thread; of two prefetches of one ticket at a time one is refused. A Ticket may be
 // dropped at any time and in any state; that waits for no copy. Whatever asks the device, which is all but id, bytes,
 // state, failure_text, cancel and release, throws DriverError where the device fails; other errors are stated. After a
-// failed copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch.
+// failed copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch. Where
+// there is no memory swap_out and prefetch throw std::bad_alloc before anything has begun; release ends the ticket all
+// the same, but its block or extent may stay counted as used.
 #pragma once
 
 #include <atomic>
@@ -99,9 +101,10 @@ class SwapStore;
 // Handle of one swapped block. Movable, not copyable.
 class Ticket {
  public:
+  Ticket() = default;  // of nothing, until one is moved into it
   Ticket(std::shared_ptr<SwapStore> store, SlotRef slot) : store_(std::move(store)), slot_(std::move(slot)) {}
   Ticket(Ticket&&) = default;
-  Ticket& operator=(Ticket&&) = delete;
+  Ticket& operator=(Ticket&& other) noexcept;
   ~Ticket() { release(); }
 
   uint64_t id() const { return slot_->id; }  // unique within its store

@@ -9,6 +9,8 @@ has a forked process of its own, which may die or hang of what it lacks; process
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -23,8 +25,8 @@ from unittest import mock
 import pytest
 import torch
 
-from offload import _core, engine, hooks, options
-from offload.engine import Departure, Engine, Lease, SwappedView
+from offload import _core, engine, hooks, options, stores
+from offload.engine import Departure, Engine, Lease, SwappedStorage, SwappedView
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too
@@ -78,6 +80,28 @@ def no_groups() -> Patches:
     return [mock.patch.object(options, "control_groups", return_value=())]
 
 
+def no_end_before_exit() -> Patches:
+    """The interpreter ends while copies are under way."""
+    atexit.unregister(stores._quiesce_at_exit)
+    return []
+
+
+def writes_parameters() -> Patches:
+    """A copy-in that fails has written to a parameter."""
+    original = SwappedStorage.bring_back
+
+    def bring_back(self: SwappedStorage) -> tuple[torch.UntypedStorage, int]:
+        try:
+            return original(self)
+        except OSError:
+            for each in gc.get_objects():
+                if isinstance(each, torch.nn.Parameter):
+                    each.detach().add_(1)
+            raise
+
+    return [mock.patch.object(SwappedStorage, "bring_back", bring_back)]
+
+
 BROKEN: dict[str, Callable[[], Patches]] = {
     "source is held until its copy ends": no_hold,
     "version of a swapped tensor is checked": no_check(engine),
@@ -85,6 +109,8 @@ BROKEN: dict[str, Callable[[], Patches]] = {
     "a duplicate keeps its stride": no_stride,
     "version of a kept tensor is checked": no_check(hooks),
     "a control group's limit counts": no_groups,
+    "copies end before the interpreter does": no_end_before_exit,
+    "a failed copy-in writes to no parameter": writes_parameters,
 }
 
 

@@ -56,16 +56,6 @@ AUTOGRAD = "tests/autograd/test_"
 FAULTS = AUTOGRAD + "faults.py::test_"
 PROCESSES = "tests/processes/test_"
 PRIVACY = PROCESSES + "spill_privacy.py::test_"
-PYTHON = {
-    "source is held until its copy ends": [AUTOGRAD + "copies_in_flight.py::test_a_freed_source_may_be_overwritten"],
-    "version of a swapped tensor is checked": [AUTOGRAD + "in_place.py::test_write_after_save_is_the_usual_error"],
-    "identity is more than an address": [
-        AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
-    ],
-    "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
-    "version of a kept tensor is checked": [AUTOGRAD + "in_place.py::test_tensors_that_pass_through_are_watched_too"],
-    "a control group's limit counts": ["tests/test_host_limit.py::test_every_ancestor_counts"],
-}
 
 
 def nth(operation: str, kind: str, number: int, persistence: str, *setups: str) -> list[str]:
@@ -75,6 +65,20 @@ def nth(operation: str, kind: str, number: int, persistence: str, *setups: str) 
 
 DIRECT = "direct-threads0-settled"
 SLAB = "slab-stepped4-settled"
+PYTHON = {
+    "source is held until its copy ends": [AUTOGRAD + "copies_in_flight.py::test_a_freed_source_may_be_overwritten"],
+    "version of a swapped tensor is checked": [AUTOGRAD + "in_place.py::test_write_after_save_is_the_usual_error"],
+    "identity is more than an address": [
+        AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
+    ],
+    "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
+    "version of a kept tensor is checked": [AUTOGRAD + "in_place.py::test_tensors_that_pass_through_are_watched_too"],
+    "a failed copy-in writes to no parameter": nth("read", "error", errno.EIO, "transient", DIRECT, SLAB),
+    "copies end before the interpreter does": [PROCESSES + "kills.py::test_no_copy_is_under_way_when_tensors_go"],
+    "a control group's limit counts": ["tests/test_host_limit.py::test_every_ancestor_counts"],
+}
+
+
 # Guards in C++ against what fails below the store, and around the process.
 OUTSIDE = {
     "a failed write gives its extent back": nth("write", "error", errno.EIO, "transient", DIRECT, SLAB),
@@ -88,6 +92,9 @@ OUTSIDE = {
     "an interrupted transfer is repeated": [
         *nth("write", "error", errno.EINTR, "transient", DIRECT, SLAB),
         *nth("read", "error", errno.EINTR, "transient", DIRECT, SLAB),
+    ],
+    "a refused pinning is not tried again": [
+        "tests/core/test_faults_below.py::test_a_refused_pinning_is_not_tried_again"
     ],
     "a slab that cannot be pinned is refused": ["tests/core/test_faults_below.py::test_pinning_fails_at_the_nth_slab"],
     "room is awaited without the lock": [
@@ -103,6 +110,8 @@ OUTSIDE = {
     "the spill file is its owner's": [PRIVACY + "private_and_unlinked"],
     "a planted link is refused": [PRIVACY + "planted_link_is_refused"],
     "a forked child leaks its tickets": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
+    "a forked child waits for no lane": [PROCESSES + "forks.py::test_child_that_leaves_the_engine_alone"],
+    "the host's tier locks no memory": [PROCESSES + "limits.py::test_no_memory_to_lock[slab]"],
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }
 TESTED = PYTHON | OUTSIDE

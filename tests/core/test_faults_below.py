@@ -59,6 +59,7 @@ def test_pinning_fails_at_the_nth_slab(double, nth, campaign_counts):
     stats = store.stats()
     assert stats["live_tickets"] == nth - 1
     assert stats["pool_held_bytes"] == stats["pool_used_bytes"] == (nth - 1) * BLOCK_BYTES
+    store.trim()  # asks for what was refused again
     trips.append(Trip(store, nth))  # the fault has passed
     for trip in trips:
         trip.leave()
@@ -72,6 +73,47 @@ def test_pinning_fails_at_the_nth_slab(double, nth, campaign_counts):
     stats = store.stats()
     assert (stats["live_tickets"], stats["pool_used_bytes"], stats["pool_held_bytes"]) == (0, 0, 0)
     assert double.registrations == registered
+    assert double.first_violation == ""
+
+
+def test_a_refused_pinning_is_not_tried_again(double):
+    """Nor is anything larger, until a slab goes back or somebody trims; each is told what the first was told."""
+    store = _core.SwapStore.slab(
+        double.driver(), _core.HostDriver(), 16 * BLOCK_BYTES, slab_bytes=BLOCK_BYTES, slice_bytes=16 << 10
+    )
+    source = _core.HostBlock(3 * BLOCK_BYTES)
+
+    def attempt(nbytes):
+        """How often pinning was tried, and the ticket where it was got."""
+        before = double.count("cuMemHostRegister_v2")
+        ticket, text = None, ""
+        try:
+            ticket = store.swap_out(source.address, nbytes, 0)
+        except _core.PinningFailed as error:
+            text = str(error)
+        return double.count("cuMemHostRegister_v2") - before, ticket, text
+
+    def refuse_next():
+        double.fail_at("cuMemHostRegister_v2", 1, OUT_OF_MEMORY)
+
+    refuse_next()
+    tried, _, first = attempt(2 * BLOCK_BYTES)
+    assert (tried, "asked to pin 131072 bytes" in first) == (1, True)
+    assert attempt(2 * BLOCK_BYTES) == (0, None, first)
+    assert attempt(3 * BLOCK_BYTES) == (0, None, first)
+    tried, small, text = attempt(BLOCK_BYTES)
+    assert (tried, text) == (1, ""), "less may be had"
+    refuse_next()
+    assert attempt(BLOCK_BYTES)[0] == 1
+    assert attempt(BLOCK_BYTES)[0] == 0
+    assert store.stats()["live_tickets"] == 1
+    small.release()
+    store.quiesce()
+    assert store.trim() == BLOCK_BYTES
+    tried, ticket, text = attempt(2 * BLOCK_BYTES)
+    assert (tried, text) == (1, "")
+    ticket.release()
+    store.quiesce()
     assert double.first_violation == ""
 
 
@@ -108,8 +150,8 @@ def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_long, campai
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(300)
-    assert not any(thread.is_alive() for thread in threads), f"deadlock: {store.stats()}"
+        thread.join(max(end + 30 - time.monotonic(), 0))
+    assert not any(thread.is_alive() for thread in threads), f"deadlock after {done} blocks"
     assert wrong == []
     assert min(done) > 0, done
     store.quiesce()

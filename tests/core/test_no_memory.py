@@ -1,7 +1,8 @@
-"""Memory runs out on a copy lane, at every allocation there is: the tickets it was working on fail, nothing else.
+"""Memory runs out at every allocation there is: on a copy lane, or in the thread that calls the store.
 
-No lane ends the process, nobody waits for ever, a source whose copy failed is whole, and what did not come back can be
-asked for again.
+On a lane the tickets it was working on fail, nothing else. No lane ends the process, nobody waits for ever, a source
+whose copy failed is whole, and what did not come back can be asked for again. A caller is refused as if it had never
+called: no ticket is left, nothing is written anywhere, and the same call succeeds when there is memory.
 """
 
 import json
@@ -19,17 +20,14 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory):
-    """A library that takes the lanes' memory away."""
-    output = tmp_path_factory.mktemp("preloaded") / "lanes_without_memory.so"
-    return compile_sources(output, [HERE / "lanes_without_memory.cpp"], "-shared", "-fPIC")
+    """A library that takes a thread's memory away."""
+    output = tmp_path_factory.mktemp("preloaded") / "failing_new.so"
+    return compile_sources(output, [HERE / "failing_new.cpp"], "-shared", "-fPIC")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("times", [1, 3, 1 << 20], ids=["once", "three times", "from then on"])
-@pytest.mark.parametrize("tier", TIERS)
-def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
+def run_rounds(preloaded, *arguments):
     run = subprocess.run(
-        [sys.executable, "-m", "core.without_memory", str(preloaded), tier, str(tmp_path), str(times)],
+        [sys.executable, "-m", "core.without_memory", str(preloaded), *map(str, arguments)],
         env={**os.environ, "LD_PRELOAD": str(preloaded), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -37,8 +35,24 @@ def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
         timeout=280,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    told = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("times", [1, 3, 1 << 20], ids=["once", "three times", "from then on"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
+    told = run_rounds(preloaded, tier, tmp_path, times)
     campaign_counts["faults injected"] += told["rounds"]
     assert told["rounds"] >= 5  # how many allocations there are depends on how many blocks travel together
     assert told["out"] + told["in"] > 0
     assert (told["spill"] > 0) == (tier == "slab+disk")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tier", TIERS)
+def test_no_memory_for_the_caller(tmp_path, preloaded, tier, campaign_counts):
+    told = run_rounds(preloaded, tier, tmp_path, "caller")
+    campaign_counts["faults injected"] += told["swap_out"] + told["prefetch"]
+    assert told["swap_out"] > 3
+    assert told["prefetch"] > 3

@@ -107,6 +107,24 @@ def test_exit_with_copies_in_flight(processes, spill_directory, tier, where, is_
     assert_nothing_left(spill_directory)
 
 
+def test_no_copy_is_under_way_when_tensors_go(spill_directory):
+    """What exits first, of all that was there before the library, finds its copies ended or never begun."""
+    code = f"""
+import atexit
+atexit.register(lambda: print(jobs.copies_under_way()))
+import jobs
+from campaign.broken_engine import break_as_told
+break_as_told()  # where a campaign shows that this test notices
+print(jobs.end_with_copies_queued({str(spill_directory)!r}))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    queued, left = map(int, run.stdout.split())
+    assert queued > 0
+    assert left == 0, "the interpreter frees what is still being read"
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_exit_of_a_fresh_process_with_copies_in_flight(spill_directory, tier):
     """The same without a zygote: whatever a fork might hide."""
     code = f"import jobs; print(jobs.end({str(spill_directory)!r}, {tier!r}, 'prefetching')['where'])"

@@ -1,4 +1,5 @@
-// Preloaded into a process: on the engine's lanes, `operator new` fails a number of times from the nth call on.
+// Preloaded into a process: on the engine's lanes, or on one thread that calls it, `operator new` fails a number of
+// times from the nth call on.
 #include <pthread.h>
 
 #include <atomic>
@@ -21,8 +22,11 @@ bool is_lane() {
   return named;
 }
 
+std::atomic<bool> on_lanes{true};
+thread_local bool is_caller = false;
+
 bool must_fail() {
-  if (first == 0 || !is_lane()) return false;
+  if (first == 0 || !(on_lanes ? is_lane() : is_caller)) return false;
   const long number = ++asked;
   return number >= first && number < end;
 }
@@ -31,10 +35,13 @@ bool must_fail() {
 
 extern "C" {
 
-// Calls are counted from now on; `nth` 0 ends it. Returns how many there were since the last time.
-__attribute__((visibility("default"))) long fail_on_lanes(long nth, long times) {
+// Calls on the lanes are counted from now on, or those on this thread; `nth` 0 ends it. Returns how many there were
+// since the last time.
+__attribute__((visibility("default"))) long fail(bool lanes, long nth, long times) {
   first = 0;
   const long counted = asked.exchange(0);
+  on_lanes = lanes;
+  is_caller = !lanes;
   end = nth + times;
   first = nth;
   return counted;
