@@ -44,7 +44,6 @@ def run_rounds(preloaded, *arguments):
 def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
     told = run_rounds(preloaded, tier, tmp_path, times)
     campaign_counts["faults injected"] += told["rounds"]
-    assert told["rounds"] >= 5  # how many allocations there are depends on how many blocks travel together
     assert told["out"] + told["in"] > 0
     assert (told["spill"] > 0) == (tier == "slab+disk")
 

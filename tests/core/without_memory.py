@@ -14,7 +14,7 @@ from core.store_rig import POISON, Source, make_store
 
 from offload import _core
 
-ROUNDS_MAX = 2000
+ROUNDS_MIN, ROUNDS_MAX = 60, 2000
 CALLER_MAX = 60  # allocations of one call, and some: a call that spills others makes most
 SPARED_MAX = 10  # rounds in a row with fewer allocations than would fail: how many there are depends on timing
 SIZES = [3000, 9000, 5000, 70_000, 6000, 6000, 5000, 150_000, 7000, 4097, 5000]
@@ -186,7 +186,7 @@ def main():
         asked, *failed = run_round(tier, directory, nth, int(times), lambda *when: fail(True, *when))
         totals += failed
         spared = spared + 1 if asked < nth else 0
-        if spared == SPARED_MAX:
+        if spared >= SPARED_MAX and nth >= ROUNDS_MIN:
             break
     print(json.dumps({"rounds": nth, "out": int(totals[0]), "in": int(totals[1]), "spill": int(totals[2])}))
 
