@@ -187,7 +187,7 @@ void DirectStore::release(const SlotRef& base) {
 }
 
 void DirectStore::free_slot(DirectSlot& slot) {
-  file_.release(slot.extent);
+  OFFLOAD_EDGE("a freed slot gives its extent back", file_.release(slot.extent));
   slot.extent = {};
   slot.target_owner = nullptr;
   --stats_.live_tickets;

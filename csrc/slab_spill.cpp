@@ -38,7 +38,8 @@ void SlabStore::queue_spill(const Ref& slot, const std::shared_ptr<void>& under_
       device->event_synchronize(done.get());
     }));
   }
-  lanes_->call(spill_lane_, [store = self(), slot, under_way] { store->spill(slot); });
+  const Ref held = OFFLOAD_BROKEN("a queued spill holds its slot") ? Ref(Ref(), slot.get()) : slot;
+  lanes_->call(spill_lane_, [store = self(), held, under_way] { store->spill(held); });
 }
 
 void SlabStore::spill(const Ref& slot) {

@@ -171,6 +171,17 @@ class SavedTensors(RuleBasedStateMachine):
         for saved in source.views:
             saved.is_stale = True
 
+    @rule(target=saved, source=sources, kind=st.sampled_from(KINDS))
+    def pack_again(self, source, kind):
+        """The same bytes with a write between: the second save has the new ones."""
+        if source.tensor is None:
+            return multiple()
+        before = self.pack(source, kind, False)
+        self.write(source, True)
+        after = self.pack(source, kind, False)
+        self.unpack(after)
+        return multiple(before, after)
+
     @rule(source=sources)
     def let_go(self, source):
         source.tensor = None

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload as offload_package
+from offload import _core
+from offload.engine import Engine
 
 LIBRARY = str(Path(offload_package.__file__).parent)
 WATCHED = ("session", "forward_wrapper", "hooks", "engine", "planning", "profiler", "schedule", "course", "refusals")
@@ -274,3 +276,32 @@ def what_is_left(handle):
     if handle.engine.store.stats()["live_tickets"]:
         problems.append(f"{handle.engine.store.stats()['live_tickets']} live tickets")
     return problems
+
+
+def test_an_interrupted_save_holds_its_source(monkeypatch):
+    """Wherever it strikes: memory that a copy still reads is nobody else's, and in the end nothing is left."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # what strikes a weak reference's callback
+    lanes = _core.HostDriver(schedule="stepped", seed=0)
+    store = _core.SwapStore.slab(lanes, lanes, 1 << 20, slice_bytes=16 << 10)
+    store.record_copies(1 << 10)
+    engine = Engine(store, torch.device("cpu"))
+    under_way, line = 0, 0
+    interrupter = None
+    while interrupter is None or interrupter.where:
+        line += 1
+        interrupter = Interrupter(line)
+        tensor = torch.ones(64, 1000)
+        key, source = engine.key_of(tensor), engine.watch_storage(tensor)
+        before = store.stats()["out_transfers"]
+        with suppress(KeyboardInterrupt), interrupter:
+            engine.swap_out(tensor, key, 0)
+        del tensor
+        if store.stats()["out_transfers"] > before and not store.take_copies():
+            under_way += 1
+            assert not source.expired(), f"given up under the copy that reads it: {interrupter.where}"
+        engine.drain()
+        store.quiesce()
+        store.take_copies()
+        left = engine.live_records, store.stats()["live_tickets"]
+        assert left == (0, 0), f"records and tickets are left: {interrupter.where}"
+    assert under_way > 5

@@ -19,7 +19,7 @@ from typing import Any
 
 from campaign.build import ROOT, build_mutants, mutants_package
 from campaign.seeds import run_apart
-from stress.build import find_planted_race
+from stress.build import run_planted
 
 SEEDS_MAX = 400  # most are missed within the first few; batches need blocks that meet in a queue
 SECONDS_MAX = 240
@@ -48,14 +48,25 @@ EDGES = JUDGED | {
     "source outlives its copy-out",
     "spill waits for copy-out",
 }
-# A lock is not an edge that one order of steps can miss: the thread sanitizer has to say so.
-RACES = {"event pool is locked": "tests/stress/test_stress.py::test_a_planted_race_is_found"}
+# No order of steps need miss a lock or an owner: a sanitizer has to say so. Guard: sanitizer, what it says, test.
+STRESS = "tests/stress/test_stress.py::test_a_planted_"
+SANITIZED = {
+    "event pool is locked": ("thread", "ThreadSanitizer: data race", STRESS + "race_is_found"),
+    "a queued spill holds its slot": (
+        "address,undefined",
+        "AddressSanitizer: heap-use-after-free",
+        STRESS + "memory_error_is_found",
+    ),
+}
 
 # Left out by campaign/broken_engine.py: the tests that must all fail then, and must pass otherwise.
 AUTOGRAD = "tests/autograd/test_"
 FAULTS = AUTOGRAD + "faults.py::test_"
 PROCESSES = "tests/processes/test_"
 PRIVACY = PROCESSES + "spill_privacy.py::test_"
+LONG_RUN = PROCESSES + "long_run.py::test_nothing_grows"
+INTERRUPTED_SAVE = AUTOGRAD + "interruptions.py::test_an_interrupted_save_holds_its_source"
+DICTIONARY = AUTOGRAD + "against_dictionary.py::test_any_order_of_events"
 
 
 def nth(operation: str, kind: str, number: int, persistence: str, *setups: str) -> list[str]:
@@ -67,7 +78,11 @@ DIRECT = "direct-threads0-settled"
 SLAB = "slab-stepped4-settled"
 PYTHON = {
     "source is held until its copy ends": [AUTOGRAD + "copies_in_flight.py::test_a_freed_source_may_be_overwritten"],
-    "version of a swapped tensor is checked": [AUTOGRAD + "in_place.py::test_write_after_save_is_the_usual_error"],
+    "version of a swapped tensor is checked": [
+        AUTOGRAD + "in_place.py::test_write_after_save_is_the_usual_error",
+        AUTOGRAD + "in_place.py::test_write_that_races_with_the_copy_out",
+        DICTIONARY,
+    ],
     "identity is more than an address": [
         AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
     ],
@@ -76,11 +91,21 @@ PYTHON = {
     "a failed copy-in writes to no parameter": nth("read", "error", errno.EIO, "transient", DIRECT, SLAB),
     "copies end before the interpreter does": [PROCESSES + "kills.py::test_no_copy_is_under_way_when_tensors_go"],
     "a control group's limit counts": ["tests/test_host_limit.py::test_every_ancestor_counts"],
+    "a copy begins with its source held": [INTERRUPTED_SAVE],
+    "an interrupted teardown is repeated": [INTERRUPTED_SAVE],
+    "an abandoned graph gives its records back": [
+        AUTOGRAD + f"graph_lifetimes.py::test_abandoned_forwards_leave_the_pool_as_it_was[{setup}]"
+        for setup in (DIRECT, SLAB)
+    ],
+    "a source that has left is let go": [LONG_RUN],
+    "a view keeps its offset": [DICTIONARY],
+    "a version is part of an identity": [DICTIONARY],
 }
 
 
 # Guards in C++ against what fails below the store, and around the process.
 OUTSIDE = {
+    "a freed slot gives its extent back": [LONG_RUN],
     "a failed write gives its extent back": nth("write", "error", errno.EIO, "transient", DIRECT, SLAB),
     "a failure tells where": nth("read", "error", errno.EIO, "transient", DIRECT, SLAB),
     "a read that ends early is told": [FAULTS + "file_truncated_behind_the_back"],
@@ -164,9 +189,9 @@ def main() -> int:
     output = parser.parse_args().output
     core = build_mutants()
     rows = [walk_without(core, edge) for edge in sorted(EDGES)]
-    for edge, test in RACES.items():
-        caught = "data race" in find_planted_race(edge)
-        rows.append({"name": edge, "caught_by": [test], "caught": caught, "first": "ThreadSanitizer: data race"})
+    for edge, (sanitizer, says, test) in SANITIZED.items():
+        caught = says in run_planted(edge, sanitizer)
+        rows.append({"name": edge, "caught_by": [test], "caught": caught, "first": says})
     rows += break_engine(TESTED)
     missed = [row["name"] for row in rows if not row["caught"] or not row.get("passes_unbroken", True)]
     found = {"mutants": [without_paths(row) for row in rows], "failed": len(missed)}

@@ -68,6 +68,6 @@ def stacks_of(pid: int) -> str:
     return "\n".join(lines)
 
 
-def find_planted_race(edge: str) -> str:
-    """What the thread sanitizer says where the guard `edge` is left out."""
-    return run_stress(build_stress("thread"), 2, 1, edge).stderr
+def run_planted(edge: str, sanitizer: str) -> str:
+    """What a sanitizer says where the guard `edge` is left out."""
+    return run_stress(build_stress(sanitizer), 2, 1, edge).stderr

@@ -196,7 +196,7 @@ class StoreStress {
 
   void act(std::mt19937_64& random) {
     Swapped swapped;
-    if (random() % 3 == 0 || !exchange_.take(swapped, random())) return swap_out(random);
+    if (random() % 2 == 0 || !exchange_.take(swapped, random())) return swap_out(random);
     if (random() % 8 == 0) return drop(swapped);
     bring_back(swapped);
     if (random() % 4 == 0) exchange_.put(swapped);
@@ -207,6 +207,7 @@ class StoreStress {
     store_->quiesce();
     const StoreStats stats = store_->stats();
     require(stats.live_tickets == 0 && stats.spill.used_bytes == 0, "no ticket and no extent is left");
+    require(stats.spill.written_bytes > 0, "more is swapped out than memory holds");
   }
 
  private:

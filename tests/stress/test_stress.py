@@ -6,7 +6,7 @@
 import os
 
 import pytest
-from stress.build import build_stress, find_planted_race, missing_sanitizer, run_stress, run_within
+from stress.build import build_stress, missing_sanitizer, run_planted, run_stress, run_within
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,6 +35,13 @@ def test_a_run_that_hangs_says_where():
 
 def test_a_planted_race_is_found():
     require("thread")
-    said = find_planted_race("event pool is locked")
+    said = run_planted("event pool is locked", "thread")
     assert "WARNING: ThreadSanitizer: data race" in said
     assert "event_pool.h" in said
+
+
+def test_a_planted_memory_error_is_found():
+    require("address,undefined")
+    said = run_planted("a queued spill holds its slot", "address,undefined")
+    assert "ERROR: AddressSanitizer: heap-use-after-free" in said
+    assert "slab_spill.cpp" in said
