@@ -199,8 +199,9 @@ class Outcomes:
         if report.when == "call" and report.passed:
             self.passed.append(report.nodeid)
         if report.failed:
-            said = report.longreprtext.strip().splitlines() or ["failed"]
-            self.failed.setdefault(report.nodeid, said[-1])
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = (crash.message if crash is not None else report.longreprtext).strip() or "failed"
+            self.failed.setdefault(report.nodeid, said.splitlines()[0])
 
 
 def run_tests(tests: list[str], guard: str, answer: int) -> None:
@@ -223,7 +224,7 @@ def run_tests(tests: list[str], guard: str, answer: int) -> None:
 
 
 def outcomes(tests: list[str], guard: str = "", patience_s: float = HANGS_AFTER_S) -> tuple[list[str], dict[str, str]]:
-    """Ids of tests that pass, and those that fail with their last line. A process that dies or hangs fails them all."""
+    """Ids of tests that pass, and what those say that fail. A process that dies or hangs fails them all."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
