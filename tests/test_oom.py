@@ -257,6 +257,21 @@ def test_fragments_and_other_processes_have_remedies(handle: Any, monkeypatch: p
     check_page(found.html())
 
 
+@pytest.mark.parametrize(
+    ("limit", "who"),
+    [
+        ("RAM", "other processes"),
+        ("address space, ulimit -v", "mapped and not resident"),
+        ("control group", "the rest of the control group"),
+    ],
+)
+def test_the_bar_names_who_else_counts_towards_the_limit(limit: str, who: str) -> None:
+    about = {"device": "cpu", "is_cuda": False, "limit": limit}
+    memory = gpu_memory(**about, used_bytes=3 * GIB, free_bytes=GIB, total_bytes=10 * GIB)
+    assert (who, 6 * GIB) in memory.parts(0, 0)
+    assert sum(nbytes for _, nbytes in memory.parts(0, 0)[:-1]) == 10 * GIB
+
+
 # -- what counts as running out, and what must not happen -------------------------------------------------------------
 
 
