@@ -29,8 +29,8 @@ from offload.plan_page import render
 SHAPE = Shape(layers=3, width=256, heads=4, batch=12, length=256)
 STEPS = 5
 PICTURE_BYTES_MAX = 200_000
-HEIGHTS = {"profiled": 806, "planned": 806, "plan": 905, "oom": 766, "doctor": 672}  # where the interesting part ends
-LEFT_BYTES = 80 << 20  # of address space, for a step that needs more
+HEIGHTS = {"profiled": 806, "planned": 806, "plan": 905, "oom": 790, "doctor": 672}  # where the interesting part ends
+LEFT_BYTES = 136 << 20  # of address space, for a step that needs more
 TERMINAL_COLUMNS = 132
 TERMINAL = """<!DOCTYPE html>
 <meta charset="utf-8">
@@ -46,7 +46,7 @@ def write_pages(folder: Path) -> None:
     torch.manual_seed(0)
     model = ByteGPT(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = offload.enable(model, max_slowdown=0.05)
+    handle = offload.enable(model, max_slowdown=0.2)
 
     def step() -> None:
         x = torch.randint(VOCABULARY, (SHAPE.batch, SHAPE.length))
