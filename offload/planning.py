@@ -35,6 +35,7 @@ ROUNDS_WATCHED_MAX = 2
 DEVIATIONS_MAX = 4
 BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
+LOOK_AGAIN_STEPS = 64  # of a plan without swaps: one of so many is watched still
 MEASUREMENTS_MAX = 5
 MEASUREMENTS_MIN = 3  # of a plan's steps, before it is judged: a neighbour may have slowed one
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
@@ -70,6 +71,9 @@ class Planning(Protocol):
 
     def follower(self, signature: object, model: nn.Module) -> Follower:
         """Who listens to the round that begins now."""
+
+    def needs_hooks(self, signature: object) -> bool:
+        """Whether the round that begins now has anything to be told, after `follower` was asked."""
 
     def forget(self, signature: object) -> None:
         """This signature behaves otherwise than recorded: record it anew at its next round."""
@@ -111,6 +115,10 @@ class ByHand:
             return recorder
         self.schedules.move_to_end(signature)
         return Course(schedule, self._engine, self._counts, "n_tensors", lambda: self.forget(signature))
+
+    def needs_hooks(self, signature: object) -> bool:
+        """What is kept by hand is counted."""
+        return True
 
     def forget(self, signature: object) -> None:
         """Record it anew at its next round."""
@@ -213,6 +221,21 @@ class ByPlan:
             if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
                 self._make_plan(pursuit, held)
             return self._course(signature, pursuit)
+
+    def needs_hooks(self, signature: object) -> bool:
+        """False where the plan swaps nothing, its steps have kept what it promised, and no limit is to be kept.
+
+        A limit is hard: another branch than the planned one has to be noticed as it begins.
+        """
+        with self._lock:
+            pursuit = self.pursuits.get(signature)
+            if pursuit is None or pursuit.plan is None or pursuit.plan.swaps or self._options.memory_limit is not None:
+                return True
+            judged = len(pursuit.step_seconds) >= MEASUREMENTS_MIN or not self._measures(pursuit)
+            return not judged or pursuit.rounds % LOOK_AGAIN_STEPS == 0
+
+    def _measures(self, pursuit: Pursuit) -> bool:
+        return self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
 
     def _profiler(self, signature: object, model: nn.Module, held: HeldBytes) -> Follower:
         """Profile this round, unless an earlier one of the same signature waits for its backward."""
@@ -356,14 +379,13 @@ class ByPlan:
             )
         pursuit.rounds += 1
         self.latest = pursuit
-        measures = self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
         course = Course(
             pursuit.schedule,
             self._engine,
             self._counts,
             _KEPT,
             lambda: self.forget(signature),
-            Stopwatch(self._engine) if measures else None,
+            Stopwatch(self._engine) if self._measures(pursuit) else None,
         )
         pursuit.courses.append(course)
         return course
