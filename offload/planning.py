@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from statistics import median
 from typing import Protocol
 
@@ -197,9 +198,7 @@ class ByPlan:
         """
         with self._lock:
             self.pause()
-            held = self._held()
-            if self._engine.device.type == "cpu" and isinstance(signature, Signature):
-                held = replace(held, state=held.state + signature.input_bytes)
+            held = cache(partial(self._held_before, signature))  # hundreds of tensors to look at, seldom for anything
             for recorded in list(self._profilers):
                 self._begin_pursuit(recorded)
             pursuit = self.pursuits.get(signature)
@@ -211,16 +210,22 @@ class ByPlan:
                 larger = self._larger(signature)
                 if larger is not None:
                     if larger.plan is None or self._outgrown(larger, held):
-                        self._make_plan(larger, held)
+                        self._make_plan(larger, held())
                     return self._course(signature, larger, borrowed=True)
-                return self._profiler(signature, model, held)
+                return self._profiler(signature, model, held())
             self.pursuits.move_to_end(signature)
             if 0 < pursuit.blind_profiles < BLIND_PROFILES_MAX:  # a plan that knows them may be had now
-                return self._profiler(signature, model, held)
+                return self._profiler(signature, model, held())
             self._learn(pursuit)
             if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
-                self._make_plan(pursuit, held)
+                self._make_plan(pursuit, held())
             return self._course(signature, pursuit)
+
+    def _held_before(self, signature: object) -> HeldBytes:
+        held = self._held()
+        if self._engine.device.type == "cpu" and isinstance(signature, Signature):
+            return replace(held, state=held.state + signature.input_bytes)
+        return held
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have kept what it promised, and no limit is to be kept.
@@ -333,12 +338,12 @@ class ByPlan:
         pursuit.step_seconds.clear()
         self.latest = pursuit
 
-    def _outgrown(self, pursuit: Pursuit, held: HeldBytes) -> bool:
+    def _outgrown(self, pursuit: Pursuit, held: Callable[[], HeldBytes]) -> bool:
         """Whether what is on the device before the step has grown so that the plan would exceed the limit."""
         limit_bytes, plan = self._options.memory_limit, pursuit.plan
         if limit_bytes is None or plan is None:
             return False
-        more = _most(pursuit.held, held).total - pursuit.held.total
+        more = _most(pursuit.held, held()).total - pursuit.held.total
         return plan.peak_bytes + more > limit_bytes
 
     def trace(self, pursuit: Pursuit) -> Trace:

@@ -328,7 +328,6 @@ class Session(Answers):
 
     def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine.collect()
-        self._refresh_parameters()
         self.counts.steps += 1
         model = self._model()
         assert model is not None  # its forward is running
@@ -337,6 +336,8 @@ class Session(Answers):
         if type(current) is Round and not self._planning.needs_hooks(signature):  # a watched one shows the step anyway
             self._local.hooks().take_off()
             self.counts.bare_steps += 1
+        else:
+            self._refresh_parameters()
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
