@@ -9,7 +9,9 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
+Figure = TypeVar("Figure")
 Samples = dict[str, list[float]]
 
 
@@ -20,7 +22,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def alternate(contestants: Mapping[str, Callable[[], float]], *, rounds: int, warmups: int = 1) -> Samples:
+def alternate(
+    contestants: Mapping[str, Callable[[], Figure]], *, rounds: int, warmups: int = 1
+) -> dict[str, list[Figure]]:
     """Call every contestant once a round, in turn.
 
     Parameters
@@ -37,7 +41,7 @@ def alternate(contestants: Mapping[str, Callable[[], float]], *, rounds: int, wa
     dict
         The figures of every contestant, in the order taken. The garbage collector rests meanwhile.
     """
-    samples: Samples = {name: [] for name in contestants}
+    samples: dict[str, list[Figure]] = {name: [] for name in contestants}
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from contest import alternate, medians, seconds, spread
-from hook_rig import KINDS, HookRig
+from hook_rig import KINDS, HookRig, microseconds
 from result_file import ResultFile
 from torch import Tensor
 
@@ -227,9 +227,7 @@ def control_path(results: ResultFile, device: str, rounds: int) -> None:
     """Microseconds per saved tensor that the calling thread spends in hooks, copies left out."""
     for kind in KINDS:
         with closing(HookRig(kind, count=64, device=device)) as rig:
-            taken = medians(alternate(rig.totals(), rounds=rounds, warmups=3))
-        row = {f"{name}_us": 1e6 * (taken[name] - taken["none"]) for name in ("plain", "offload")}
-        results.append("control_path", {"kind": kind, **row})
+            results.append("control_path", {"kind": kind, **microseconds(rig, rounds=rounds)})
 
 
 def main() -> int:

@@ -10,9 +10,11 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from contest import alternate, medians
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -80,11 +82,25 @@ class Cost:
 
     pack: float
     unpack: float
+    processor: float  # of the calling thread, both together; on a GPU that of forward alone, as backward has its own
 
     @property
     def total(self) -> float:
         """Both together."""
         return self.pack + self.unpack
+
+
+class Lap:
+    """Seconds between two moments, on the wall and of the calling thread's processor."""
+
+    def __init__(self) -> None:
+        self.seconds = -time.perf_counter()
+        self.processor = -time.thread_time()
+
+    def stop(self) -> None:
+        """The second moment is now."""
+        self.processor += time.thread_time()
+        self.seconds += time.perf_counter()
 
 
 class HookRig:
@@ -107,7 +123,7 @@ class HookRig:
         self.kind = kind
         self.count = count
         self._device = device
-        self._paused = 0.0
+        self._pauses: list[Lap] = []
         self._models = {name: Saver(self._pause, SWAPPED_BYTES).to(device) for name in CONTESTANTS}
         for model in self._models.values():
             model.tensors = self._tensors(model)
@@ -129,25 +145,23 @@ class HookRig:
             else contextlib.nullcontext()
         )
         self._x.grad = None
-        begin = time.perf_counter()
+        forward = Lap()
         with hooks:
             y = model(self._x)
-        forward_seconds = time.perf_counter() - begin
+        forward.stop()
         self._drain()
-        self._paused = 0.0
-        begin = time.perf_counter()
+        self._pauses = []
+        backward = Lap()
         y.backward()
-        backward_seconds = time.perf_counter() - begin - self._paused
+        backward.stop()
         self._drain()
-        return Cost(forward_seconds / self.count, backward_seconds / self.count)
+        paused = sum(lap.seconds for lap in self._pauses)
+        processor = forward.processor + backward.processor - sum(lap.processor for lap in self._pauses)
+        return Cost(forward.seconds / self.count, (backward.seconds - paused) / self.count, processor / self.count)
 
-    def totals(self) -> dict[str, Callable[[], float]]:
-        """Every contestant's cost per tensor, in seconds, for `contest.alternate`."""
-
-        def measurer(name: str) -> Callable[[], float]:
-            return lambda: self.step(name).total
-
-        return {name: measurer(name) for name in CONTESTANTS}
+    def steps(self) -> dict[str, Callable[[], Cost]]:
+        """Every contestant's step, for `contest.alternate`."""
+        return {name: partial(self.step, name) for name in CONTESTANTS}
 
     def close(self) -> None:
         """Disable the engine and let the tensors go."""
@@ -170,9 +184,10 @@ class HookRig:
         raise ValueError(f"kind {kind_names()}, not {self.kind!r}")
 
     def _pause(self) -> None:
-        begin = time.perf_counter()
+        lap = Lap()
         self._drain()
-        self._paused += time.perf_counter() - begin
+        lap.stop()
+        self._pauses.append(lap)
 
     def _drain(self) -> None:
         """Wait until no copy is under way, and let go of what it held."""
@@ -181,6 +196,25 @@ class HookRig:
         self.handle.engine.drain()
         self.handle.engine.store.quiesce()
         self.handle.engine.collect()
+
+
+def microseconds(rig: HookRig, *, rounds: int) -> dict[str, float]:
+    """Costs per tensor over no hooks at all, in microseconds: medians of alternating rounds.
+
+    Returns
+    -------
+    dict
+        ``plain_us`` of hooks that do nothing, ``offload_us`` of the engine's, and ``offload_processor_us``: what of
+        these the calling thread computed, rather than waited while a copy's thread had its processor.
+    """
+    costs = alternate(rig.steps(), rounds=rounds, warmups=3)
+    total = medians({name: [cost.total for cost in taken] for name, taken in costs.items()})
+    processor = medians({name: [cost.processor for cost in taken] for name, taken in costs.items()})
+    return {
+        "plain_us": 1e6 * (total["plain"] - total["none"]),
+        "offload_us": 1e6 * (total["offload"] - total["none"]),
+        "offload_processor_us": 1e6 * (processor["offload"] - processor["none"]),
+    }
 
 
 def kind_names() -> str:

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "error.h"
+#include "huge_pages.h"
 #include "mutants.h"
 #include "numa.h"
 
@@ -35,6 +36,7 @@ char* map_pages(size_t bytes, int node) {
   if (address == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(address);
   prefer_numa_node(data, bytes, node);
+  ask_for_huge_pages(data, bytes);
   const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 4);
   const size_t part_bytes = (bytes / parts + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::vector<std::thread> threads;

@@ -325,7 +325,7 @@ class SwappedView:
             raise_changed(self._probe.type(), self._shape, found, self._version)
         storage, begin = self._lease.record.bring_back()
         # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
-        tensor = self._probe.new_empty(0)
+        tensor = self._lease.record.empty(self._dtype).detach()
         tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
         if self._is_conj:
             tensor = torch._conj(tensor)
@@ -524,6 +524,8 @@ class Engine:
 
     def collect(self) -> None:
         """Let go of every source and target that no copy touches any more. Waits for nothing."""
+        if not self._departing and not self._retired:
+            return
         while (departure := _oldest(self._departing)) is not None and departure.ticket.out_done():
             self._depart(departure)
         while (entry := _oldest(self._retired)) is not None and entry[0].in_done():

@@ -238,9 +238,8 @@ class Session(Answers):
 
     def why_held(self, tensor: Tensor) -> str | None:
         """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
-        base = tensor._base
         storage_id = Engine.identity(tensor)
-        if storage_id in self._parameters or isinstance(tensor, nn.Parameter) or isinstance(base, nn.Parameter):
+        if storage_id in self._parameters:
             return "parameter"
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
