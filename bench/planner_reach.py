@@ -9,6 +9,8 @@ from typing import Any
 
 from collected import Finding
 from planner_table import (
+    GAP_SHARED_MAX,
+    GAP_UNSEEN_MAX,
     SMALL_COUNT,
     both_gap_figures,
     shared_rows,
@@ -20,8 +22,6 @@ from planner_table import (
     unseen_rows,
 )
 
-GAP_SHARED_MAX = (0.0005, 0.008)  # median, largest
-GAP_UNSEEN_MAX = (0.005, 0.035)
 ABOVE_OPTIMUM_MAX = (0.005, 0.05)  # mean, largest
 PLANNING_SECONDS_MAX = {1_000: 1.0, 10_000: 10.0}
 
@@ -39,6 +39,8 @@ def gaps(rows: list[dict[str, Any]], limits: tuple[float, float]) -> Finding:
     figures = both_gap_figures(rows)
     middle, most = figures["gap_median"], figures["gap_max"]
     words = f"{middle:.3%} and {most:.2%} ({figures['gap_two_cuts_max']:.2%} by the tighter bound of two cuts)"
+    if figures["short"]:
+        words += f"; proven out of reach for {figures['out_of_reach']:.0f} of the {figures['short']:.0f} above that"
     return Finding(words, middle <= limits[0] and most <= limits[1], {**figures, "rows": rows})
 
 

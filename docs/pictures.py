@@ -1,11 +1,15 @@
-"""Makes the pictures of docs/concepts.md with the tool itself: the timelines of two steps, and a plan.
+"""Makes the pictures of the documentation with the tool itself: timelines, a plan, an OOM page, the doctor's table.
 
     python docs/pictures.py [--out docs/pictures]
 
-Needs Chromium (or Chrome), which photographs the pages. Their figures are those of the machine that it runs on.
+Needs rich, and Chromium (or Chrome), which photographs the pages. Their figures are those of this machine.
 """
 
 import argparse
+import io
+import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +17,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.text import Text
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import offload
@@ -22,7 +29,16 @@ from offload.plan_page import render
 SHAPE = Shape(layers=3, width=256, heads=4, batch=12, length=256)
 STEPS = 5
 PICTURE_BYTES_MAX = 200_000
-HEIGHTS = {"profiled": 806, "planned": 806, "plan": 905}  # down to where the interesting part ends
+HEIGHTS = {"profiled": 806, "planned": 806, "plan": 905, "oom": 790, "doctor": 672}  # where the interesting part ends
+LEFT_BYTES = 136 << 20  # of address space, for a step that needs more
+TERMINAL_COLUMNS = 132
+TERMINAL = """<!DOCTYPE html>
+<meta charset="utf-8">
+<style>{stylesheet} body {{ background: {background}; color: {foreground}; margin: 24px; }}
+pre {{ font: 15px/1.4 "DejaVu Sans Mono", monospace; }}</style>
+<pre>$ offload doctor
+{code}</pre>
+"""
 
 
 def write_pages(folder: Path) -> None:
@@ -30,7 +46,7 @@ def write_pages(folder: Path) -> None:
     torch.manual_seed(0)
     model = ByteGPT(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = offload.enable(model, max_slowdown=0.05)
+    handle = offload.enable(model, max_slowdown=0.2)
 
     def step() -> None:
         x = torch.randint(VOCABULARY, (SHAPE.batch, SHAPE.length))
@@ -52,6 +68,33 @@ def write_pages(folder: Path) -> None:
     handle.disable()
 
 
+def write_oom_page(path: Path) -> None:
+    """Explain a step for which a limit of the address space leaves too little."""
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.Tanh())))
+    handle = offload.enable(model, n_tensors=2)
+    x = torch.randn(8192, 512)
+    model(x).sum().backward()  # recorded: it moves everything, and leaves threads and code in place
+    mapped = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + LEFT_BYTES,) * 2)
+    try:
+        with handle.explain_oom(path), handle.step():
+            model(x).sum().backward()
+    except RuntimeError as error:
+        print(error)
+        return
+    raise AssertionError("the step found room where it should not")
+
+
+def write_doctor_page(path: Path) -> None:
+    """What `offload doctor` prints in a terminal, colours included."""
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(TERMINAL_COLUMNS)}
+    command = [sys.executable, "-m", "offload", "doctor"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=200)
+    console = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO())
+    console.print(Text.from_ansi(done.stdout))
+    path.write_text(console.export_html(code_format=TERMINAL), encoding="utf-8")
+
+
 def photograph(page: Path, picture: Path, height: int) -> None:
     """Have a headless browser open `page` and write what it shows."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -66,10 +109,20 @@ def main() -> int:
     """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
-    out = parser.parse_args().out
+    parser.add_argument("--oom", type=Path, help=argparse.SUPPRESS)  # in a process of its own, since it gets a limit
+    args = parser.parse_args()
+    if args.oom is not None:
+        write_oom_page(args.oom)
+        return 0
+    out = args.out
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         pages = Path(name)
+        # What glibc keeps of freed blocks may serve the step that is to fail: have it give back the large ones.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+        command = [sys.executable, __file__, "--oom", str(pages / "oom.html")]
+        subprocess.run(command, check=True, timeout=200, env=environment)
+        write_doctor_page(pages / "doctor.html")
         write_pages(pages)
         for stem, height in HEIGHTS.items():
             picture = out / f"{stem}.png"

@@ -63,7 +63,7 @@ def compare(title: str, rows: int, batch: int, width: int, steps: int | None = N
     for name in plain:
         print(f"{name:12}{plain[name][-1]:>22.16f}{offloaded[name][-1]:>22.16f}")
     print(f"{'swapped':12}{'–':>22}{format_bytes(report.swapped.nbytes):>22}")
-    print(*(f"note: {note}" for note in report.notes), sep="\n", end="\n\n")
+    print(*(f"note: {note}\n" for note in report.notes), sep="")
     return plain == offloaded
 
 

@@ -146,7 +146,17 @@ class GradAccumulator(Optimizer):
             self.optimizer.zero_grad(set_to_none)
 
     def flush(self) -> bool:
-        """Step with what the last, ragged group has, and clear the gradients. Returns whether there was anything."""
+        """Step with what the last, ragged group has, and clear the gradients. Returns whether there was anything.
+
+        Raises
+        ------
+        RuntimeError
+            `scale` was called and `step` was not: the gradient of that batch may be incomplete.
+        """
+        if self._is_scaled:
+            raise RuntimeError(
+                "flush() between scale() and step(): call step() for that batch first, or reset() where it failed"
+            )
         if self._calls == 0:
             return False
         self._act()

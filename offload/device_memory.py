@@ -20,6 +20,13 @@ from offload.units import format_bytes
 __all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "watch_refusals"]
 
 _PROCESSES_MAX = 3
+_RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
+# What counts towards a limit of the CPU beside the process's resident memory.
+_BESIDES = {
+    _RAM: "other processes",
+    _ADDRESS_SPACE: "mapped and not resident",
+    _CONTROL_GROUP: "the rest of the control group",
+}
 
 _refused: dict[int, DeviceMemory] = {}
 _watching = False
@@ -119,12 +126,7 @@ class DeviceMemory:
                 ("not torch's", self.foreign_bytes),
             ]
         else:
-            parts.append(
-                (
-                    "other processes, or mapped and not resident",
-                    max(self.total_bytes - self.free_bytes - self.used_bytes, 0),
-                )
-            )
+            parts.append((_BESIDES[self.limit], max(self.total_bytes - self.free_bytes - self.used_bytes, 0)))
         return [*parts, ("free", self.free_bytes), ("short", self.short_bytes or 0)]
 
 
@@ -219,13 +221,13 @@ def _look_cpu(asked_bytes: int | None) -> DeviceMemory:
     status = _kilobyte_fields("/proc/self/status")
     machine = _kilobyte_fields("/proc/meminfo")
     resident, mapped = status.get("VmRSS", 0), status.get("VmSize", 0)
-    limits = [("RAM", machine.get("MemTotal", 0), machine.get("MemAvailable", 0))]
+    limits = [(_RAM, machine.get("MemTotal", 0), machine.get("MemAvailable", 0))]
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY:
-        limits.append(("address space, ulimit -v", soft, max(soft - mapped, 0)))
+        limits.append((_ADDRESS_SPACE, soft, max(soft - mapped, 0)))
     group = tightest_control_group()
     if group is not None:
-        limits.append(("control group", *group))
+        limits.append((_CONTROL_GROUP, *group))
     limit, total, free = min(limits, key=lambda each: each[2])
     return DeviceMemory(
         device="cpu",
@@ -237,7 +239,7 @@ def _look_cpu(asked_bytes: int | None) -> DeviceMemory:
         total_bytes=total,
         limit=limit,
         peak_bytes=status.get("VmHWM", resident),
-        processes=tuple(_largest_processes()) if limit == "RAM" else (),
+        processes=tuple(_largest_processes()) if limit == _RAM else (),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from offload._core import PinningFailed
@@ -166,3 +167,21 @@ class Round:
         count.nbytes += tensor.nbytes
         self._follower.swapped_again(index, lease)
         return SwappedView.of(tensor, lease), None, index
+
+
+class RoundHooks(saved_tensors_hooks):
+    """A round's hooks, which may come off before the round is over: where nothing is to move they only cost time."""
+
+    def __init__(self, current: Round) -> None:
+        super().__init__(current.pack, current.unpack)
+        self.is_bare = False
+
+    def take_off(self) -> None:
+        """Have autograd save as it does by itself from here on; these hooks must be the innermost."""
+        self.is_bare = True
+        super().__exit__()
+
+    def __exit__(self, *args: object) -> None:
+        if not self.is_bare:
+            super().__exit__(*args)
+        self.is_bare = False

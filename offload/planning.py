@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from statistics import median
 from typing import Protocol
 
@@ -35,6 +36,7 @@ ROUNDS_WATCHED_MAX = 2
 DEVIATIONS_MAX = 4
 BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
+LOOK_AGAIN_STEPS = 64  # of a plan without swaps: one of so many is watched still
 MEASUREMENTS_MAX = 5
 MEASUREMENTS_MIN = 3  # of a plan's steps, before it is judged: a neighbour may have slowed one
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
@@ -70,6 +72,9 @@ class Planning(Protocol):
 
     def follower(self, signature: object, model: nn.Module) -> Follower:
         """Who listens to the round that begins now."""
+
+    def needs_hooks(self, signature: object) -> bool:
+        """Whether the round that begins now has anything to be told, after `follower` was asked."""
 
     def forget(self, signature: object) -> None:
         """This signature behaves otherwise than recorded: record it anew at its next round."""
@@ -111,6 +116,10 @@ class ByHand:
             return recorder
         self.schedules.move_to_end(signature)
         return Course(schedule, self._engine, self._counts, "n_tensors", lambda: self.forget(signature))
+
+    def needs_hooks(self, signature: object) -> bool:
+        """What is kept by hand is counted."""
+        return True
 
     def forget(self, signature: object) -> None:
         """Record it anew at its next round."""
@@ -189,9 +198,7 @@ class ByPlan:
         """
         with self._lock:
             self.pause()
-            held = self._held()
-            if self._engine.device.type == "cpu" and isinstance(signature, Signature):
-                held = replace(held, state=held.state + signature.input_bytes)
+            held = cache(partial(self._held_before, signature))  # hundreds of tensors to look at, seldom for anything
             for recorded in list(self._profilers):
                 self._begin_pursuit(recorded)
             pursuit = self.pursuits.get(signature)
@@ -203,16 +210,37 @@ class ByPlan:
                 larger = self._larger(signature)
                 if larger is not None:
                     if larger.plan is None or self._outgrown(larger, held):
-                        self._make_plan(larger, held)
+                        self._make_plan(larger, held())
                     return self._course(signature, larger, borrowed=True)
-                return self._profiler(signature, model, held)
+                return self._profiler(signature, model, held())
             self.pursuits.move_to_end(signature)
             if 0 < pursuit.blind_profiles < BLIND_PROFILES_MAX:  # a plan that knows them may be had now
-                return self._profiler(signature, model, held)
+                return self._profiler(signature, model, held())
             self._learn(pursuit)
             if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
-                self._make_plan(pursuit, held)
+                self._make_plan(pursuit, held())
             return self._course(signature, pursuit)
+
+    def _held_before(self, signature: object) -> HeldBytes:
+        held = self._held()
+        if self._engine.device.type == "cpu" and isinstance(signature, Signature):
+            return replace(held, state=held.state + signature.input_bytes)
+        return held
+
+    def needs_hooks(self, signature: object) -> bool:
+        """False where the plan swaps nothing, its steps have kept what it promised, and no limit is to be kept.
+
+        A limit is hard: another branch than the planned one has to be noticed as it begins.
+        """
+        with self._lock:
+            pursuit = self.pursuits.get(signature)
+            if pursuit is None or pursuit.plan is None or pursuit.plan.swaps or self._options.memory_limit is not None:
+                return True
+            judged = len(pursuit.step_seconds) >= MEASUREMENTS_MIN or not self._measures(pursuit)
+            return not judged or pursuit.rounds % LOOK_AGAIN_STEPS == 0
+
+    def _measures(self, pursuit: Pursuit) -> bool:
+        return self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
 
     def _profiler(self, signature: object, model: nn.Module, held: HeldBytes) -> Follower:
         """Profile this round, unless an earlier one of the same signature waits for its backward."""
@@ -310,12 +338,12 @@ class ByPlan:
         pursuit.step_seconds.clear()
         self.latest = pursuit
 
-    def _outgrown(self, pursuit: Pursuit, held: HeldBytes) -> bool:
+    def _outgrown(self, pursuit: Pursuit, held: Callable[[], HeldBytes]) -> bool:
         """Whether what is on the device before the step has grown so that the plan would exceed the limit."""
         limit_bytes, plan = self._options.memory_limit, pursuit.plan
         if limit_bytes is None or plan is None:
             return False
-        more = _most(pursuit.held, held).total - pursuit.held.total
+        more = _most(pursuit.held, held()).total - pursuit.held.total
         return plan.peak_bytes + more > limit_bytes
 
     def trace(self, pursuit: Pursuit) -> Trace:
@@ -356,14 +384,13 @@ class ByPlan:
             )
         pursuit.rounds += 1
         self.latest = pursuit
-        measures = self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
         course = Course(
             pursuit.schedule,
             self._engine,
             self._counts,
             _KEPT,
             lambda: self.forget(signature),
-            Stopwatch(self._engine) if measures else None,
+            Stopwatch(self._engine) if self._measures(pursuit) else None,
         )
         pursuit.courses.append(course)
         return course

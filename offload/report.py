@@ -60,6 +60,7 @@ class Counts(defaultdict[str, Count]):
         self.steps = 0
         self.profiled_steps = 0
         self.borrowed_steps = 0
+        self.bare_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
         self._swapped_before = Count()
         self._kept_before: dict[str, Count] = {}
@@ -140,6 +141,7 @@ class Report:
     prefetched: int
     profiled_steps: int = 0
     borrowed_steps: int = 0
+    bare_steps: int = 0
     predicted_step_seconds: float | None = None
     measured_step_seconds: float | None = None
     planned_peak_bytes: int | None = None
@@ -174,6 +176,7 @@ class Report:
             "feed": self.feed.to_dict(),
             "profiled_steps": self.profiled_steps,
             "borrowed_steps": self.borrowed_steps,
+            "bare_steps": self.bare_steps,
             "predicted_step_seconds": self.predicted_step_seconds,
             "measured_step_seconds": self.measured_step_seconds,
             "planned_peak_bytes": self.planned_peak_bytes,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from offload import allocator, compiled, planning
@@ -28,7 +27,7 @@ from offload.device_memory import watch_refusals
 from offload.engine import Engine, has_storage
 from offload.forward_wrapper import ForwardWrapper
 from offload.held import HeldMemory
-from offload.hooks import Round
+from offload.hooks import Round, RoundHooks
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
 from offload.planning import ByHand, ByPlan, Pursuit, Signature
@@ -119,7 +118,7 @@ class Session(Answers):
         >>> loss.backward()
         >>> handle.disable()
         """
-        if not self._applies() or self._current_round() is not None:
+        if not self._applies() or self._current_round() is not None or self._is_bare():
             yield
             return
         with self._round() as current:
@@ -157,6 +156,7 @@ class Session(Answers):
             prefetched=self.counts.prefetched,
             profiled_steps=self.counts.profiled_steps,
             borrowed_steps=self.counts.borrowed_steps,
+            bare_steps=self.counts.bare_steps,
             predicted_step_seconds=plan.expected_seconds if plan is not None else None,
             measured_step_seconds=median(pursuit.step_seconds)
             if pursuit is not None and pursuit.step_seconds
@@ -276,12 +276,19 @@ class Session(Answers):
         current = getattr(top[0], "__self__", None) if top is not None else None
         return current if isinstance(current, Round) and current.policy is self else None
 
+    def _is_bare(self) -> bool:
+        """Whether a round runs in this thread that has taken its hooks off."""
+        hooks: RoundHooks | None = getattr(self._local, "hooks", lambda: None)()
+        return hooks is not None and hooks.is_bare
+
     @contextmanager
     def _round(self) -> Iterator[Round]:
         current = self._make_round(self)
         self._local.excluded = 0
         self.counts.begin_round()
-        with hooks_allowed(), saved_tensors_hooks(current.pack, current.unpack):
+        hooks = RoundHooks(current)
+        self._local.hooks = weakref.ref(hooks)
+        with hooks_allowed(), hooks:
             try:
                 yield current
             except (MemoryError, RuntimeError) as error:
@@ -291,6 +298,8 @@ class Session(Answers):
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies():
             self._planning.pause()
+            return nullcontext()
+        if self._is_bare():
             return nullcontext()
         if _checkpoint_is_innermost():
             self._left_to_checkpoint = True
@@ -318,11 +327,16 @@ class Session(Answers):
 
     def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine.collect()
-        self._refresh_parameters()
         self.counts.steps += 1
         model = self._model()
         assert model is not None  # its forward is running
-        current.attach(self._planning.follower(self._signature(args, kwargs), model))
+        signature = self._signature(args, kwargs)
+        current.attach(self._planning.follower(signature, model))
+        if type(current) is Round and not self._planning.needs_hooks(signature):  # a watched one shows the step anyway
+            self._local.hooks().take_off()
+            self.counts.bare_steps += 1
+        else:
+            self._refresh_parameters()
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
@@ -375,6 +389,9 @@ class Session(Answers):
             reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
             largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
             yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
+        if counts.bare_steps:
+            bare = f"{counts.bare_steps} of {counts.steps} steps ran without them"
+            yield f"the plan swaps nothing: hooks are off ({bare})"
         if self._compiled_demand is not None:
             yield str(self._compiled_demand)
         if isinstance(self._planning, ByPlan) and not self._planning.knows_temporaries:

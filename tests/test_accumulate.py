@@ -220,6 +220,24 @@ def test_reset_drops_a_group_that_failed():
     assert_close(model, expected)
 
 
+def test_flush_in_the_middle_of_a_batch_is_an_error():
+    """Its gradient may be there, half there, or not yet: nobody but the caller knows."""
+    x, y = make_data(32)
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = offload.GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    train(model, optimizer, x[:16], y[:16], 16)
+    optimizer.scale(functional.cross_entropy(model(x[16:]), y[16:]), items=16).backward()
+    with pytest.raises(RuntimeError, match=r"flush\(\) between scale\(\) and step\(\).*reset\(\)"):
+        optimizer.flush()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.step()
+    assert optimizer.flush()
+    expected = make_model()
+    train_plain(expected, torch.optim.SGD(expected.parameters(), lr=0.1), x, y, 32)
+    assert_close(model, expected)
+
+
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, None, "4"])
 def test_wrong_steps(steps):
     with pytest.raises(ValueError, match="steps must be a count of batches, at least 1, not"):

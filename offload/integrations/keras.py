@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -35,8 +36,9 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
 
     Notes
     -----
-    An exception in the step itself undoes everything at once. One from a data set or from another callback, of which
-    Keras tells nobody, does when the frame of `fit` is gone, or at the next `fit`.
+    An exception in a step, in a validation or in another callback undoes everything at once. One from a data set or
+    from another callback's `on_train_begin` does when the frame of `fit` is gone, or at the next `fit` with this
+    callback; in a notebook, which keeps the last exception and its frames, so does `offload.recover()`.
 
     Examples
     --------
@@ -78,6 +80,9 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
         step.callback = self  # type: ignore[attr-defined]
         self._wrappers.append(step)
         if isinstance(fit, keras.callbacks.CallbackList):
+            for name in ("on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):
+                self._wrappers.append(CallWrapper(fit, name, lambda _: nullcontext(), self.undo))
+            self._wrappers.append(CallWrapper(model, "evaluate", lambda _: nullcontext(), self.undo))
             self._fit = weakref.ref(fit)
             weakref.finalize(fit, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
 

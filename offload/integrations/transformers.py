@@ -6,7 +6,7 @@ Beside the data path: the Trainer computes its loss inside `compute_loss_context
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -81,8 +81,9 @@ class OffloadTrainerMixin:
 class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     """Makes any Trainer swap what its model saves for backward.
 
-    A loss that is computed outside of the model is covered too. An exception in a step or in the data loader undoes
-    everything; one in another callback is undone when the next `train` begins: the mixin undoes that as well.
+    A loss that is computed outside of the model is covered too. An exception in a step, in the data loader, in an
+    evaluation or in another callback undoes everything; what comes between those, such as a keyboard interrupt, or out
+    of another callback's `on_train_begin`, is undone when the next `train` begins. The mixin undoes that as well.
 
     Parameters
     ----------
@@ -120,8 +121,11 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         self._state = state
         step = CallWrapper(trainer, "training_step", lambda _: handle.step(), self.undo)
         step.callback = self  # type: ignore[attr-defined]
-        loading = CallWrapper(trainer, "get_batch_samples", lambda _: nullcontext(), self.undo)
-        self._wrappers += [step, loading]
+        self._wrappers.append(step)
+        # What else may raise while the Trainer runs, other callbacks among it.
+        for name in ("get_batch_samples", "evaluate", "save_model"):
+            self._wrappers.append(CallWrapper(trainer, name, _nothing_around, self.undo))
+        self._wrappers.append(CallWrapper(trainer.callback_handler, "call_event", _nothing_around, self.undo))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Undo it."""
@@ -134,6 +138,10 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_state": None}
+
+
+def _nothing_around(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:

@@ -13,6 +13,7 @@ from offload.plan.bounds import (
     least_feasible_limit,
 )
 from offload.plan.exact import ExactSwaps, fastest_swaps
+from offload.plan.proof import Proof, prove
 from offload.plan.result import Plan, make_plan
 from offload.plan.search import fastest_plan, least_memory_plan, manual_plan
 from offload.plan.simulate import Copy, Link, Swap, Timing, resident_bytes, simulate, unswapped_bytes
@@ -24,6 +25,7 @@ __all__ = [
     "InfeasibleLimitError",
     "Link",
     "Plan",
+    "Proof",
     "Reason",
     "Swap",
     "Timing",
@@ -36,6 +38,7 @@ __all__ = [
     "least_memory_plan",
     "make_plan",
     "manual_plan",
+    "prove",
     "resident_bytes",
     "simulate",
     "unswapped_bytes",

@@ -6,12 +6,10 @@ Place on the data path: none; it judges the search, in tests and in ``offload pl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from offload.plan.bounds import check_limit
+from offload.plan.program import Program
 from offload.plan.schedule import Step
 from offload.plan.simulate import Link, Swap, resident_bytes, simulate
 from offload.trace import Trace
@@ -96,41 +94,8 @@ def fastest_swaps(
     return ExactSwaps(tuple(sorted(incumbent)), best, optimal)
 
 
-@dataclass(slots=True)
-class _Program:
-    """Rows and columns of a program as they are written down."""
-
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integer: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    at_least: list[float] = field(default_factory=list)
-
-    def variable(self, lower: float, upper: float, integer: bool = False) -> int:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.integer.append(int(integer))
-        return len(self.lower) - 1
-
-    def require(self, terms: Sequence[tuple[float, int]], at_least: float) -> None:
-        """Add the row: sum of coefficient times variable >= at_least."""
-        row = len(self.at_least)
-        for value, column in terms:
-            self.rows.append(row)
-            self.columns.append(column)
-            self.values.append(value)
-        self.at_least.append(at_least)
-
-
 def _solve(step: Step, limit_bytes: int, best: float, seconds_max: float) -> tuple[tuple[Swap, ...] | None, bool]:
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise ImportError("the exact planner needs scipy; install it with: pip install offload[cli]") from error
-    program = _Program()
+    program = Program()
     gone = [_flags(program, step, i) for i in range(step.count)]
     back = [_flags(program, step, i) for i in range(step.count)]
     for i in range(step.count):
@@ -142,37 +107,25 @@ def _solve(step: Step, limit_bytes: int, best: float, seconds_max: float) -> tup
                 program.require([(1.0, back[i][k + 1]), (-1.0, back[i][k])], 0.0)
         program.require([(1.0, back[i][last]), (-1.0, gone[i][last])], 0.0)
     _limit_rows(program, step, limit_bytes, gone, back)
-    end = _time_rows(program, step, best, gone, back)
-    cost = np.zeros(len(program.lower))
-    cost[end] = 1.0
-    matrix = csr_array(
-        (program.values, (program.rows, program.columns)), shape=(len(program.at_least), len(program.lower))
-    )
-    result: Any = milp(
-        cost,
-        integrality=program.integer,
-        bounds=Bounds(program.lower, program.upper),
-        constraints=LinearConstraint(matrix, lb=program.at_least),
-        options={"time_limit": seconds_max, "mip_rel_gap": 1e-6},
-    )
-    if result.x is None:  # status 2: nothing is faster than the incumbent
-        return None, result.status == 2
+    solution = program.minimize(_time_rows(program, step, best, gone, back), seconds_max)
+    if solution.values is None:  # optimal here: nothing is faster than the incumbent
+        return None, solution.optimal
     swaps = []
     for i in range(step.count):
-        left = [k for k, column in gone[i].items() if result.x[column] > 0.5]
-        came = [k for k, column in back[i].items() if result.x[column] > 0.5]
+        left = [k for k, column in gone[i].items() if solution.values[column] > 0.5]
+        came = [k for k, column in back[i].items() if solution.values[column] > 0.5]
         if left and came and min(left) < min(came):
             swaps.append(Swap(step.ids[i], min(left), min(came)))
-    return tuple(sorted(swaps)), result.status == 0
+    return tuple(sorted(swaps)), solution.optimal
 
 
-def _flags(program: _Program, step: Step, i: int) -> dict[int, int]:
+def _flags(program: Program, step: Step, i: int) -> dict[int, int]:
     """Return a binary variable for each node at which tensor i may have left, or come back."""
     return {k: program.variable(0.0, 1.0, integer=True) for k in range(step.free_from[i], step.back_at[i] + 1)}
 
 
 def _limit_rows(
-    program: _Program, step: Step, limit_bytes: int, gone: Sequence[dict[int, int]], back: Sequence[dict[int, int]]
+    program: Program, step: Step, limit_bytes: int, gone: Sequence[dict[int, int]], back: Sequence[dict[int, int]]
 ) -> None:
     scale = float(max(step.bytes, default=1)) or 1.0
     for k in range(step.node_count):
@@ -187,7 +140,7 @@ def _limit_rows(
 
 
 def _time_rows(
-    program: _Program, step: Step, best: float, gone: Sequence[dict[int, int]], back: Sequence[dict[int, int]]
+    program: Program, step: Step, best: float, gone: Sequence[dict[int, int]], back: Sequence[dict[int, int]]
 ) -> int:
     """Write down when everything happens, in units of the incumbent's step time; return the end's variable."""
     unit = best / 100.0

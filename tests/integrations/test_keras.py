@@ -199,6 +199,17 @@ def test_an_exception_of_another_callback_leaves_nothing_wrapped(where):
     assert_plain(model)
 
 
+@pytest.mark.parametrize("where", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end", "on_test_begin"])
+def test_an_exception_that_somebody_keeps_leaves_nothing_wrapped(where):
+    """A notebook keeps the last exception, and with it the frame of `fit`."""
+    model = make_model()
+    with pytest.raises(RuntimeError, match="on purpose") as kept_alive:
+        fit(model, all_on(), Failing(where, RuntimeError), validation_data=data())
+    assert kept_alive.value is not None
+    assert not {"forward", "evaluate"} & set(vars(model))
+    assert_plain(model)
+
+
 def test_a_data_set_that_raises_leaves_nothing_wrapped():
     model = make_model()
     callback = all_on()

@@ -192,24 +192,66 @@ def test_an_exception_in_a_step_leaves_nothing_wrapped(how, where, tmp_path):
     assert handle.report().steps == 10
 
 
-def test_an_exception_of_another_callback(tmp_path):
-    class Failing(TrainerCallback):
-        on_step_end = fail
+@pytest.mark.parametrize("how", ["mixin", "callback"])
+def test_a_smaller_batch_after_running_out_of_memory(how, tmp_path):
+    """`auto_find_batch_size` begins anew within one call of `train`."""
+    model, rows, calls = make_model(), Rows(), []
+    rows.rows = [row[:12] for row in rows.rows]
 
-    model = make_model()
-    with pytest.raises(RuntimeError, match="on purpose"):
-        train(tmp_path, "mixin", model=model, callbacks=[Failing()])
+    def refuse_once(module, args):
+        calls.append(args[0].shape[0])
+        if len(calls) == 2:
+            raise RuntimeError("CUDA out of memory. On purpose")
+
+    hook = model.lm_head.register_forward_pre_hook(refuse_once)
+    changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "num_train_epochs": 1}
+    _, handle = train(tmp_path, how, model=model, rows=rows, **changes)
+    hook.remove()
+    assert calls[0] == calls[1] > calls[2]
+    assert handle.report().swapped.tensors > 0
     assert_plain(model)
-    trainer_callback = OffloadTrainerCallback(**ON)
-    failing = Failing()
-    trainer = Unshuffled(
-        model=model, args=arguments(tmp_path), train_dataset=Rows(), callbacks=[trainer_callback, failing]
-    )
+
+
+def failing(where: str) -> TrainerCallback:
+    """Evaluates after the first step, and raises in one of the Trainer's events."""
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_evaluate = True
+
+    setattr(Failing, where, fail)
+    return Failing()
+
+
+@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("where", ["on_step_begin", "on_step_end", "on_prediction_step", "on_epoch_end"])
+def test_an_exception_of_another_callback_leaves_nothing_wrapped(how, where, tmp_path):
+    model = make_model()
+    own = OffloadTrainerCallback(**ON)
+    given = {"model": model, "args": arguments(tmp_path), "train_dataset": Rows(), "eval_dataset": Rows()}
+    if how == "mixin":
+        trainer = OffloadUnshuffled(**given, callbacks=[failing(where)], offload=ON)
+    else:
+        trainer = Unshuffled(**given, callbacks=[own, failing(where)])
+    wrappable = [trainer, trainer.callback_handler, model]
+    before = [set(vars(target)) for target in wrappable]
     with pytest.raises(RuntimeError, match="on purpose"):
         trainer.train()
-    trainer.remove_callback(failing)
-    trainer.train()  # undoes what that left, and begins anew
-    assert trainer_callback.report().steps == 10
+    for target, names in zip(wrappable, before, strict=True):
+        left = set(vars(target)) - names
+        assert not left & {"forward", "training_step", "get_batch_samples", "call_event", "evaluate"}, left
+    assert_plain(model)
+
+
+def test_what_an_interrupted_run_has_left_is_undone_by_the_next(tmp_path):
+    model, other = make_model(), failing("on_train_begin")
+    callback = OffloadTrainerCallback(**ON)
+    trainer = Unshuffled(model=model, args=arguments(tmp_path), train_dataset=Rows(), callbacks=[callback, other])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.train()
+    trainer.remove_callback(other)
+    trainer.train()
+    assert callback.report().steps == 10
     assert "training_step" not in vars(trainer)
     assert_plain(model)
 
