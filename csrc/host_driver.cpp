@@ -66,11 +66,11 @@ void HostDriver::stream_destroy(Stream stream) noexcept {
   std::lock_guard lock(mutex_);
   auto* host_stream = static_cast<HostStream*>(stream);
   host_stream->closing = true;
-  if (host_stream->queue.empty() && !host_stream->running)
+  host_stream->wake.notify_one();
+  if (host_stream->queue.empty() && !host_stream->running)  // without a worker this is its last reference
     streams_.erase(std::remove_if(streams_.begin(), streams_.end(),
                                   [&](const StreamRef& each) { return each.get() == host_stream; }),
                    streams_.end());
-  host_stream->wake.notify_one();
 }
 
 bool HostDriver::runnable(const HostStream& stream) {
