@@ -37,8 +37,13 @@ ROUNDS = 3
 ROUND_SECONDS = 0.1
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
+KEPT_SECONDS_MAX = 900.0  # how long a result is read again: what others do to the machine changes
+LOAD_MAX = 1.5  # processes that want each processor; a training's own threads want it once
 POLL_SECONDS = 5e-5
 POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
+
+
+_not_written: dict[Path, Calibration] = {}  # what this process has measured on a busy machine
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def calibrate(
     fresh: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Calibration:
-    """Measure how fast `store` copies out of `device` and back, or read what was measured here before.
+    """Measure how fast `store` copies out of `device` and back, or read what was measured here minutes ago.
 
     Blocks of up to 16 MiB (an eighth of the host limit where that is less) travel through the engine's own path, at
     most two a direction at a time: each direction alone, then both. Takes about a second. `store.stats()` counts these
@@ -143,7 +148,8 @@ def calibrate(
         Measure even where there is a kept result, and keep the new one.
     cache_dir
         Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. One that cannot be
-        written only means that the next process measures again.
+        written only means that the next process measures again; so does a machine that others keep busy, as the
+        result tells of them.
 
     Returns
     -------
@@ -169,11 +175,15 @@ def calibrate(
     key = _machine_key(store, device, spill_dir, block_bytes)
     path = _cache_path(key, cache_dir)
     if not fresh:
-        kept = _load(path, key)
+        kept = _not_written.get(path) or _load(path, key)
         if kept is not None:
             return kept
     found = _measure(store, device, block_bytes)
-    _save(path, key, found)
+    if os.getloadavg()[0] > LOAD_MAX * (os.cpu_count() or 1):
+        log.info("the measured link is not kept: the machine is busy, and the next process may find it less so")
+        _not_written[path] = found
+    else:
+        _save(path, key, found)
     return found
 
 
@@ -379,6 +389,8 @@ def _cache_path(key: dict[str, Any], cache_dir: str | os.PathLike[str] | None) -
 
 def _load(path: Path, key: dict[str, Any]) -> Calibration | None:
     try:
+        if time.time() - path.stat().st_mtime > KEPT_SECONDS_MAX:
+            return None
         kept = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(kept, dict) or kept.get("key") != key:
             raise ValueError("it was written for another machine")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5, 1e-10)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BLOCK_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(calibration, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever else runs here
 
 
 def make_store(tier: str, directory: Path, host_bytes_max: int = 32 << 20) -> tuple[_core.SwapStore, str]:
@@ -82,6 +85,31 @@ def test_the_second_time_is_read_and_moves_nothing(tmp_path: Path) -> None:
     calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache", fresh=True)
     assert store.stats()["out_copies"] > copies
     assert len(list((tmp_path / "cache").iterdir())) == 1  # no half-written file beside it
+
+
+def test_what_was_measured_long_ago_is_measured_anew(tmp_path: Path) -> None:
+    store, spill_dir = make_store("direct", tmp_path)
+    cache = tmp_path / "cache"
+    calibrate(store, CPU, spill_dir, cache_dir=cache)
+    (path,) = cache.iterdir()
+    copies = store.stats()["out_copies"]
+    os.utime(path, (time.time() - 800, time.time() - 800))
+    calibrate(store, CPU, spill_dir, cache_dir=cache)
+    assert store.stats()["out_copies"] == copies
+    os.utime(path, (time.time() - 1000, time.time() - 1000))
+    calibrate(store, CPU, spill_dir, cache_dir=cache)
+    assert store.stats()["out_copies"] > copies
+
+
+def test_what_a_busy_machine_tells_stays_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (100.0 * os.cpu_count(), 0.0, 0.0))
+    store, spill_dir = make_store("direct", tmp_path)
+    cache = tmp_path / "cache"
+    found = calibrate(store, CPU, spill_dir, cache_dir=cache)
+    assert not cache.exists()
+    copies = store.stats()["out_copies"]
+    assert calibrate(store, CPU, spill_dir, cache_dir=cache) == found
+    assert store.stats()["out_copies"] == copies
 
 
 def test_another_tier_is_another_entry(tmp_path: Path) -> None:
