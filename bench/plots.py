@@ -6,6 +6,7 @@ Beside the data path.
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any
 
 import matplotlib
@@ -25,7 +26,8 @@ def draw(table: Table) -> bytes | None:
         figure = bars(table)
     else:
         return None
-    figure.suptitle(f"{table.title} · {device_of(table.machine)}", fontsize=10)
+    title = textwrap.fill(f"{table.title} · {device_of(table.machine)}", 80)  # beside the legend, not above it
+    figure.suptitle(title, fontsize=10, x=0.06, ha="left")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     pyplot.close(figure)
