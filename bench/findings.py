@@ -111,7 +111,8 @@ def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> 
         columns = ["contestant", "memory", "step", "peak", "median step", "disk", "pinned", "stalled", "gradients", ""]
         made = [frontier_row(row) for row in own]
         mark_peers(made)
-        yield Table(f"Training steps: {family}{size_of(own)}", columns, made, machine, "frontier")
+        when = {name: own[0][name] for name in ("date", "commit") if name in own[0]}
+        yield Table(f"Training steps: {family}{size_of(own)}", columns, made, {**machine, **when}, "frontier")
 
 
 def size_of(rows: Sequence[Mapping[str, Any]]) -> str:

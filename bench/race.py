@@ -338,10 +338,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.set("rows", [row for row in kept if row["family"] not in families])
     bad = 0
     for family in families:
+        about = machine.describe()
+        when = {"date": about["date"], "commit": about["commit"]}  # with --keep, networks differ in both
         chosen = [contestants.by_name(name) for name in args.contestant or ()] or contestants.field_of(family)
         chosen = [contestant for contestant in chosen if args.slow or not contestant.slow]
         for row in rows_of(setting_of(family, args.size), chosen, args.rounds, args.seconds):
-            results.append("rows", row)
+            results.append("rows", {**row, **when})
             bad += "error" in row or ("inapplicable" not in row and wrong(row))
             print(line(row), flush=True)
     return 1 if bad else 0

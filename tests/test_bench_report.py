@@ -63,6 +63,14 @@ def test_a_better_peer_is_marked_and_no_other(report: Any, results: Path) -> Non
     assert [each.cells[-2] for each in table.rows][4] == "OTHER BITS"
 
 
+def test_networks_measured_apart_say_when_each(report: Any, results: Path) -> None:
+    content = json.loads(results.read_text())
+    content["rows"] += [row("plain", 1.0, 1.0, family="unet", date="2026-02-02", commit="def")]
+    results.write_text(json.dumps(content))
+    dates = [(table.machine["date"], table.machine["commit"]) for table in report.read(results)]
+    assert dates == [("2026-01-01", "abc"), ("2026-02-02", "def")]
+
+
 def test_the_document_gives_the_reason_or_says_that_it_is_missing(report: Any, results: Path) -> None:
     tables = report.read(results)
     said = report.markdown(tables, {"gpt / ahead": "Its kernel is fused."}, {})
