@@ -22,6 +22,8 @@
 namespace offload {
 namespace {
 
+constexpr std::chrono::seconds kRefusalHolds{60};  // whoever held the memory may have given it back by then
+
 constexpr size_t kPopulatorsMax = 4;
 
 void populate(char* data, size_t bytes) {
@@ -117,12 +119,12 @@ bool SlabPool::grow(size_t bytes) {
     if (wanted > max_bytes_ - stats_.held_bytes) return false;
   }
   const size_t slab_bytes = std::max(wanted, std::min(slab_bytes_, max_bytes_ - stats_.held_bytes));
-  if (refusal_ && slab_bytes >= refused_bytes_ && !OFFLOAD_BROKEN("a refused pinning is not tried again"))
-    throw PinningFailed(*refusal_);
+  const auto begin = std::chrono::steady_clock::now();
+  const bool refused = refusal_ && slab_bytes >= refused_bytes_ && begin < asked_again_at_;
+  if (refused && !OFFLOAD_BROKEN("a refused pinning is not tried again")) throw PinningFailed(*refusal_);
   Slab& slab = empty_slab();  // once pages are pinned nothing may need memory any more
   ExtentMap all{kPageBytes};
   all.grow(0, slab_bytes);
-  const auto begin = std::chrono::steady_clock::now();
   char* data = map_pages(slab_bytes, numa_node_);
   try {
     driver_->host_register(data, slab_bytes);
@@ -130,6 +132,7 @@ bool SlabPool::grow(size_t bytes) {
     unmap_pages(data, slab_bytes);
     refusal_.emplace(error);
     refused_bytes_ = slab_bytes;
+    asked_again_at_ = begin + kRefusalHolds;
     OFFLOAD_EDGE("a slab that cannot be pinned is refused", throw PinningFailed(error));
   } catch (...) {
     unmap_pages(data, slab_bytes);

@@ -6,6 +6,7 @@
 // slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -47,7 +48,8 @@ class SlabPool {
 
   // nullopt where no free range fits and the cap leaves no room for a slab that would. Throws PinningFailed when
   // pinning fails; nothing is held then that was not held before. What was refused once is not asked for again, nor
-  // anything larger, before a slab has been given back or trim() called: a refusal costs as much as a slab.
+  // anything larger, before a slab has been given back, trim() called or a minute passed: a refusal costs as much as a
+  // slab.
   std::optional<Block> try_allocate(size_t bytes);
   // `fence`: the last event after which nobody touches the block; null when nobody does any more.
   void release(const Block& block, EventRef fence);
@@ -87,6 +89,7 @@ class SlabPool {
   PoolStats stats_;
   std::optional<PinningFailed> refusal_;
   size_t refused_bytes_ = 0;  // by refusal_
+  std::chrono::steady_clock::time_point asked_again_at_;
 };
 
 // `bytes` of zeroed pages, near NUMA node `node` where that is not -1, touched by several threads so that registering

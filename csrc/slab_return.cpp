@@ -13,7 +13,8 @@ void SlabStore::begin_in(const SlotRef& base, Stream compute) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::lock_guard lock(mutex_);
   if (slot->state == State::queued) issue_outgoing();
-  if (slot->state == State::failed) throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
+  if (slot->state == State::failed || slot->state == State::cancelled)
+    throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
   const EventRef target_free = events_->record(compute);
   const bool in_slab = static_cast<bool>(slot->block);
   const size_t part_bytes = in_slab ? slice_bytes_ : bounce_bytes_;

@@ -43,7 +43,7 @@ POLL_SECONDS = 5e-5
 POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
 
 
-_not_written: dict[Path, Calibration] = {}  # what this process has measured on a busy machine
+_not_written: dict[Path, tuple[float, Calibration]] = {}  # what this process has measured on a busy machine, and when
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,22 @@ def calibrate(
     key = _machine_key(store, device, spill_dir, block_bytes)
     path = _cache_path(key, cache_dir)
     if not fresh:
-        kept = _not_written.get(path) or _load(path, key)
+        kept = _of_this_process(path) or _load(path, key)
         if kept is not None:
             return kept
     found = _measure(store, device, block_bytes)
-    if os.getloadavg()[0] > LOAD_MAX * (os.cpu_count() or 1):
+    if os.getloadavg()[0] > LOAD_MAX * len(os.sched_getaffinity(0)):
         log.info("the measured link is not kept: the machine is busy, and the next process may find it less so")
-        _not_written[path] = found
+        _not_written[path] = time.monotonic(), found
     else:
+        _not_written.pop(path, None)
         _save(path, key, found)
     return found
+
+
+def _of_this_process(path: Path) -> Calibration | None:
+    measured_at, found = _not_written.get(path, (-math.inf, None))
+    return found if time.monotonic() - measured_at <= KEPT_SECONDS_MAX else None
 
 
 def _is_direct(store: _core.SwapStore) -> bool:

@@ -6,6 +6,7 @@ that the pass creates; its unpack answers when backward asks.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,7 @@ class Round:
         self._follower: Follower = Idle()
         self._packs = 0
         self._kept: set[StorageKey] = set()
+        self.hooks: weakref.ref[RoundHooks] | None = None  # these are on while the round's forward runs
 
     def attach(self, follower: Follower) -> None:
         """Let `follower` listen from here on; packs are numbered from here."""

@@ -228,7 +228,7 @@ class ByPlan:
         return held
 
     def needs_hooks(self, signature: object) -> bool:
-        """False where the plan swaps nothing, its steps have kept what it promised, and no limit is to be kept.
+        """False where the plan swaps nothing, its steps were measured and want no other, and no limit is to be kept.
 
         A limit is hard: another branch than the planned one has to be noticed as it begins.
         """

@@ -277,8 +277,9 @@ class Session(Answers):
         return current if isinstance(current, Round) and current.policy is self else None
 
     def _is_bare(self) -> bool:
-        """Whether a round runs in this thread that has taken its hooks off."""
-        hooks: RoundHooks | None = getattr(self._local, "hooks", lambda: None)()
+        """Whether the innermost round of this thread has taken its hooks off."""
+        reference: weakref.ref[RoundHooks] | None = getattr(self._local, "hooks", None)
+        hooks = reference() if reference is not None else None
         return hooks is not None and hooks.is_bare
 
     @contextmanager
@@ -287,13 +288,16 @@ class Session(Answers):
         self._local.excluded = 0
         self.counts.begin_round()
         hooks = RoundHooks(current)
-        self._local.hooks = weakref.ref(hooks)
-        with hooks_allowed(), hooks:
-            try:
+        around = getattr(self._local, "hooks", None)
+        self._local.hooks = current.hooks = weakref.ref(hooks)
+        try:
+            with hooks_allowed(), hooks:
                 yield current
-            except (MemoryError, RuntimeError) as error:
-                self.explain(error)
-                raise
+        except (MemoryError, RuntimeError) as error:
+            self.explain(error)
+            raise
+        finally:
+            self._local.hooks = around
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies():
@@ -333,7 +337,9 @@ class Session(Answers):
         signature = self._signature(args, kwargs)
         current.attach(self._planning.follower(signature, model))
         if type(current) is Round and not self._planning.needs_hooks(signature):  # a watched one shows the step anyway
-            self._local.hooks().take_off()
+            hooks = current.hooks() if current.hooks is not None else None
+            assert hooks is not None  # they are on: the forward that begins runs within them
+            hooks.take_off()
             self.counts.bare_steps += 1
         else:
             self._refresh_parameters()

@@ -87,6 +87,26 @@ def test_several_forwards_in_a_step_without_hooks_are_one_step(tmp_path):
         assert handle.report().profiled_steps == 2
 
 
+def test_a_forward_under_hooks_of_others_leaves_the_steps_own_alone(tmp_path):
+    """It has a round of its own inside the step's; each takes off the hooks that it has put on."""
+    model, optimizer = make()
+    x, _ = batch(256, 0)
+    inside = []
+    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path) as handle:
+        train(model, optimizer, [256] * 6)
+        bare = handle.report().bare_steps
+        for _ in range(2):
+            with handle.step():
+                with torch.autograd.graph.save_on_cpu():
+                    loss = model(x).square().sum()
+                loss = loss + model(x).sum()
+                inside.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            loss.backward()
+        assert inside == [None, None]
+        assert handle.report().bare_steps == bare + 4
+
+
 def test_without_hooks_a_recorded_step_is_watched_all_the_same(tmp_path):
     model, optimizer = make()
     with enabled(model, max_slowdown=0.05, spill_dir=tmp_path) as handle:

@@ -102,7 +102,7 @@ def test_what_was_measured_long_ago_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_what_a_busy_machine_tells_stays_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (100.0 * os.cpu_count(), 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     store, spill_dir = make_store("direct", tmp_path)
     cache = tmp_path / "cache"
     found = calibrate(store, CPU, spill_dir, cache_dir=cache)
@@ -110,6 +110,10 @@ def test_what_a_busy_machine_tells_stays_in_this_process(tmp_path: Path, monkeyp
     copies = store.stats()["out_copies"]
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == found
     assert store.stats()["out_copies"] == copies
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    quiet = calibrate(store, CPU, spill_dir, cache_dir=cache, fresh=True)
+    assert len(list(cache.iterdir())) == 1
+    assert calibrate(store, CPU, spill_dir, cache_dir=cache) == quiet
 
 
 def test_another_tier_is_another_entry(tmp_path: Path) -> None:

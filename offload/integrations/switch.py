@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +17,8 @@ from torch import nn
 
 from offload.report import Report
 from offload.session import Session, enable, session_of
+
+log = logging.getLogger("offload")
 
 KNOBS = tuple(name for name in inspect.signature(enable).parameters if name != "model")
 
@@ -105,8 +108,9 @@ class CallWrapper:
         try:
             with self._around(args):
                 return self._inner(*args, **kwargs) if self._was_own else self._inner(self._target(), *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._on_error()
+            log.info("offloading ends here: %s raised %s", self._name, type(error).__name__)
             raise
 
     def undo(self) -> None:

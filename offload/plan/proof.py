@@ -14,7 +14,7 @@ import numpy as np
 from offload.plan.bounds import check_limit, cut_bounds
 from offload.plan.program import Program
 from offload.plan.schedule import Ints, Schedule, Step
-from offload.plan.simulate import Link, Swap, simulate
+from offload.plan.simulate import Link, Swap, resident_bytes, simulate
 from offload.trace import Trace
 
 __all__ = ["Proof", "prove"]
@@ -84,6 +84,8 @@ def prove(
         If scipy is not installed.
     InfeasibleLimitError
         If no plan keeps the limit.
+    ValueError
+        If the incumbent does not.
 
     Notes
     -----
@@ -108,6 +110,9 @@ def prove(
     (13.0, 13.0)
     """
     check_limit(trace, limit_bytes)
+    peak_bytes = max(resident_bytes(trace, incumbent), default=0)
+    if peak_bytes > limit_bytes:
+        raise ValueError(f"the incumbent takes {peak_bytes} bytes, the limit is {limit_bytes}; give a plan within it")
     step = Step(trace, link)
     swaps, best = tuple(sorted(incumbent)), simulate(trace, incumbent, link).step_seconds
     bound = min(best, max(step.compute_seconds, cut_bounds(trace, limit_bytes, link).double))

@@ -33,6 +33,6 @@ def test_a_missing_guard_is_noticed(edge):
 
 
 def test_a_broken_engine_is_noticed():
-    rows = break_engine(TESTED, unbroken=False)  # this run of the tests has them pass
+    rows = break_engine(TESTED, unbroken=False)  # that they pass otherwise is for the long run
     assert [row["name"] for row in rows] == list(TESTED)
     assert [row for row in rows if not row["caught"]] == []

@@ -140,6 +140,7 @@ class Bytes(Source):
 def run_caller(tier, directory, nth, fail, met):
     """One round: every block leaves, comes back and is dropped; no ticket is left, nor, but for drops, any byte."""
     store = make_store(tier, directory, "delays", nth, host_bytes_max=128 << 10, slab_bytes=32 << 10)
+    store.record_copies(4 * len(SIZES))
     idle = store.stats()
     generator = np.random.default_rng(nth)
     caller = Caller(nth, fail, met)
@@ -178,11 +179,13 @@ def main():
     if times == "caller":
         met = Counter()
         for nth in range(1, CALLER_MAX):
+            faulthandler.dump_traceback_later(100, exit=True)
             run_caller(tier, directory, nth, fail, met)
         return print(json.dumps(met))
     totals = np.zeros(3, dtype=int)
     spared = 0
     for nth in range(1, ROUNDS_MAX):
+        faulthandler.dump_traceback_later(100, exit=True)  # what is stuck says where
         asked, *failed = run_round(tier, directory, nth, int(times), lambda *when: fail(True, *when))
         totals += failed
         spared = spared + 1 if asked < nth else 0
@@ -192,5 +195,4 @@ def main():
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # what is stuck says where
     main()

@@ -88,6 +88,13 @@ def test_no_time_leaves_the_bound_of_two_cuts():
     assert proof.gap > 0
 
 
+def test_a_plan_beyond_the_limit_is_refused():
+    nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
+    trace = Trace(nodes, (0, 0, 6, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
+    with pytest.raises(ValueError, match="the incumbent takes 16 bytes, the limit is 10"):
+        prove(trace, Link(2.0, 2.0), 10, [])
+
+
 def test_an_infeasible_limit_is_refused():
     trace = naive.random_trace(0)
     with pytest.raises(InfeasibleLimitError):
