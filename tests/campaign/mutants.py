@@ -178,7 +178,8 @@ def break_engine(table: dict[str, list[str]], *, unbroken: bool = True) -> list[
 
 def without_paths(row: dict[str, Any]) -> dict[str, Any]:
     """A row that says nothing of the machine it was made on."""
-    return {key: re.sub(r" of /[^\s:]+", "", value) if isinstance(value, str) else value for key, value in row.items()}
+    path = r"(?<![\w.])/[\w.-]+(?:/[\w.\[\]-]+)+"
+    return {key: re.sub(path, "PATH", value)[:1000] if isinstance(value, str) else value for key, value in row.items()}
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from campaign.mutants import (
     break_engine,
     edges_in_sources,
     walk_without,
+    without_paths,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -22,6 +23,14 @@ def test_every_guard_is_in_the_table():
     assert edges_in_sources() == EDGES | set(SANITIZED) | set(OUTSIDE)
     assert set(BROKEN) == set(PYTHON)
     assert len(JUDGED) == 5
+
+
+def test_rows_name_tests_and_no_places():
+    row = {"first": "[Errno 5] at offset 0: '/some/where/x_0' in tests/core/test_a.py, 3/4", "caught": True}
+    assert without_paths(row) == {
+        "first": "[Errno 5] at offset 0: 'PATH' in tests/core/test_a.py, 3/4",
+        "caught": True,
+    }
 
 
 @pytest.mark.parametrize("edge", sorted(EDGES))
