@@ -179,7 +179,7 @@ def calibrate(
         if kept is not None:
             return kept
     found = _measure(store, device, block_bytes)
-    if os.getloadavg()[0] > LOAD_MAX * len(os.sched_getaffinity(0)):
+    if not fresh and os.getloadavg()[0] > LOAD_MAX * len(os.sched_getaffinity(0)):
         log.info("the measured link is not kept: the machine is busy, and the next process may find it less so")
         _not_written[path] = time.monotonic(), found
     else:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,18 @@ def test_what_it_leaves_is_flat_and_little(tmp_path: Path, suite: Any) -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in every)
 
 
+def gone(pid: int) -> bool:
+    """Whether a killed process ends; on a loaded machine that takes a moment."""
+    for _ in range(300):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def test_a_part_that_takes_too_long_is_ended_and_its_results_kept(
     tmp_path: Path, suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,8 +129,8 @@ def test_a_part_that_takes_too_long_is_ended_and_its_results_kept(
     assert kept["reason"].startswith("timed out after 2 s")
     assert kept["results"] == {"rows": [1, 2]}
     assert kept["stdout"] == "begun\n"
-    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    child = int((tmp_path / "child").read_text())
+    assert gone(child), "its own child lives on"
 
 
 def test_a_part_that_fails_is_named(tmp_path: Path, suite: Any) -> None:
