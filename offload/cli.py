@@ -45,7 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "plan":
         from offload import plan_cli
 
-        return plan_cli.run(args) if script_args is None else plan_cli.run_script(args, script_args)
+        if script_args is not None:
+            return plan_cli.run_script(args, script_args)
+        try:
+            status = plan_cli.run(args)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads the table, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return status
     if args.command == "doctor":
         from offload import doctor
 

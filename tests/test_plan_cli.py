@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,15 @@ def test_json_is_the_contract(trace, path, capsys):
     assert all(set(swap) == {"id", "release", "prefetch"} for swap in data["swaps"])
     assert data["peak_bytes"] <= limit < data["unswapped_peak_bytes"] == max(unswapped_bytes(trace))
     assert data == fastest_plan(trace, Link(100.0, 100.0, 0.01), limit).to_dict()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(path):
+    command = [sys.executable, "-m", "offload", "plan", str(path), "--n-tensors", "-1", "--lb", "1", *LINK]
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_the_table_is_for_people(trace, path, capsys):
