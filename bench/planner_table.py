@@ -74,7 +74,7 @@ def planned(
         if plan.peak_bytes > limit:
             raise AssertionError(f"{name} at {budget}: peak {plan.peak_bytes} over the limit {limit}")
         proven = max(cut_bounds(trace, limit, link).double, plan.bound_seconds)
-        double = proven
+        two_cuts_seconds = proven
         if plan.gap > reach >= proven / plan.bound_seconds - 1:
             proven = prove(trace, link, limit, plan.swaps, seconds_max=PROOF_SECONDS_MAX).bound_seconds
         least = proven / plan.bound_seconds - 1
@@ -83,7 +83,7 @@ def planned(
             "budget": budget,
             "tensors": len(trace.tensors),
             "gap": plan.gap,
-            "gap_two_cuts": max(0.0, plan.step_seconds / double - 1),
+            "gap_two_cuts": max(0.0, plan.step_seconds / two_cuts_seconds - 1),
             "slowdown": plan.step_seconds / plan.compute_seconds - 1,
             "swaps": len(plan.swaps),
             "planning_s": seconds,
