@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import keras
 from torch import nn
 
-from offload.integrations.switch import CallWrapper, Switched
+from offload.integrations.switch import CallWrapper, Switched, nothing_around
 from offload.session import Session
 
 
@@ -81,8 +80,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
         self._wrappers.append(step)
         if isinstance(fit, keras.callbacks.CallbackList):
             for name in ("on_epoch_begin", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):
-                self._wrappers.append(CallWrapper(fit, name, lambda _: nullcontext(), self.undo))
-            self._wrappers.append(CallWrapper(model, "evaluate", lambda _: nullcontext(), self.undo))
+                self._wrappers.append(CallWrapper(fit, name, nothing_around, self.undo))
+            self._wrappers.append(CallWrapper(model, "evaluate", nothing_around, self.undo))
             self._fit = weakref.ref(fit)
             weakref.finalize(fit, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
 

@@ -10,7 +10,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -122,6 +122,11 @@ class CallWrapper:
             setattr(target, self._name, self._inner)
         else:
             delattr(target, self._name)
+
+
+def nothing_around(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+    """For a call that only may raise."""
+    return nullcontext()
 
 
 class Switched:

@@ -6,14 +6,14 @@ Beside the data path: the Trainer computes its loss inside `compute_loss_context
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from offload.integrations.switch import CallWrapper, Switch, Switched
+from offload.integrations.switch import CallWrapper, Switch, Switched, nothing_around
 from offload.session import Session
 
 CHECKPOINTING_REMARK = (
@@ -124,8 +124,8 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         self._wrappers.append(step)
         # What else may raise while the Trainer runs, other callbacks among it.
         for name in ("get_batch_samples", "evaluate", "save_model"):
-            self._wrappers.append(CallWrapper(trainer, name, _nothing_around, self.undo))
-        self._wrappers.append(CallWrapper(trainer.callback_handler, "call_event", _nothing_around, self.undo))
+            self._wrappers.append(CallWrapper(trainer, name, nothing_around, self.undo))
+        self._wrappers.append(CallWrapper(trainer.callback_handler, "call_event", nothing_around, self.undo))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Undo it."""
@@ -138,10 +138,6 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_state": None}
-
-
-def _nothing_around(args: tuple[Any, ...]) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
