@@ -103,6 +103,7 @@ class SwappedStorage:
     """The bytes of one storage (or of one span of it) at one version, out of the device."""
 
     __slots__ = (
+        "_begin",
         "_departure",
         "_engine",
         "_incoming",
@@ -140,6 +141,7 @@ class SwappedStorage:
         self._owner = owner
         self._departure: Departure | None = departure
         self._storage: torch.UntypedStorage | None = None
+        self._begin = 0  # where in that storage they begin
         self._incoming = False
         self._stream = 0
 
@@ -169,6 +171,7 @@ class SwappedStorage:
     def _begin_return(self) -> None:
         engine = self._engine
         self._storage, self._stream, owner, address = engine.allocate(self.nbytes, self.residue)
+        self._begin = 0
         self._incoming = True
         engine.resident.add(self.nbytes)
         try:
@@ -207,10 +210,10 @@ class SwappedStorage:
                 engine.misses += 1
                 self._begin_return()
                 self._await_incoming(stream)
-            storage = self._storage
+            storage, begin = self._storage, self._begin
             assert storage is not None
             self._count_view()
-            return storage, 0
+            return storage, begin
 
     def _await_incoming(self, stream: int) -> None:
         storage = self._storage
@@ -248,9 +251,16 @@ class SwappedStorage:
             self._engine.see_off(departure)
 
     def has_left(self) -> None:
-        """The copy-out no longer reads the source, and the source is gone."""
-        self._departure = None
-        self._engine.resident.add(-self.nbytes)
+        """The copy-out no longer reads the source: it goes, unless backward has begun to use it."""
+        with self._lock:
+            departure, self._departure = self._departure, None
+            if departure is None:
+                return  # torn down meanwhile
+            if self._views_left < self.views:
+                # Views of one storage come back onto one: where some are on the source, so are those that follow.
+                self._storage, self._begin, self._stream = departure.source, self.key[2], departure.stream
+            else:
+                self._engine.resident.add(-self.nbytes)
 
     def tear_down(self) -> None:
         """Give everything back; the last lease is gone. Waits for nothing."""
@@ -556,9 +566,9 @@ class Engine:
         record, departure.record = departure.record, None
         if record is not None and (failed or state == "cancelled"):
             return  # the source stays, as if it had not been swapped
-        departure.source = None
         if record is not None:
             record.has_left()
+        departure.source = None
 
     def retire(self, ticket: _core.Ticket, storage: torch.UntypedStorage) -> None:
         """Hold a target that nobody wants any more until the copy into it has ended."""

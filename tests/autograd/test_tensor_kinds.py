@@ -132,6 +132,40 @@ def test_views_come_back_onto_one_storage(offloaded):
     assert seen == [(True, (70, 1), (1, 70))] * 2
 
 
+def test_views_share_a_storage_whether_or_not_it_leaves_between_them(offloaded):
+    """Backward may begin before the storage has left: then the first view is on the source, and so is the second."""
+    seen, handles = [], []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (a,) = ctx.saved_tensors
+            seen.append(a)
+            handles[0].engine.drain()  # what is still on its way out leaves now
+            return grad * a
+
+    class Twice(nn.Module):
+        def forward(self, whole):
+            return Saves.apply(whole) + Saves.apply(whole.t())
+
+    model = Twice()
+    handles.append(offloaded.enable(model))
+    for _ in range(2):
+        whole = ramp(100, 70) * 2
+        model(whole).backward()
+        second, first = seen
+        assert torch.equal(first, whole)
+        assert torch.equal(second, whole.t())
+        assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        seen.clear()
+        del first, second
+
+
 @pytest.mark.parametrize("begin", [0, 1, 6000, 9000])
 def test_small_view_of_a_larger_storage_is_copied_as_the_view(offloaded, begin):
     def function(x):

@@ -78,6 +78,12 @@ def no_stride() -> Patches:
     return [mock.patch.object(SwappedView, "__init__", init)]
 
 
+def no_shared_source() -> Patches:
+    """A source leaves once its copy has ended, though some views of it have come back onto it already."""
+    broken = rewritten(SwappedStorage.has_left, "self._views_left < self.views", "False")
+    return [mock.patch.object(SwappedStorage, "has_left", broken)]
+
+
 def no_groups() -> Patches:
     """Only the machine's memory counts."""
     return [mock.patch.object(options, "control_groups", return_value=())]
@@ -166,6 +172,7 @@ BROKEN: dict[str, Callable[[], Patches]] = {
     "version of a swapped tensor is checked": no_check(engine),
     "identity is more than an address": addresses_only,
     "a duplicate keeps its stride": no_stride,
+    "a source stays while some views are on it": no_shared_source,
     "version of a kept tensor is checked": no_check(hooks),
     "a control group's limit counts": no_groups,
     "copies end before the interpreter does": no_end_before_exit,
