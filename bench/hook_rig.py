@@ -82,7 +82,7 @@ class Cost:
 
     pack: float
     unpack: float
-    processor: float  # of the calling thread, both together; on a GPU that of forward alone, as backward has its own
+    processor_seconds: float  # of the calling thread, both together; on a GPU without backward, whose thread is another
 
     @property
     def total(self) -> float:
@@ -95,11 +95,11 @@ class Lap:
 
     def __init__(self) -> None:
         self.seconds = -time.perf_counter()
-        self.processor = -time.thread_time()
+        self.processor_seconds = -time.thread_time()
 
     def stop(self) -> None:
         """The second moment is now."""
-        self.processor += time.thread_time()
+        self.processor_seconds += time.thread_time()
         self.seconds += time.perf_counter()
 
 
@@ -156,7 +156,8 @@ class HookRig:
         backward.stop()
         self._drain()
         paused = sum(lap.seconds for lap in self._pauses)
-        processor = forward.processor + backward.processor - sum(lap.processor for lap in self._pauses)
+        processor = forward.processor_seconds + backward.processor_seconds
+        processor -= sum(lap.processor_seconds for lap in self._pauses)
         return Cost(forward.seconds / self.count, (backward.seconds - paused) / self.count, processor / self.count)
 
     def steps(self) -> dict[str, Callable[[], Cost]]:
@@ -209,7 +210,7 @@ def microseconds(rig: HookRig, *, rounds: int) -> dict[str, float]:
     """
     costs = alternate(rig.steps(), rounds=rounds, warmups=3)
     total = medians({name: [cost.total for cost in taken] for name, taken in costs.items()})
-    processor = medians({name: [cost.processor for cost in taken] for name, taken in costs.items()})
+    processor = medians({name: [cost.processor_seconds for cost in taken] for name, taken in costs.items()})
     return {
         "plain_us": 1e6 * (total["plain"] - total["none"]),
         "offload_us": 1e6 * (total["offload"] - total["none"]),
