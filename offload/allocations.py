@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import RecordScope
 from torch.autograd import profiler
-from torch.autograd.profiler import _set_is_profiler_enabled, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 log = logging.getLogger("offload")
 
@@ -61,16 +62,20 @@ class HostAllocations:
         self.complete = False
         self._thread = threading.current_thread()  # not its number, which another gets when it has ended
         self._has_strayed = False
-        self._profile: Any = None
+        self._is_profiling = False
         self._events: list[tuple[str, int, int]] = []
         if torch._C._autograd._profiler_enabled() or _is_profiling_in_python() or not self._one.acquire(blocking=False):
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
             return
         self._quiet = _Quiet()
         try:
-            self._profile = profile(use_cpu=True, profile_memory=True)
-            self._profile.__enter__()
-            _set_is_profiler_enabled(False)  # Python's own note, which tells whoever starts another one meanwhile
+            wanted = profile(use_cpu=True, profile_memory=True)
+            config = wanted.config()  # type: ignore[no-untyped-call]
+            torch._C._autograd._prepare_profiler(config, wanted.kineto_activities)
+            # Marks, and no operators: a recurrent network runs 100,000 a step, each of which would take 1.5 KB.
+            scopes = {RecordScope.USER_SCOPE}
+            torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
+            self._is_profiling = True
         except BaseException:
             self._let_go()
             raise
@@ -79,40 +84,39 @@ class HostAllocations:
         """A node begins."""
         if threading.current_thread() is not self._thread:
             self._has_strayed = True  # what is allocated there is not told here
-        if self._profile is not None:
+        if self._is_profiling:
             with record_function(f"{_MARK}{number}"):
                 pass
 
     def saved(self, tensor_id: int) -> None:
         """A storage was saved; it is alive."""
-        if self._profile is not None:
+        if self._is_profiling:
             with record_function(f"{_SAVED}{tensor_id}"):
                 pass
 
     def stop(self) -> bool:
         """End it. False where that has to wait for the thread that began it."""
-        if self._profile is None:
+        if not self._is_profiling:
             return True
         if threading.current_thread() is not self._thread:
             if self._thread.is_alive():
                 return False
             self._let_go()  # torch's profile has gone with its thread: there is nothing to end or to read
             return True
-        stopped = self._profile
         if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
             log.info("another profiler was started: the bytes of temporaries stay unknown to the plan")
             self._let_go()  # it has taken this one's place, and to end this one would end it
             return True
         try:
-            stopped.__exit__(None, None, None)
+            found = torch._C._autograd._disable_profiler()
         finally:
             self._let_go()
-        self._events = list(_events(stopped.kineto_results.experimental_event_tree()))
+        self._events = list(_events(found.experimental_event_tree()))
         self.complete = not self._has_strayed
         return True
 
     def _let_go(self) -> None:
-        self._profile = None
+        self._is_profiling = False
         self._quiet.end()
         self._one.release()
 

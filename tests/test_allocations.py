@@ -4,8 +4,9 @@ import threading
 
 import pytest
 import torch
-from torch.autograd.profiler import profile
+from torch.autograd.profiler import profile, record_function
 
+from offload import allocations
 from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes
 
 MiB = 1 << 20
@@ -107,6 +108,29 @@ def test_it_ends_where_it_began():
     assert watched.stop()
     with profile(use_cpu=True):
         pass  # nobody is profiling any more
+
+
+def test_no_operator_is_recorded(monkeypatch):
+    """A network may run 100,000 of them a step, and the record would take more memory than the step."""
+    names = []
+
+    def seen(tree):
+        pending = list(tree)
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            names.append(event.name)
+        return []
+
+    monkeypatch.setattr(allocations, "_events", seen)
+    watched = HostAllocations()
+    watched.node(0)
+    with record_function("a user's own"):
+        made = empty(4) + 1
+    watched.node(1)
+    watched.stop()
+    assert set(names) == {"offload: node 0", "a user's own", "offload: node 1", "[memory]"}
+    del made
 
 
 def test_it_is_quiet(capfd):
