@@ -181,9 +181,14 @@ void register_store(py::module_& module) {
               const GilRelease release;
               ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
             }
-            if (!departure.is_none()) {
+            if (departure.is_none()) return handle;
+            try {
               py::setattr(departure, ticket_name, handle);
               enter(departure);
+            } catch (...) {  // no memory to note it in: nobody else waits for the copy before the source goes
+              const GilRelease release;
+              if (!ticket.cancel()) ticket.wait_out(pointer(compute));
+              throw;
             }
             return handle;
           },

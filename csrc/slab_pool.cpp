@@ -208,6 +208,12 @@ size_t SlabPool::drop_empty_slabs() {
 
 size_t SlabPool::free_bytes() const { return max_bytes_ - stats_.used_bytes; }
 
+size_t SlabPool::largest_slab_bytes() const {
+  size_t largest = 0;
+  for (const Slab& slab : slabs_) largest = std::max(largest, slab.bytes);
+  return largest;
+}
+
 PoolStats SlabPool::stats() {
   sweep();
   return stats_;

@@ -60,6 +60,7 @@ class SlabPool {
 
   size_t free_bytes() const;  // what could still be handed out in all, fragmentation aside
   size_t max_bytes() const { return max_bytes_; }
+  size_t largest_slab_bytes() const;
   PoolStats stats();
 
  private:

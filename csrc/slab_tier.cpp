@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "error.h"
@@ -81,9 +82,14 @@ SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, u
 // Waits for fenced blocks, then for spills, coldest first; gives up where nothing is left to wait for.
 Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) {
   for (;;) {
-    if (auto block = pool_.try_allocate(bytes)) return *block;
+    std::optional<PinningFailed> refused;
+    try {
+      if (auto block = pool_.try_allocate(bytes)) return *block;
+    } catch (const PinningFailed& error) {
+      refused.emplace(error);  // what is pinned already may come free
+    }
     issue_outgoing();  // what waits in there can be neither awaited nor spilled
-    const bool possible = bytes <= pool_.max_bytes();
+    const bool possible = bytes <= (refused ? pool_.largest_slab_bytes() : pool_.max_bytes());
     if (const EventRef fence = pool_.oldest_fence(); possible && fence != nullptr) {
       lock.unlock();
       device_->event_synchronize(fence.get());
@@ -92,6 +98,8 @@ Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) 
       OFFLOAD_EDGE("room is awaited without the lock", lock.unlock());
       lanes_->event_synchronize(spilled.get());
       if (!lock.owns_lock()) lock.lock();
+    } else if (refused) {
+      throw PinningFailed(*refused);
     } else {
       throw PoolExhausted(bytes, pool_.free_bytes(), pool_.max_bytes());
     }

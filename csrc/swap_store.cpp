@@ -161,7 +161,14 @@ void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner)
     OFFLOAD_EDGE("a second attempt forgets the first", slot_->failure = nullptr);
   }
   const Claim claim{slot_->claimed};
-  store_->begin_in(slot_, compute);
+  std::shared_ptr<void> given_up;  // outlives the lock
+  try {
+    store_->begin_in(slot_, compute);
+  } catch (...) {
+    std::lock_guard lock(store_->mutex_);
+    if (state() != State::filling && state() != State::copying_in) given_up = std::move(slot_->target_owner);
+    throw;
+  }
 }
 
 bool Ticket::in_done() {

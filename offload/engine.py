@@ -136,12 +136,13 @@ class SwappedStorage:
         self.residue = residue
         self.views = 0
         self._views_left = 0
-        self._lock = threading.Lock()
+        # Where the bytes are. One thread may take it again: a signal or the collector inside may drain the engine.
+        self._lock = threading.RLock()
         # A weak reference keeps the owner's address from being used again: identity, not coincidence.
         self._owner = owner
         self._departure: Departure | None = departure
         self._storage: torch.UntypedStorage | None = None
-        self._begin = 0  # where in that storage they begin
+        self._begin = 0  # where in that storage they begin, in bytes
         self._incoming = False
         self._stream = 0
 
@@ -245,7 +246,7 @@ class SwappedStorage:
         self._drop_storage()
 
     def leave(self) -> None:
-        """Wait until the bytes have left. They stay where copying them fails."""
+        """Wait until the bytes have left. They stay where copying them fails, or where some views are in use again."""
         departure = self._departure
         if departure is not None and departure.source is not None:
             self._engine.see_off(departure)

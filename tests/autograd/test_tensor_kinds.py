@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from offload.engine import SwappedStorage
+
 
 def ramp(*shape, dtype=torch.float32):
     """Distinct values, none of them zero, as a leaf that wants a gradient."""
@@ -155,8 +157,8 @@ def test_views_share_a_storage_whether_or_not_it_leaves_between_them(offloaded):
 
     model = Twice()
     handles.append(offloaded.enable(model))
-    for _ in range(2):
-        whole = ramp(100, 70) * 2
+    for part in (slice(None), slice(60, 90)):  # a whole storage, and a span of one
+        whole = (ramp(100, 70) * 2)[part]
         model(whole).backward()
         second, first = seen
         assert torch.equal(first, whole)
@@ -164,6 +166,19 @@ def test_views_share_a_storage_whether_or_not_it_leaves_between_them(offloaded):
         assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
         seen.clear()
         del first, second
+
+
+def test_engine_may_be_drained_while_a_view_comes_back(offloaded, monkeypatch):
+    """By a signal's handler or by what the collector runs, in the middle of an unpack and in the same thread."""
+    count_view, drained = SwappedStorage._count_view, []
+
+    def drains_first(self):
+        drained.append(self._engine.drain())
+        count_view(self)
+
+    monkeypatch.setattr(SwappedStorage, "_count_view", drains_first)
+    offloaded.differentiate(lambda x: (x * 2).sin() + (x * 2).t().exp().t(), ramp(100, 70), again=True)
+    assert len(drained) >= 4
 
 
 @pytest.mark.parametrize("begin", [0, 1, 6000, 9000])

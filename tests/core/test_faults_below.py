@@ -4,6 +4,7 @@ import errno
 import itertools
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,6 +116,74 @@ def test_a_refused_pinning_is_not_tried_again(double):
     ticket.release()
     store.quiesce()
     assert double.first_violation == ""
+
+
+def test_where_no_more_can_be_pinned_what_is_pinned_goes_to_disk(double, tmp_path):
+    """As where `host_limit` is reached: a refusal only makes the limit smaller."""
+    store = _core.SwapStore.slab(
+        double.driver(),
+        _core.HostDriver(),
+        16 * BLOCK_BYTES,
+        str(tmp_path),
+        slab_bytes=2 * BLOCK_BYTES,
+        slice_bytes=16 << 10,
+    )
+    trips = [Trip(store, 1)]
+    double.fail_at("cuMemHostRegister_v2", 1, OUT_OF_MEMORY)
+    trips += [Trip(store, number) for number in range(2, 9)]
+    stats = store.stats()
+    assert stats["pool_held_bytes"] < 4 * BLOCK_BYTES
+    assert stats["spilled_bytes"] >= 4 * BLOCK_BYTES
+    with pytest.raises(_core.PinningFailed, match="asked to pin"):  # no slab is as large: nothing could make room
+        store.swap_out(trips[0].source.address, 5 * BLOCK_BYTES, 0)
+    for trip in trips:
+        trip.leave()
+        trip.come_back()
+    store.quiesce()
+    assert all(trip.is_whole() for trip in trips)
+    assert double.first_violation == ""
+
+
+def test_a_copy_that_nobody_could_note_has_ended():
+    """Where the source cannot be held for want of memory, it may go at once: no copy reads it any more."""
+    driver = _core.HostDriver("delays", seed=1)
+    store = _core.SwapStore.slab(driver, driver, 4 * BLOCK_BYTES, slab_bytes=BLOCK_BYTES, slice_bytes=16 << 10)
+    source = _core.HostBlock(BLOCK_BYTES)
+    store.record_copies(8)
+
+    class Departure:
+        pass
+
+    def enter(departure):
+        raise MemoryError("as asked")
+
+    with pytest.raises(MemoryError, match="as asked"):
+        store.swap_out(source.address, BLOCK_BYTES, 0, 0, Departure(), enter)
+    stats = store.stats()
+    assert (len(store.take_copies()), stats["cancelled"]) in {(1, 0), (0, 1)}
+    store.quiesce()
+    assert store.stats()["live_tickets"] == 0
+
+
+def is_mapped(address):
+    """Whether anything in this process is at that address."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+def test_a_prefetch_that_is_refused_keeps_no_target(tmp_path):
+    nbytes = 64 << 20
+    store = _core.SwapStore.direct(_core.HostDriver(), str(tmp_path))
+    source = _core.HostBlock(nbytes)
+    ticket = store.swap_out(source.address, nbytes, 0)
+    target = _core.HostBlock(nbytes)
+    middle = target.address + nbytes // 2
+    assert is_mapped(middle)
+    with pytest.raises(ValueError, match="must be congruent"):
+        ticket.prefetch(target.address + 64, 0, target)
+    del target
+    assert not is_mapped(middle)
+    ticket.wait_out(0)
 
 
 @pytest.mark.timeout(600)
