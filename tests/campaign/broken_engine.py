@@ -84,6 +84,12 @@ def no_shared_source() -> Patches:
     return [mock.patch.object(SwappedStorage, "has_left", broken)]
 
 
+def no_place_in_source() -> Patches:
+    """What comes back onto the source after it was to leave is looked for at the source's beginning."""
+    broken = rewritten(SwappedStorage.has_left, "self.key[2], departure.stream", "0, departure.stream")
+    return [mock.patch.object(SwappedStorage, "has_left", broken)]
+
+
 def no_groups() -> Patches:
     """Only the machine's memory counts."""
     return [mock.patch.object(options, "control_groups", return_value=())]
@@ -173,6 +179,7 @@ BROKEN: dict[str, Callable[[], Patches]] = {
     "identity is more than an address": addresses_only,
     "a duplicate keeps its stride": no_stride,
     "a source stays while some views are on it": no_shared_source,
+    "a span of a source that stays has its place": no_place_in_source,
     "version of a kept tensor is checked": no_check(hooks),
     "a control group's limit counts": no_groups,
     "copies end before the interpreter does": no_end_before_exit,

@@ -61,6 +61,7 @@ SANITIZED = {
 
 # Left out by campaign/broken_engine.py: the tests that must all fail then, and must pass otherwise.
 AUTOGRAD = "tests/autograd/test_"
+SHARED_VIEWS = AUTOGRAD + "tensor_kinds.py::test_views_share_a_storage_whether_or_not_it_leaves_between_them"
 FAULTS = AUTOGRAD + "faults.py::test_"
 PROCESSES = "tests/processes/test_"
 PRIVACY = PROCESSES + "spill_privacy.py::test_"
@@ -87,9 +88,8 @@ PYTHON = {
         AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
     ],
     "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
-    "a source stays while some views are on it": [
-        AUTOGRAD + "tensor_kinds.py::test_views_share_a_storage_whether_or_not_it_leaves_between_them"
-    ],
+    "a source stays while some views are on it": [SHARED_VIEWS],
+    "a span of a source that stays has its place": [SHARED_VIEWS],
     "version of a kept tensor is checked": [AUTOGRAD + "in_place.py::test_tensors_that_pass_through_are_watched_too"],
     "a failed copy-in writes to no parameter": nth("read", "error", errno.EIO, "transient", DIRECT, SLAB),
     "copies end before the interpreter does": [PROCESSES + "kills.py::test_no_copy_is_under_way_when_tensors_go"],
