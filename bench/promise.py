@@ -32,7 +32,7 @@ sys.path.append(str(machine.ROOT / "tests"))
 from live_bytes import Peak, tell_blocks
 
 SETTLE_STEPS = 8  # profiling, and what planning anew may take
-MEASURED_STEPS = 5
+MEASURED_STEPS = {"gpt": 5, "resnet": 25}  # several seconds of each, so that one hiccup of the disk is no median
 MODELS = {"gpt": DEMO, "resnet": FAMILIES["resnet"].quick}
 # Of the unswapped peak. Half of this ResNet's peak is one layer's own: no plan can be below 51 % of it.
 FRACTIONS = {"gpt": (0.6, 0.4, 0.3), "resnet": (0.8, 0.6)}
@@ -90,14 +90,15 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
     limit = None if fraction is None else int(fraction * unswapped_peak)
     handle = offload.enable(planned.model, **({} if limit is None else {"memory_limit": limit}))
     equal = True
-    for number in range(SETTLE_STEPS + MEASURED_STEPS):
+    measured = MEASURED_STEPS[family]
+    for number in range(SETTLE_STEPS + measured):
         expected = plain.step(number)
         equal = all(map(torch.equal, planned.step(number), expected)) and equal
     report = handle.report()
-    peak = planned.tracked_peak(SETTLE_STEPS + MEASURED_STEPS)
+    peak = planned.tracked_peak(SETTLE_STEPS + measured)
     plan = handle.plan
     assert plan is not None
-    plain_seconds, seconds = median(plain.seconds[-MEASURED_STEPS:]), median(planned.seconds[-MEASURED_STEPS:])
+    plain_seconds, seconds = median(plain.seconds[-measured:]), median(planned.seconds[-measured:])
     return {
         "family": family,
         "wish": "default" if fraction is None else f"memory_limit {fraction:.0%}",
