@@ -12,6 +12,7 @@ import pytest
 from fake_cuda.build import build_driver_checks, build_fake_cuda
 
 CHECKS = [
+    "a_thread_that_ends_may_call",
     "capture_is_refused",
     "context_is_restored",
     "context_is_retained_late",

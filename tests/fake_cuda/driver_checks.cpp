@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -328,6 +329,38 @@ void threads_share_a_driver() {
   require(fake_live_handles() == 0 && fake_registrations() == 0, "nothing is left");
 }
 
+// What a thread destroys as it ends may be the last to hold a store. Takes the memory that the thread gave back first.
+struct LastCaller {
+  std::shared_ptr<Driver> driver;
+  Stream stream;
+  int* untouched;
+  LastCaller() : driver(offload::make_cuda_driver(0, library)), stream(nullptr), untouched(nullptr) {}
+  LastCaller(const LastCaller&) = delete;
+  LastCaller& operator=(const LastCaller&) = delete;
+  ~LastCaller() {
+    std::array<std::array<char, 8>*, 8> taken;
+    std::array<char, 8> pattern;
+    pattern.fill('x');
+    for (auto& each : taken) each = new std::array<char, 8>(pattern);
+    driver->stream_destroy(stream);
+    for (const auto* each : taken) {
+      *untouched += *each == pattern ? 1 : 0;
+      delete each;
+    }
+  }
+};
+
+void a_thread_that_ends_may_call() {
+  int untouched = 0;
+  std::thread([&] {
+    thread_local LastCaller last;
+    last.untouched = &untouched;
+    last.stream = last.driver->stream_create();
+  }).join();
+  require(untouched == 8, "nobody else's memory is written to");
+  require(fake_live_handles() == 0, "nothing is left");
+}
+
 // The double must notice what it is there to notice.
 void double_is_strict() {
   const auto expect = [](const std::string& violation) {
@@ -384,6 +417,7 @@ const std::map<std::string, void (*)()> all_checks = {
     {"copies_cross_chunks", copies_cross_chunks},
     {"default_stream_is_legacy", default_stream_is_legacy},
     {"destruction_never_throws", destruction_never_throws},
+    {"a_thread_that_ends_may_call", a_thread_that_ends_may_call},
     {"double_is_strict", double_is_strict},
     {"events_order_streams", events_order_streams},
     {"every_error_is_typed", every_error_is_typed},

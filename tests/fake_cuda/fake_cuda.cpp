@@ -58,14 +58,17 @@ Result cuDevicePrimaryCtxRetain(ContextHandle* context, Device device) {
 Result cuCtxPushCurrent_v2(ContextHandle context) {
   FAKE_ENTRY("cuCtxPushCurrent_v2", Call::kInit);
   if (context == nullptr || context->retained == 0) return call.violate("of a context not retained", kInvalidContext);
-  stack.handles.push_back(context);
+  thread_local ThreadEnd checks;
+  static_cast<void>(&checks);
+  if (stack.depth == std::size(stack.handles)) return call.violate("too deep", kInvalidContext);
+  stack.handles[stack.depth++] = context;
   return kSuccess;
 }
 
 Result cuCtxPopCurrent_v2(ContextHandle* context) {
   FAKE_ENTRY("cuCtxPopCurrent_v2");
   *context = current_context();
-  stack.handles.pop_back();
+  --stack.depth;
   return kSuccess;
 }
 

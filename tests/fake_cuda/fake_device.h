@@ -93,17 +93,22 @@ struct State {
 // Never destroyed, as stream threads outlive main.
 inline State& state = *new State;
 
+// Needs no destructor: what a thread destroys as it ends may still call the driver.
 struct ContextStack {
-  std::vector<ContextHandle> handles;
-  ~ContextStack() {
-    if (handles.empty()) return;
+  ContextHandle handles[16];
+  size_t depth;
+};
+inline thread_local ContextStack stack;
+
+struct ThreadEnd {
+  ~ThreadEnd() {
+    if (stack.depth == 0) return;
     const Lock lock(state.mutex);
     state.violations.emplace_back("a thread ended with a context left on its stack");
   }
 };
-inline thread_local ContextStack stack;
 
-inline ContextHandle current_context() { return stack.handles.empty() ? nullptr : stack.handles.back(); }
+inline ContextHandle current_context() { return stack.depth == 0 ? nullptr : stack.handles[stack.depth - 1]; }
 
 inline bool in_forked_child() { return state.initialized_by != 0 && state.initialized_by != getpid(); }
 
