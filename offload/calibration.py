@@ -14,7 +14,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ ROUND_SECONDS = 0.1
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
 KEPT_SECONDS_MAX = 900.0  # how long a result is read again: what others do to the machine changes
-LOAD_MAX = 1.5  # processes that want each processor; a training's own threads want it once
+OTHERS_MAX = 0.1  # of the processors' time: beside neighbours that take more, a result tells of them
+PROCESSOR_TIMES = Path("/proc/stat")
 POLL_SECONDS = 5e-5
 POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
 
@@ -148,8 +150,8 @@ def calibrate(
         Measure even where there is a kept result, and keep the new one.
     cache_dir
         Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. One that cannot be
-        written only means that the next process measures again; so does a machine that others keep busy, as the
-        result tells of them.
+        written only means that the next process measures again; so do others that take more than a tenth of the
+        processors meanwhile, as the result tells of them.
 
     Returns
     -------
@@ -178,9 +180,10 @@ def calibrate(
         kept = _of_this_process(path) or _load(path, key)
         if kept is not None:
             return kept
-    found = _measure(store, device, block_bytes)
-    if not fresh and os.getloadavg()[0] > LOAD_MAX * len(os.sched_getaffinity(0)):
-        log.info("the measured link is not kept: the machine is busy, and the next process may find it less so")
+    with _taken_by_others() as others:
+        found = _measure(store, device, block_bytes)
+    if not fresh and not others() <= OTHERS_MAX:
+        log.info("the measured link is not kept: others use the processors, and the next process may find them idle")
         _not_written[path] = time.monotonic(), found
     else:
         _not_written.pop(path, None)
@@ -305,6 +308,32 @@ def _affordable(engine: Engine, block_bytes: int) -> int:
 
 def _other_threads_seconds() -> float:
     return time.process_time() - time.thread_time()
+
+
+@contextmanager
+def _taken_by_others() -> Iterator[Callable[[], float]]:
+    """What other processes took of this one's processors within, as a fraction of their time; NaN where none tells.
+
+    Of programs' own time alone, and what a hypervisor gave to others: what the kernel does may be for this process.
+    """
+    fraction = math.nan
+    begun, used_begun = time.perf_counter(), _seconds_of_others()
+    try:
+        yield lambda: fraction
+    finally:
+        seconds = (time.perf_counter() - begun) * len(os.sched_getaffinity(0))
+        fraction = (_seconds_of_others() - used_begun) / seconds
+
+
+def _seconds_of_others() -> float:
+    processors = {f"cpu{each}" for each in os.sched_getaffinity(0)}
+    try:
+        lines = [line.split() for line in PROCESSOR_TIMES.read_text(encoding="ascii").splitlines() if line]
+    except OSError as error:
+        log.info("nobody tells what other processes take of the processors: %s", error)
+        return math.nan
+    ticks = [int(line[1]) + int(line[2]) + int(line[8]) for line in lines if line[0] in processors]  # user, nice, steal
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user if ticks else math.nan
 
 
 class _Traffic:

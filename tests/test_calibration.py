@@ -6,7 +6,12 @@ import dataclasses
 import json
 import logging
 import os
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from offload import _core, calibration
 from offload.calibration import Calibration, calibrate
 
 CPU = torch.device("cpu")
+taken_by_others = calibration._taken_by_others
 FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5, 1e-10)
 
 
@@ -24,7 +30,26 @@ FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5, 1e-10)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BLOCK_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(calibration, "ROUND_SECONDS", 0.01)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # whatever else runs here
+    monkeypatch.setattr(calibration, "_taken_by_others", lambda: nullcontext(lambda: 0.0))  # whatever else runs here
+
+
+@contextmanager
+def neighbours() -> Iterator[None]:
+    """Other processes that want every processor."""
+    spins = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        time.sleep(0.2)  # until they have begun
+        yield
+    finally:
+        for each in spins:
+            each.kill()
+            each.wait()
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
 
 
 def make_store(tier: str, directory: Path, host_bytes_max: int = 32 << 20) -> tuple[_core.SwapStore, str]:
@@ -101,19 +126,40 @@ def test_what_was_measured_long_ago_is_measured_anew(tmp_path: Path) -> None:
     assert store.stats()["out_copies"] > copies
 
 
-def test_what_a_busy_machine_tells_stays_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_taken_by_others", taken_by_others)
     store, spill_dir = make_store("direct", tmp_path)
     cache = tmp_path / "cache"
-    found = calibrate(store, CPU, spill_dir, cache_dir=cache)
+    with neighbours():
+        found = calibrate(store, CPU, spill_dir, cache_dir=cache)
     assert not cache.exists()
     copies = store.stats()["out_copies"]
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == found
     assert store.stats()["out_copies"] == copies
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    quiet = calibrate(store, CPU, spill_dir, cache_dir=cache, fresh=True)
+    anew = calibrate(store, CPU, spill_dir, cache_dir=cache, fresh=True)
     assert len(list(cache.iterdir())) == 1
-    assert calibrate(store, CPU, spill_dir, cache_dir=cache) == quiet
+    assert calibrate(store, CPU, spill_dir, cache_dir=cache) == anew
+
+
+def test_own_threads_are_no_neighbours() -> None:
+    """What they take is told apart from the rest, so that only the rest counts."""
+    own = threading.Thread(target=spin, args=(0.5,))
+    with taken_by_others() as alone:
+        own.start()
+        own.join()
+    with neighbours(), taken_by_others() as beside_others:
+        spin(0.5)
+    assert beside_others() - alone() > 0.2
+
+
+def test_where_nobody_counts_the_processors_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_taken_by_others", taken_by_others)
+    monkeypatch.setattr(calibration, "PROCESSOR_TIMES", tmp_path / "missing")
+    store, spill_dir = make_store("direct", tmp_path)
+    calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_another_tier_is_another_entry(tmp_path: Path) -> None:
