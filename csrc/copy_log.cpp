@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <new>
 
 namespace offload {
@@ -24,13 +23,12 @@ double now_seconds() {
 
 // On a stream without work the event completes between the two looks at the clock; the closest pair tells best when.
 std::shared_ptr<const Anchor> Anchor::measure(Driver& device, EventPool& events) {
-  const std::unique_ptr<void, std::function<void(Stream)>> stream(
-      device.stream_create(), [&](Stream created) { device.stream_destroy(created); });
+  const OwnedStream stream(device);
   auto best = std::make_shared<Anchor>();
   double best_gap_seconds = 0;
   for (int attempt = 0; attempt < kAnchorAttempts; ++attempt) {
     const double before = now_seconds();
-    const EventRef event = events.record(stream.get());
+    const EventRef event = events.record(stream);
     device.event_synchronize(event.get());
     const double gap_seconds = now_seconds() - before;
     if (attempt > 0 && gap_seconds >= best_gap_seconds) continue;

@@ -34,13 +34,8 @@ class DirectStore final : public SwapStore {
       : SwapStore(lanes, lanes),
         slice_bytes_(options.slice_bytes),
         file_(options.spill_directory),
-        out_lane_(lanes->stream_create()),
-        in_lane_(lanes->stream_create()) {}
-
-  ~DirectStore() override {
-    lanes_->stream_destroy(out_lane_);
-    lanes_->stream_destroy(in_lane_);
-  }
+        out_lane_(*lanes),
+        in_lane_(*lanes) {}
 
   SlotRef begin_out(const void* source, size_t bytes, Stream, uint64_t need) override;
   bool out_done(Slot& slot) override { return slot.state != State::queued && slot.state != State::copying_out; }
@@ -79,10 +74,11 @@ class DirectStore final : public SwapStore {
 
   const size_t slice_bytes_;
   SpillFile file_;
-  const Stream out_lane_;
-  const Stream in_lane_;
   Queue outgoing_;  // copy-outs not begun
   Queue incoming_;  // copy-ins not finished
+  // Last, so that they go first: what they still run may use all of the above.
+  const OwnedStream out_lane_;
+  const OwnedStream in_lane_;
 };
 
 }  // namespace offload

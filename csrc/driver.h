@@ -77,6 +77,21 @@ class Driver {
   virtual int numa_node() noexcept { return -1; }
 };
 
+// A stream that its holder has created, destroyed with it. The driver outlives it.
+class OwnedStream {
+ public:
+  explicit OwnedStream(Driver& driver) : driver_(driver), stream_(driver.stream_create()) {}
+  ~OwnedStream() { driver_.stream_destroy(stream_); }
+  OwnedStream(const OwnedStream&) = delete;
+  OwnedStream& operator=(const OwnedStream&) = delete;
+
+  operator Stream() const { return stream_; }
+
+ private:
+  Driver& driver_;
+  const Stream stream_;
+};
+
 // The GPU's provider. Opens libcuda.so.1 (or `library`, for tests) at the first call; retains `device`'s primary
 // context and pushes and pops it around every call. Throws DriverError where there is no driver, no such device, or a
 // required symbol is missing.

@@ -17,12 +17,12 @@ SlabStore::SlabStore(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver>
       pool_(device, options.host_bytes_max, options.slab_bytes),
       bounce_bytes_(std::clamp(options.host_bytes_max / 8 / kPageBytes * kPageBytes, kPageBytes, slice_bytes_)),
       bounce_(take_bounce()),
-      out_stream_(device->stream_create()),
-      in_stream_(device->stream_create()),
-      feed_lane_(lanes->stream_create()),
-      pump_lane_(lanes->stream_create()),
-      spill_lane_(lanes->stream_create()),
-      fill_lane_(lanes->stream_create()) {}
+      out_stream_(*device),
+      in_stream_(*device),
+      feed_lane_(*lanes),
+      pump_lane_(*lanes),
+      spill_lane_(*lanes),
+      fill_lane_(*lanes) {}
 
 std::array<SlabStore::Bounce, SlabStore::kInFlight> SlabStore::take_bounce() {
   std::array<Bounce, kInFlight> taken;
@@ -39,11 +39,9 @@ SlabStore::~SlabStore() {
   // No ticket is left, but its last copies may be: the slabs go only after them. A driver that cannot say so has lost
   // its context, and its copies with it.
   try {
-    for (const Stream stream : {out_stream_, in_stream_}) device_->stream_synchronize(stream);
+    for (const OwnedStream* stream : {&out_stream_, &in_stream_}) device_->stream_synchronize(*stream);
   } catch (const DriverError&) {
   }
-  for (const Stream lane : {feed_lane_, pump_lane_, spill_lane_, fill_lane_}) lanes_->stream_destroy(lane);
-  for (const Stream stream : {out_stream_, in_stream_}) device_->stream_destroy(stream);
 }
 
 SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
@@ -364,8 +362,9 @@ void SlabStore::quiesce() {
       withdraw(*slot);
     }
   }
-  for (const Stream lane : {feed_lane_, pump_lane_, spill_lane_, fill_lane_}) lanes_->stream_synchronize(lane);
-  for (const Stream stream : {out_stream_, in_stream_}) device_->stream_synchronize(stream);
+  for (const OwnedStream* lane : {&feed_lane_, &pump_lane_, &spill_lane_, &fill_lane_})
+    lanes_->stream_synchronize(*lane);
+  for (const OwnedStream* stream : {&out_stream_, &in_stream_}) device_->stream_synchronize(*stream);
 }
 
 size_t SlabStore::trim() {

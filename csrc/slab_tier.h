@@ -132,12 +132,6 @@ class SlabStore final : public SwapStore {
   const size_t bounce_bytes_;
   std::array<Bounce, kInFlight> bounce_;  // taken up front: bringing back from disk must never wait for room
   size_t next_bounce_ = 0;
-  const Stream out_stream_;
-  const Stream in_stream_;
-  const Stream feed_lane_;                // feeds the copy-out stream with small blocks
-  const Stream pump_lane_;                // feeds the copy-in stream slice by slice
-  const Stream spill_lane_;               // slab → file
-  const Stream fill_lane_;                // file → bounce → copy-in stream
   std::set<Ref, ColdestFirst> resident_;  // in a slab, with no copy-in or spill pending
   EventRef last_spill_;                   // lane event: every spill queued so far has ended; null where all have
   std::deque<Ref> outgoing_;              // small blocks whose copy-out has not been issued
@@ -147,6 +141,13 @@ class SlabStore final : public SwapStore {
   std::deque<Ref> from_disk_;
   std::deque<EventRef> fed_in_flight_;
   std::deque<EventRef> slices_in_flight_;
+  // Last, so that they go first: what they still run may use all of the above.
+  const OwnedStream out_stream_;
+  const OwnedStream in_stream_;
+  const OwnedStream feed_lane_;   // feeds the copy-out stream with small blocks
+  const OwnedStream pump_lane_;   // feeds the copy-in stream slice by slice
+  const OwnedStream spill_lane_;  // slab → file
+  const OwnedStream fill_lane_;   // file → bounce → copy-in stream
 };
 
 }  // namespace offload

@@ -150,6 +150,15 @@ def test_pool_and_handles_return_to_zero(double):
     assert (double.live_handles, double.registrations) == (handles, registrations)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_store_that_cannot_be_made_leaves_nothing(double, nth):
+    handles, registrations = double.live_handles, double.registrations
+    double.fail_at("cuStreamCreate", nth)
+    with pytest.raises(_core.DriverError, match="cuStreamCreate failed with code 2"):
+        make_store("")
+    assert (double.live_handles, double.registrations) == (handles, registrations)
+
+
 def test_pinning_fails_and_is_typed(double):
     store = make_store("")
     double.fail_at("cuMemHostRegister_v2", 1)
