@@ -76,7 +76,7 @@ class DirectStore final : public SwapStore {
   SpillFile file_;
   Queue outgoing_;  // copy-outs not begun
   Queue incoming_;  // copy-ins not finished
-  // Last, so that they go first: what they still run may use all of the above.
+  // Last, so that they go first. Waits for nothing: work on a lane that uses the above holds the store.
   const OwnedStream out_lane_;
   const OwnedStream in_lane_;
 };

@@ -77,7 +77,8 @@ class Driver {
   virtual int numa_node() noexcept { return -1; }
 };
 
-// A stream that its holder has created, destroyed with it. The driver outlives it.
+// A stream of its holder's, destroyed with it; that waits for nothing. The driver must outlive it. Creating it throws
+// DriverError.
 class OwnedStream {
  public:
   explicit OwnedStream(Driver& driver) : driver_(driver), stream_(driver.stream_create()) {}

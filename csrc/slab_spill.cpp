@@ -46,11 +46,16 @@ void SlabStore::spill(const Ref& slot) {
   std::unique_lock lock(mutex_);
   slot->spill_queued = false;
   if (slot->released) return free_slot(*slot);
-  const bool has_arrived = OFFLOAD_BROKEN("spill waits for copy-out") || device_->event_done(slot->out_event.get());
-  if (!has_arrived) return make_spillable(slot);  // the wait for it failed
-  if (slot->state == State::copying_out) {
-    count_out(*slot);
-    advance(*slot, State::out);
+  try {
+    const bool has_arrived = OFFLOAD_BROKEN("spill waits for copy-out") || device_->event_done(slot->out_event.get());
+    if (!has_arrived) return make_spillable(slot);  // the wait for it failed
+    if (slot->state == State::copying_out) {
+      count_out(*slot);
+      advance(*slot, State::out);
+    }
+  } catch (const DriverError&) {
+    spill_failure_ = std::current_exception();
+    return make_spillable(slot);
   }
   if (!slot->consumed || (slot->state != State::out && slot->state != State::ready)) return;  // wanted back: it stays
   advance(*slot, State::spilling);

@@ -4,6 +4,7 @@
 #include <new>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "error.h"
 #include "mutants.h"
@@ -79,6 +80,7 @@ SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, u
 
 // Waits for fenced blocks, then for spills, coldest first; gives up where nothing is left to wait for.
 Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) {
+  std::exception_ptr failure;  // of a spill that should have made room
   for (;;) {
     std::optional<PinningFailed> refused;
     try {
@@ -86,6 +88,7 @@ Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) 
     } catch (const PinningFailed& error) {
       refused.emplace(error);  // what is pinned already may come free
     }
+    if (failure) std::rethrow_exception(failure);
     issue_outgoing();  // what waits in there can be neither awaited nor spilled
     const bool possible = bytes <= (refused ? pool_.largest_slab_bytes() : pool_.max_bytes());
     if (const EventRef fence = pool_.oldest_fence(); possible && fence != nullptr) {
@@ -96,6 +99,7 @@ Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) 
       OFFLOAD_EDGE("room is awaited without the lock", lock.unlock());
       lanes_->event_synchronize(spilled.get());
       if (!lock.owns_lock()) lock.lock();
+      failure = std::exchange(spill_failure_, nullptr);
     } else if (refused) {
       throw PinningFailed(*refused);
     } else {

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -134,6 +135,7 @@ class SlabStore final : public SwapStore {
   size_t next_bounce_ = 0;
   std::set<Ref, ColdestFirst> resident_;  // in a slab, with no copy-in or spill pending
   EventRef last_spill_;                   // lane event: every spill queued so far has ended; null where all have
+  std::exception_ptr spill_failure_;      // for who waits for its room: the driver could not say what has arrived
   std::deque<Ref> outgoing_;              // small blocks whose copy-out has not been issued
   size_t outgoing_bytes_ = 0;
   bool feed_queued_ = false;
@@ -141,7 +143,7 @@ class SlabStore final : public SwapStore {
   std::deque<Ref> from_disk_;
   std::deque<EventRef> fed_in_flight_;
   std::deque<EventRef> slices_in_flight_;
-  // Last, so that they go first: what they still run may use all of the above.
+  // Last, so that they go first. Waits for nothing: work on a lane that uses the above holds the store.
   const OwnedStream out_stream_;
   const OwnedStream in_stream_;
   const OwnedStream feed_lane_;   // feeds the copy-out stream with small blocks

@@ -39,7 +39,7 @@ ROUND_SECONDS = 0.1
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
 KEPT_SECONDS_MAX = 900.0  # how long a result is read again: what others do to the machine changes
-OTHERS_MAX = 0.1  # of the processors' time: beside neighbours that take more, a result tells of them
+OTHERS_FRACTION_MAX = 0.1  # of the processors' time: beside programs that take more, a result tells of them
 PROCESSOR_TIMES = Path("/proc/stat")
 POLL_SECONDS = 5e-5
 POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
@@ -150,8 +150,8 @@ def calibrate(
         Measure even where there is a kept result, and keep the new one.
     cache_dir
         Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. One that cannot be
-        written only means that the next process measures again; so do others that take more than a tenth of the
-        processors meanwhile, as the result tells of them.
+        written only means that the next process measures again; so do other programs that compute on more than a tenth
+        of the processors meanwhile, as the result tells of them, and a system that does not tell of them.
 
     Returns
     -------
@@ -182,8 +182,8 @@ def calibrate(
             return kept
     with _taken_by_others() as others:
         found = _measure(store, device, block_bytes)
-    if not fresh and not others() <= OTHERS_MAX:
-        log.info("the measured link is not kept: others use the processors, and the next process may find them idle")
+    if not fresh and not others() <= OTHERS_FRACTION_MAX:
+        log.info("the measured link is not kept: other programs use the processors, or nobody tells whether they do")
         _not_written[path] = time.monotonic(), found
     else:
         _not_written.pop(path, None)
@@ -312,28 +312,31 @@ def _other_threads_seconds() -> float:
 
 @contextmanager
 def _taken_by_others() -> Iterator[Callable[[], float]]:
-    """What other processes took of this one's processors within, as a fraction of their time; NaN where none tells.
+    """What other programs took of this thread's processors within, as a fraction of their time; NaN where none tells.
 
-    Of programs' own time alone, and what a hypervisor gave to others: what the kernel does may be for this process.
+    Of what they computed, and of what a hypervisor gave to others: what the kernel does may be for this process.
     """
     fraction = math.nan
-    begun, used_begun = time.perf_counter(), _seconds_of_others()
+    processors = os.sched_getaffinity(0)
+    begun, used_begun = time.perf_counter(), _seconds_of_others(processors)
     try:
         yield lambda: fraction
     finally:
-        seconds = (time.perf_counter() - begun) * len(os.sched_getaffinity(0))
-        fraction = (_seconds_of_others() - used_begun) / seconds
+        seconds = (time.perf_counter() - begun) * len(processors)
+        fraction = (_seconds_of_others(processors) - used_begun) / seconds
 
 
-def _seconds_of_others() -> float:
-    processors = {f"cpu{each}" for each in os.sched_getaffinity(0)}
+def _seconds_of_others(processors: set[int]) -> float:
     try:
         lines = [line.split() for line in PROCESSOR_TIMES.read_text(encoding="ascii").splitlines() if line]
     except OSError as error:
-        log.info("nobody tells what other processes take of the processors: %s", error)
+        log.info("nobody tells what other programs take of the processors: %s", error)
         return math.nan
-    ticks = [int(line[1]) + int(line[2]) + int(line[8]) for line in lines if line[0] in processors]  # user, nice, steal
-    return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user if ticks else math.nan
+    names = {f"cpu{each}" for each in processors}
+    ticks = [int(line[1]) + int(line[2]) + int(line[8]) for line in lines if line[0] in names]  # user, nice, steal
+    if len(ticks) != len(names) or not any(ticks):  # one has gone, or a sandbox counts nothing
+        return math.nan
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user
 
 
 class _Traffic:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,22 +35,19 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def neighbours() -> Iterator[None]:
-    """Other processes that want every processor."""
-    spins = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+def a_neighbour() -> Iterator[None]:
+    """Another program that computes where this thread, and what it starts meanwhile, does: on one processor."""
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    neighbour = subprocess.Popen([sys.executable, "-c", program])
     try:
-        time.sleep(0.2)  # until they have begun
+        time.sleep(0.2)  # until it has begun
         yield
     finally:
-        for each in spins:
-            each.kill()
-            each.wait()
-
-
-def spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
+        os.sched_setaffinity(0, processors)
+        neighbour.kill()
+        neighbour.wait()
 
 
 def make_store(tier: str, directory: Path, host_bytes_max: int = 32 << 20) -> tuple[_core.SwapStore, str]:
@@ -132,7 +130,7 @@ def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
     monkeypatch.setattr(calibration, "_taken_by_others", taken_by_others)
     store, spill_dir = make_store("direct", tmp_path)
     cache = tmp_path / "cache"
-    with neighbours():
+    with a_neighbour():
         found = calibrate(store, CPU, spill_dir, cache_dir=cache)
     assert not cache.exists()
     copies = store.stats()["out_copies"]
@@ -143,15 +141,39 @@ def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == anew
 
 
-def test_own_threads_are_no_neighbours() -> None:
-    """What they take is told apart from the rest, so that only the rest counts."""
-    own = threading.Thread(target=spin, args=(0.5,))
-    with taken_by_others() as alone:
-        own.start()
-        own.join()
-    with neighbours(), taken_by_others() as beside_others:
-        spin(0.5)
-    assert beside_others() - alone() > 0.2
+@pytest.mark.parametrize(
+    ("lines", "own_seconds", "fraction"),
+    [
+        (["cpu0 {} 0 0 0 0 0 0 0 0 0"], 0.0, 1.0),
+        (["cpu0 0 {} 0 0 0 0 0 0 0 0"], 0.0, 1.0),  # nice
+        (["cpu0 7 0 0 0 0 0 0 {} 0 0"], 0.0, 1.0),  # stolen
+        (["cpu0 7 0 {0} {0} {0} {0} {0} 0 {0} {0}"], 0.0, 0.0),  # the kernel's; idle; guests, whom user counts already
+        (["cpu0 {} 0 0 0 0 0 0 0 0 0"], 0.75, 0.25),
+        (["cpu {} 0 0 0 0 0 0 0 0 0", "cpu0 7 0 0 0 0 0 0 0 0 0", "cpu1 {} 0 0 0 0 0 0 0 0 0", "intr 7"], 0.0, 0.0),
+        (["cpu0 0 0 0 {} 0 0 0 0 0 0"], 0.0, math.nan),  # where nobody counts
+        (["cpu1 {} 0 0 0 0 0 0 0 0 0"], 0.0, math.nan),  # unplugged
+    ],
+)
+def test_who_computed_is_told_apart(
+    lines: list[str], own_seconds: float, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second on one processor."""
+    times = tmp_path / "stat"
+    now = [0]
+    monkeypatch.setattr(calibration, "PROCESSOR_TIMES", times)
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: float(now[0])))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    monkeypatch.setattr(os, "times", lambda: SimpleNamespace(user=100 + own_seconds * now[0]))
+
+    def come_to(second: int) -> None:
+        now[0] = second
+        ticks = os.sysconf("SC_CLK_TCK") * (100 + second)
+        times.write_text("".join(f"{line.format(ticks)}\n" for line in lines))
+
+    come_to(0)
+    with taken_by_others() as others:
+        come_to(1)
+    assert others() == pytest.approx(fraction, nan_ok=True)
 
 
 def test_where_nobody_counts_the_processors_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

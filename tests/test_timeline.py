@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(Block(), Block(), Block())
 
 
-def step(model: nn.Module) -> list[Tensor]:
+def step(model: nn.Module, before_backward: Callable[[], None] = lambda: None) -> list[Tensor]:
     model.zero_grad()
     loss = model(torch.ones(128, 64)).square().mean()
+    before_backward()
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -73,9 +74,7 @@ def test_the_lanes_show_what_happened(
     handle.engine.store.quiesce()  # copies of the steps before are on the lanes too, where they last into this one
     before = handle.counts.swapped.nbytes
     with handle.timeline(tmp_path / "step.html"):
-        loss = model(torch.ones(128, 64)).square().mean()
-        handle.engine.drain()  # else backward takes back what has not left yet, and nothing is copied
-        loss.backward()
+        step(model, handle.engine.drain)  # else backward takes back what has not left yet, and nothing is copied
     (found,) = written
     swapped = handle.counts.swapped.nbytes - before
     assert swapped == found.moved_bytes("out") == found.moved_bytes("in") > 0
@@ -127,7 +126,7 @@ def test_recording_changes_no_bit_and_leaves_nothing(model: nn.Module, handle: A
 
 def test_perfetto_reads_it(model: nn.Module, handle: Any, tmp_path: Path) -> None:
     with handle.timeline(tmp_path / "step.json"):
-        step(model)
+        step(model, handle.engine.drain)
     events = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(names) == set(LANES)

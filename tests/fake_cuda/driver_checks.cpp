@@ -329,7 +329,7 @@ void threads_share_a_driver() {
   require(fake_live_handles() == 0 && fake_registrations() == 0, "nothing is left");
 }
 
-// What a thread destroys as it ends may be the last to hold a store. Takes the memory that the thread gave back first.
+// What a thread destroys as it ends may be the last to hold a store. This first takes what memory the thread has freed.
 struct LastCaller {
   std::shared_ptr<Driver> driver;
   Stream stream;
@@ -412,12 +412,12 @@ void double_is_strict() {
 
 const std::map<std::string, void (*)()> all_checks = {
     {"capture_is_refused", capture_is_refused},
+    {"a_thread_that_ends_may_call", a_thread_that_ends_may_call},
     {"context_is_restored", context_is_restored},
     {"context_is_retained_late", context_is_retained_late},
     {"copies_cross_chunks", copies_cross_chunks},
     {"default_stream_is_legacy", default_stream_is_legacy},
     {"destruction_never_throws", destruction_never_throws},
-    {"a_thread_that_ends_may_call", a_thread_that_ends_may_call},
     {"double_is_strict", double_is_strict},
     {"events_order_streams", events_order_streams},
     {"every_error_is_typed", every_error_is_typed},
