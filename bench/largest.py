@@ -93,7 +93,7 @@ def search(
     """
     tries: list[Try] = []
     low, high = 0, None
-    guess = first
+    guess, stride = first, 1
     while len(tries) < TRIES_MAX and not (tries and is_over()):
         tries.append(probe(guess))
         if tries[-1].growth_bytes is None:
@@ -102,8 +102,9 @@ def search(
             low = guess
         step = max(multiple, int(tolerance * low) // multiple * multiple)
         if high is None:
-            # A step beyond what is likely to fit: where that is so, one more try tells.
-            guess = max(min(likely(tries, cap_bytes), 4 * low), low + step)
+            # A step beyond what is likely to fit: where that is so, one more try tells; else they grow.
+            guess = max(min(likely(tries, cap_bytes), 4 * low), low + step * stride)
+            stride = 2 * stride if guess == low + step * stride else 1
         elif high - low <= step:
             break
         else:
@@ -115,12 +116,12 @@ def search(
 
 
 def likely(tries: Sequence[Try], cap_bytes: int) -> int:
-    """Guess the size that grows by the cap: on the line through the two largest that fitted."""
+    """Guess the size that grows by the cap: on the line through the smallest and the largest that fitted."""
     fitted = sorted((each.value, each.growth_bytes) for each in tries if each.growth_bytes is not None)
     if not fitted:
         return 0
     value, growth = fitted[-1]
-    before, growth_before = fitted[-2] if len(fitted) > 1 else (0, 0)
+    before, growth_before = fitted[0] if len(fitted) > 1 else (0, 0)  # neighbours differ by what a run differs by
     slope = max(growth - growth_before, 1) / (value - before)
     return value + int((cap_bytes - growth) / slope)
 
