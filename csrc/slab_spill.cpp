@@ -55,7 +55,8 @@ void SlabStore::spill(const Ref& slot) {
     }
   } catch (const DriverError&) {
     spill_failure_ = std::current_exception();
-    return make_spillable(slot);
+    OFFLOAD_EDGE("a spill that failed may be tried again", make_spillable(slot));
+    return;
   }
   if (!slot->consumed || (slot->state != State::out && slot->state != State::ready)) return;  // wanted back: it stays
   advance(*slot, State::spilling);
