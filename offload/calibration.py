@@ -147,7 +147,7 @@ def calibrate(
     spill_dir
         Folder of the spill file; empty where there is no disk tier.
     fresh
-        Measure even where there is a kept result, and keep the new one.
+        Measure even where there is a kept result; this process uses the new one, and others where it may be kept.
     cache_dir
         Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. One that cannot be
         written only means that the next process measures again; so do other programs that compute on more than a tenth
@@ -182,7 +182,7 @@ def calibrate(
             return kept
     with _taken_by_others() as others:
         found = _measure(store, device, block_bytes)
-    if not fresh and not others() <= OTHERS_FRACTION_MAX:
+    if not others() <= OTHERS_FRACTION_MAX:
         log.info("the measured link is not kept: other programs use the processors, or nobody tells whether they do")
         _not_written[path] = time.monotonic(), found
     else:

@@ -127,15 +127,18 @@ def test_what_was_measured_long_ago_is_measured_anew(tmp_path: Path) -> None:
 def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    alone = calibration._taken_by_others
     monkeypatch.setattr(calibration, "_taken_by_others", taken_by_others)
     store, spill_dir = make_store("direct", tmp_path)
     cache = tmp_path / "cache"
     with a_neighbour():
-        found = calibrate(store, CPU, spill_dir, cache_dir=cache)
+        calibrate(store, CPU, spill_dir, cache_dir=cache)
+        found = calibrate(store, CPU, spill_dir, cache_dir=cache, fresh=True)
     assert not cache.exists()
     copies = store.stats()["out_copies"]
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == found
     assert store.stats()["out_copies"] == copies
+    monkeypatch.setattr(calibration, "_taken_by_others", alone)
     anew = calibrate(store, CPU, spill_dir, cache_dir=cache, fresh=True)
     assert len(list(cache.iterdir())) == 1
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == anew
