@@ -102,7 +102,7 @@ def search(
             low = guess
         step = max(multiple, int(tolerance * low) // multiple * multiple)
         if high is None:
-            # A step beyond what is likely to fit: where that is so, one more try tells; else they grow.
+            # At least a step further; while no more than that seems likely and it fits all the same, steps double.
             guess = max(min(likely(tries, cap_bytes), 4 * low), low + step * stride)
             stride = 2 * stride if guess == low + step * stride else 1
         elif high - low <= step:

@@ -333,7 +333,7 @@ def _seconds_of_others(processors: set[int]) -> float:
         log.info("nobody tells what other programs take of the processors: %s", error)
         return math.nan
     names = {f"cpu{each}" for each in processors}
-    ticks = [int(line[1]) + int(line[2]) + int(line[8]) for line in lines if line[0] in names]  # user, nice, steal
+    ticks = [sum(map(int, line[1:3] + line[8:9])) for line in lines if line[0] in names]  # user, nice; steal
     if len(ticks) != len(names) or not any(ticks):  # one has gone, or a sandbox counts nothing
         return math.nan
     return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user

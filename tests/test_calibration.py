@@ -39,15 +39,16 @@ def a_neighbour() -> Iterator[None]:
     """Another program that computes where this thread, and what it starts meanwhile, does: on one processor."""
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})
-    program = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
-    neighbour = subprocess.Popen([sys.executable, "-c", program])
+    program = "import time\nprint(flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    neighbour = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert neighbour.stdout is not None
     try:
-        time.sleep(0.2)  # until it has begun
+        assert neighbour.stdout.read(1) == b"\n", "it has begun"
         yield
     finally:
         os.sched_setaffinity(0, processors)
         neighbour.kill()
-        neighbour.wait()
+        neighbour.communicate()
 
 
 def make_store(tier: str, directory: Path, host_bytes_max: int = 32 << 20) -> tuple[_core.SwapStore, str]:
@@ -151,6 +152,7 @@ def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
         (["cpu0 0 {} 0 0 0 0 0 0 0 0"], 0.0, 1.0),  # nice
         (["cpu0 7 0 0 0 0 0 0 {} 0 0"], 0.0, 1.0),  # stolen
         (["cpu0 7 0 {0} {0} {0} {0} {0} 0 {0} {0}"], 0.0, 0.0),  # the kernel's; idle; guests, whom user counts already
+        (["cpu0 {} 0 0 0"], 0.0, 1.0),  # where nothing is told of thefts
         (["cpu0 {} 0 0 0 0 0 0 0 0 0"], 0.75, 0.25),
         (["cpu {} 0 0 0 0 0 0 0 0 0", "cpu0 7 0 0 0 0 0 0 0 0 0", "cpu1 {} 0 0 0 0 0 0 0 0 0", "intr 7"], 0.0, 0.0),
         (["cpu0 0 0 0 {} 0 0 0 0 0 0"], 0.0, math.nan),  # where nobody counts
