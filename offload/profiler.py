@@ -5,15 +5,15 @@ On the data path: a signature's first step is recorded here; later steps follow 
 
 from __future__ import annotations
 
-import threading
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.compiled import is_compiled_node
@@ -22,9 +22,10 @@ from offload.engine import Engine, Lease, LeaseReference, has_storage
 from offload.held import HeldBytes
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
-from offload.weak import weakly
 
 _ROOT = "forward"
+# What runs when a module is called. Hooks would show it too, but torch.compile traces those: its graphs would break.
+_CALLS = frozenset((nn.Module.__call__.__code__, nn.Module._call_impl.__code__))
 
 
 class Recorder:
@@ -149,7 +150,7 @@ class Profiler(Recorder):
     It needs the least memory there is: each storage has left before the pack returns.
     """
 
-    def __init__(self, engine: Engine, model: torch.nn.Module, held: HeldBytes) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, held: HeldBytes) -> None:
         super().__init__()
         self.stopwatch = Stopwatch(engine)
         self._engine = engine
@@ -158,19 +159,14 @@ class Profiler(Recorder):
         self._gradient_places: set[int] = set()
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self.rounds_since = 0  # that began after this one
-        self._watched_to_the_end = True
+        self._watched_to_the_end: bool | None = None  # not known before it is stopped
         self._names = [_ROOT]
-        self._running: list[str] = []
-        self._thread = threading.get_ident()
-        self._module_hooks = [
-            register_module_forward_pre_hook(weakly(self._enter_module)),
-            register_module_forward_hook(weakly(self._leave_module), always_call=True),
-        ]
+        self._module = _ROOT  # whose hook runs now
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
         self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
-        weakref.finalize(self, _unwatch, self._module_hooks, self._memory).atexit = False
+        weakref.finalize(self, self._memory.stop).atexit = False
         self._memory.node(0)
 
     @property
@@ -179,11 +175,9 @@ class Profiler(Recorder):
         return self.stopwatch.finished
 
     def stop(self) -> bool:
-        """Watch allocations and modules no longer. False where another thread has to do it."""
-        if self._module_hooks:
+        """Watch allocations no longer. False where another thread has to do it."""
+        if self._watched_to_the_end is None:
             self._watched_to_the_end = self.finished
-        while self._module_hooks:
-            self._module_hooks.pop().remove()
         model = self._model()
         if model is not None and not self._gradient_places:
             made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -192,7 +186,7 @@ class Profiler(Recorder):
 
     def watches(self, pack_index: int) -> bool:
         """Every unpack is told."""
-        self._pack_names[pack_index] = self._module_name()
+        self._note_module(pack_index)
         return True
 
     def begin(self) -> None:
@@ -201,7 +195,7 @@ class Profiler(Recorder):
 
     def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone."""
-        self._pack_names[pack_index] = self._module_name()
+        self._note_module(pack_index)
         identity = self._engine.identity(tensor)
         group = self._groups.get(identity)
         if group is None or group.last_forward is not None:
@@ -216,7 +210,7 @@ class Profiler(Recorder):
 
     def swapped_again(self, pack_index: int, lease: Lease) -> None:
         """Another view of a storage saved before."""
-        self._pack_names[pack_index] = self._module_name()
+        self._note_module(pack_index)
         super().swapped_again(pack_index, lease)
 
     def packed(self, pack_index: int) -> None:
@@ -225,13 +219,10 @@ class Profiler(Recorder):
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
-        self._running.clear()
         self.stopwatch.begin()
         self.stopwatch.listen_for_the_end()
-        nodes = self.order.node_count
+        self._module = self._pack_names.get(pack_index, _ROOT)
         super().unpacking(pack_index)
-        if self.order.node_count > nodes:
-            self._names[-1] = self._pack_names.get(pack_index, _ROOT)
 
     def unpacked(self, pack_index: int) -> None:
         """The tensor of this pack is there."""
@@ -246,20 +237,17 @@ class Profiler(Recorder):
         node = self._node
         self.stopwatch.arrive(node)
         self._memory.node(node)
-        self._names.append(self._module_name())
+        self._names.append(self._module)
 
-    def _module_name(self) -> str:
-        """The model's innermost module whose forward is running."""
-        return self._running[-1] if self._running else _ROOT
-
-    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
-        if threading.get_ident() == self._thread:
-            known = self._module_names.get(id(module))
-            self._running.append(known or self._module_name())
-
-    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if threading.get_ident() == self._thread and self._running:
-            self._running.pop()
+    def _note_module(self, pack_index: int) -> None:
+        """Name this pack after the model's innermost module whose call is running in this thread."""
+        frame: FrameType | None = sys._getframe(1)
+        self._module = _ROOT
+        while frame is not None and self._module == _ROOT:
+            if frame.f_code in _CALLS:
+                self._module = self._module_names.get(id(frame.f_locals.get("self"))) or _ROOT
+            frame = frame.f_back
+        self._pack_names[pack_index] = self._module
 
     def profile(self) -> Profile | None:
         """What was recorded. None where the step is not over yet."""
@@ -275,7 +263,7 @@ class Profiler(Recorder):
                 members[row.id] = tuple(group.entries)
                 saved.append(row)
         found = self._memory.footprint(saved, self._gradient_places, node_count)
-        knows = self._memory.complete and self._watched_to_the_end
+        knows = self._memory.complete and bool(self._watched_to_the_end)
         backward = set(self.order.backward_nodes)
         trace = Trace(
             nodes=tuple(
@@ -310,9 +298,3 @@ class Profiler(Recorder):
             first_use=first_use,
             last_use=last_use,
         )
-
-
-def _unwatch(hooks: list[RemovableHandle], memory: HostAllocations | DeviceAllocations) -> None:
-    while hooks:
-        hooks.pop().remove()
-    memory.stop()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_rig import KNOBS, assert_same, make_blocks, train
+from torch_rig import KNOBS, assert_same, make_blocks, replace_blocks, train
 
 import offload
 
@@ -23,14 +23,9 @@ ONE_GRAPH = "torch.compile made one graph whose backward asks for"
 COMPILED = {
     "whole": lambda model, **how: torch.compile(model, **how),
     "whole in place": lambda model, **how: (model.compile(**how), model)[1],
-    "per block": lambda model, **how: (replace_blocks(model, **how), model)[1],
+    "per block": lambda model, **how: (replace_blocks(model.blocks, **how), model)[1],
     "per block in place": lambda model, **how: ([block.compile(**how) for block in model.blocks], model)[1],
 }
-
-
-def replace_blocks(model, **how):
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = torch.compile(block, **how)
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +228,7 @@ def test_enabled_before_the_compiler_is_loaded():
 import sys, warnings
 warnings.simplefilter("error", UserWarning)
 import torch, offload
-from torch_rig import KNOBS, make_blocks, train
+from torch_rig import KNOBS, make_blocks, replace_blocks, train
 model = make_blocks()
 handle = offload.enable(model, **KNOBS)
 model(torch.ones(16, 64)).sum().backward()
