@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from offload._core import DriverError, PoolExhausted, SpillError
     from offload.accumulate import GradAccumulator
     from offload.feed import Prefetcher
+    from offload.plan import InfeasibleLimitError
     from offload.recovery import recover
     from offload.report import Report
     from offload.session import Session, disable, enable
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DriverError",
     "GradAccumulator",
+    "InfeasibleLimitError",
     "PoolExhausted",
     "Prefetcher",
     "Report",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "DriverError": "offload._core",
     "GradAccumulator": "offload.accumulate",
+    "InfeasibleLimitError": "offload.plan",
     "PoolExhausted": "offload._core",
     "Prefetcher": "offload.feed",
     "Report": "offload.report",

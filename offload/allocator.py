@@ -25,6 +25,7 @@ __all__ = [
     "preload_environment",
     "recycles",
     "release_free_memory",
+    "remedy",
 ]
 
 DEBIAN_PACKAGE = "libtcmalloc-minimal4"
@@ -45,9 +46,9 @@ _COSTS = {
     "jemalloc": _RECYCLES + ", provided that it never purges: "
     "MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1 (purging pays page faults in every step)",
     "mimalloc": "not measured with this engine; tcmalloc is the allocator it was measured with",
-    "glibc": "freed blocks fragment or are paid for with page faults, so the resident set falls "
-    "less than the bytes swapped or steps take longer; preload tcmalloc (Debian: apt install "
-    f"{DEBIAN_PACKAGE}), for example by: offload run -- python train.py",
+    "glibc": "keeps part of the freed memory, so that the resident set falls less than the bytes swapped, "
+    "and pays page faults for the rest. Start with `offload run -- python train.py` (Debian: apt install "
+    f"{DEBIAN_PACKAGE})",
     "musl": "not measured with this engine; memory may fall less than the bytes swapped",
     "system": "not measured with this engine; memory may fall less than the bytes swapped",
 }
@@ -88,6 +89,14 @@ def describe() -> str:
     """
     name = current()
     return f"{name}: {_COSTS[name]}"
+
+
+def remedy(name: str) -> str:
+    """Say why the resident set falls less than the bytes swapped on the allocator of this name, and what to type."""
+    start = "Start with `offload run -- python train.py`."
+    if name == "glibc":
+        return f"glibc malloc keeps part of the freed memory. {start}"
+    return f"{name} malloc may keep freed memory; it was not measured with offload. {start}"
 
 
 def release_free_memory() -> None:

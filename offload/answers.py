@@ -14,13 +14,16 @@ import torch
 from torch import nn
 
 from offload import oom
+from offload.assessment import Subject, assess, wish
 from offload.device_memory import peak_bytes, watch_refusals
 from offload.engine import Engine
 from offload.hooks import Policy, Round
 from offload.options import Options
+from offload.planning import ByHand, ByPlan
 from offload.report import Counts
 from offload.step_recording import StepRecording, WatchedRound
 from offload.units import format_bytes, format_seconds
+from offload.verdict import Verdict
 
 
 class Answers:
@@ -32,6 +35,9 @@ class Answers:
     _model: weakref.ref[nn.Module]
     _device: torch.device
     _enabled: bool
+    _planning: ByHand | ByPlan
+    _problems: list[str]
+    _left_to_checkpoint: bool
     _recording: StepRecording | None = None
 
     def _tier(self) -> str:
@@ -121,6 +127,26 @@ class Answers:
             raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
         self._recording = StepRecording(model, self.engine, self._device, self._tier(), path)
         return self._recording
+
+    def verdict(self) -> Verdict:
+        """What a planned step needs and takes, as far as it is known by now; `report` begins with it."""
+        return assess(
+            Subject(
+                self._planning,
+                self.options,
+                self.engine,
+                self.counts,
+                is_disabled=not self._enabled,
+                left_to_checkpoint=self._left_to_checkpoint,
+                problems=self._problems,
+            )
+        )
+
+    def __repr__(self) -> str:
+        model = self._model()
+        name = type(model).__name__ if model is not None else "a model that is gone"
+        state, asked = self.verdict().state(), wish(self.options)
+        return f"<offload.Session of {name} on {self._device}{'' if asked in state else f', {asked}'}: {state}>"
 
     def _make_round(self, policy: Policy) -> Round:
         """A round that notes what it does while a step is recorded, else a plain one."""

@@ -20,6 +20,7 @@ _REASON = (
     "offload.enable(torch.compile(model, fullgraph=True))"
 )
 _TRACED_NEVER = (
+    "offload.activations",
     "offload.compiled",
     "offload.allocations",
     "offload.course",

@@ -17,7 +17,7 @@ import torch
 from offload.control_group import tightest_control_group
 from offload.units import format_bytes
 
-__all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "watch_refusals"]
+__all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "resident_set", "watch_refusals"]
 
 _PROCESSES_MAX = 3
 _RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
@@ -146,6 +146,13 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_set() -> tuple[int, int]:
+    """Resident set of this process in bytes: now, and the most there ever was."""
+    status = _kilobyte_fields("/proc/self/status")
+    now = status.get("VmRSS", 0)
+    return now, max(now, status.get("VmHWM", 0))
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------

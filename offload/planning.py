@@ -17,11 +17,22 @@ from typing import Protocol
 
 from torch import nn
 
+from offload.activations import WeighedCourse, Weights
 from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
 from offload.held import HeldBytes
 from offload.options import Options, device_bytes
-from offload.plan import Link, Plan, Swap, fastest_plan, least_memory_plan, make_plan, manual_plan, resident_bytes
+from offload.plan import (
+    InfeasibleLimitError,
+    Link,
+    Plan,
+    Swap,
+    fastest_plan,
+    least_memory_plan,
+    make_plan,
+    manual_plan,
+    resident_bytes,
+)
 from offload.profiler import Profile, Profiler, Recorder
 from offload.report import Counts, StepRecord
 from offload.schedule import Schedule, StepOrder, by_hand, of_plan
@@ -43,6 +54,7 @@ _OFF = 0.05  # a prediction that is off by more is worth a new plan
 _FASTER = 0.25
 _LATE_SECONDS = 0.5e-3
 _DEVICE_MEASURED_STEPS = 8
+_HAND_MEASURED_STEPS = 8
 _KEPT = "kept by plan"
 
 # Told of every profiled step before it is planned (trace, link, most bytes that host memory takes), where somebody
@@ -86,6 +98,48 @@ class Planning(Protocol):
         """Stop watching whatever is only watched in a step."""
 
 
+@dataclass
+class HandRounds:
+    """One signature by hand: its schedule, and what its steps have really taken."""
+
+    schedule: Schedule
+    weights: Weights
+    rounds: int = 0
+    courses: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))  # still to be read
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    compute_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    late: dict[int, float] = field(default_factory=dict)  # pack index → seconds that the last measured step waited
+
+    def learn(self, counts: Counts) -> None:
+        """Read what the last rounds took."""
+        unread = []
+        for course in self.courses:
+            measured = course.stopwatch.measured(self.schedule.order.node_count) if course.stopwatch else None
+            if measured is None:
+                unread.append(course)
+                continue
+            self.step_seconds.append(measured.step_seconds)
+            self.compute_seconds.append(sum(measured.node_seconds))
+            if course.peak_bytes is not None:
+                self.activation_bytes.append(course.peak_bytes)
+            self.late = late_packs(course, measured)
+            counts.prefetched_late += len(self.late.keys() - course.missed)
+            self.weights = Weights.by_hand(self.schedule, course.held)
+        self.courses.clear()
+        self.courses.extend(unread)
+
+
+def late_packs(course: WeighedCourse, measured: Measured) -> dict[int, float]:
+    """Seconds waited, by first pack index, for what came late: begun when backward asked for it, or not there yet."""
+    schedule, waited = course.schedule, dict.fromkeys(course.missed, 0.0)
+    for index, seconds in measured.waits.items():
+        first = schedule.order.duplicates.get(index, index)
+        if first in schedule.swapped:
+            waited[first] = waited.get(first, 0.0) + seconds
+    return {index: seconds for index, seconds in waited.items() if seconds > _LATE_SECONDS or index in course.missed}
+
+
 class ByHand:
     """Swaps `n_tensors`, brings each back `lookahead_nodes` ahead."""
 
@@ -95,7 +149,7 @@ class ByHand:
         self._counts = counts
         self._recorded = recorded
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
-        self.schedules: OrderedDict[object, Schedule] = OrderedDict()
+        self.schedules: OrderedDict[object, HandRounds] = OrderedDict()
 
     def follower(self, signature: object, model: nn.Module) -> Follower:
         """A recorder at a signature's first round, the course of its schedule from then on."""
@@ -106,20 +160,46 @@ class ByHand:
             count, lookahead_nodes = self._options.n_tensors, self._options.lookahead_nodes
             assert count is not None
             assert lookahead_nodes is not None
-            self.schedules[signature] = by_hand(recorder.order, count, lookahead_nodes)
-        schedule = self.schedules.get(signature)
+            schedule = by_hand(recorder.order, count, lookahead_nodes)
+            self.schedules[signature] = HandRounds(schedule, Weights.by_hand(schedule))
+        rounds = self.schedules.get(signature)
         for table in (self.schedules, self._recorders):
             while len(table) > SIGNATURES_MAX:
                 table.popitem(last=False)
-        if schedule is None:
+        if rounds is None:
             recorder = self._recorders[signature] = Recorder()
             return recorder
         self.schedules.move_to_end(signature)
-        return Course(schedule, self._engine, self._counts, "n_tensors", lambda: self.forget(signature))
+        rounds.learn(self._counts)
+        rounds.rounds += 1
+        is_measured = rounds.rounds <= _HAND_MEASURED_STEPS or rounds.rounds % LOOK_AGAIN_STEPS == 0
+        course = WeighedCourse(
+            rounds.schedule,
+            self._engine,
+            self._counts,
+            "n_tensors",
+            lambda: self.forget(signature),
+            Stopwatch(self._engine) if is_measured else None,
+            rounds.weights,
+            finds_held=True,
+        )
+        if is_measured:
+            rounds.courses.append(course)
+        return course
 
     def needs_hooks(self, signature: object) -> bool:
         """What is kept by hand is counted."""
         return True
+
+    def settle(self) -> None:
+        """Read every measurement that is complete."""
+        for rounds in self.schedules.values():
+            rounds.learn(self._counts)
+
+    @property
+    def main(self) -> HandRounds | None:
+        """What is known of the signature with most steps, the latest where several have as many."""
+        return max(reversed(self.schedules.values()), key=lambda each: each.rounds, default=None)
 
     def forget(self, signature: object) -> None:
         """Record it anew at its next round."""
@@ -143,12 +223,16 @@ class Pursuit:
     schedule: Schedule | None = None
     replans: int = 0
     rounds: int = 0
-    courses: deque[Course] = field(default_factory=lambda: deque(maxlen=4))  # whose measurements are still to be read
+    courses: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))  # with measurements to be read
     node_seconds: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
     swap_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # in hooks, of a swap
     starts: tuple[float, ...] = ()  # measured in the last step
     late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
+    missed: int = 0  # tensors that the last step asked for before they had begun to come back
+    weights: Weights | None = None  # of the plan
+    activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # at peaks
+    refusal: InfeasibleLimitError | None = None  # without its traceback: no plan keeps the limit
     blind_profiles: int = 0  # so far, the temporaries unknown each time
 
 
@@ -287,6 +371,16 @@ class ByPlan:
             return self.latest
 
     @property
+    def main(self) -> Pursuit | None:
+        """What is known of the signature with most planned steps, the latest where several have as many."""
+        return max(reversed(self.pursuits.values()), key=lambda each: each.rounds, default=None)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a step of one kind never runs twice in the same way, so that it goes on by demand."""
+        return any(count >= DEVIATIONS_MAX for count in self._peculiar.values())
+
+    @property
     def knows_temporaries(self) -> bool:
         """Whether every profile tells the bytes of temporaries."""
         return all(pursuit.profile.knows_temporaries for pursuit in self.pursuits.values())
@@ -319,24 +413,33 @@ class ByPlan:
     def _make_plan(self, pursuit: Pursuit, held: HeldBytes) -> None:
         pursuit.held = _most(pursuit.held, held)
         trace = self.trace(pursuit)
-        limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
-        if self._options.n_tensors is not None:
-            room = device_bytes(self._engine.device)
-            plan = manual_plan(trace, pursuit.link, self._options.n_tensors, "auto", limit_bytes=room)
-        elif limit_bytes is not None and slowdown is None:
-            plan = fastest_plan(trace, pursuit.link, limit_bytes)
-        else:
-            assert slowdown is not None
-            plan = least_memory_plan(trace, pursuit.link, slowdown, limit_bytes)
+        limit_bytes = self._options.memory_limit
+        try:
+            plan = self._wanted_plan(trace, pursuit.link)
+        except InfeasibleLimitError as error:
+            pursuit.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
+            raise
         if pursuit.late:
             room = limit_bytes if limit_bytes is not None else plan.peak_bytes
             plan = _with_longer_leads(plan, pursuit.late, room)
         if pursuit.plan is not None:
             log.info("planned anew: %s", plan.summary())
-        pursuit.plan = plan
+        pursuit.plan, pursuit.refusal = plan, None
+        pursuit.weights = Weights.of_plan(trace, plan.swaps)
         pursuit.schedule = of_plan(pursuit.profile.order, plan, pursuit.profile.members)
         pursuit.step_seconds.clear()
+        pursuit.activation_bytes.clear()
         self.latest = pursuit
+
+    def _wanted_plan(self, trace: Trace, link: Link) -> Plan:
+        limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
+        if self._options.n_tensors is not None:
+            room = device_bytes(self._engine.device)
+            return manual_plan(trace, link, self._options.n_tensors, "auto", limit_bytes=room)
+        if limit_bytes is not None and slowdown is None:
+            return fastest_plan(trace, link, limit_bytes)
+        assert slowdown is not None
+        return least_memory_plan(trace, link, slowdown, limit_bytes)
 
     def _outgrown(self, pursuit: Pursuit, held: Callable[[], HeldBytes]) -> bool:
         """Whether what is on the device before the step has grown so that the plan would exceed the limit."""
@@ -373,26 +476,26 @@ class ByPlan:
 
     def _course(self, signature: object, pursuit: Pursuit, borrowed: bool = False) -> Course:
         assert pursuit.schedule is not None
+        assert pursuit.weights is not None
+        schedule, stopwatch = pursuit.schedule, None
         if borrowed:
             self._counts.borrowed_steps += 1
-            return Course(
-                replace(pursuit.schedule, borrowed=True),
-                self._engine,
-                self._counts,
-                _KEPT,
-                lambda: self.forget(signature),
-            )
-        pursuit.rounds += 1
-        self.latest = pursuit
-        course = Course(
-            pursuit.schedule,
+            schedule = replace(schedule, borrowed=True)
+        else:
+            pursuit.rounds += 1
+            self.latest = pursuit
+            stopwatch = Stopwatch(self._engine) if self._measures(pursuit) else None
+        course = WeighedCourse(
+            schedule,
             self._engine,
             self._counts,
             _KEPT,
             lambda: self.forget(signature),
-            Stopwatch(self._engine) if self._measures(pursuit) else None,
+            stopwatch,
+            pursuit.weights,
         )
-        pursuit.courses.append(course)
+        if not borrowed:
+            pursuit.courses.append(course)
         return course
 
     # -- from measurements to a better plan ---------------------------------------------------------------------------
@@ -401,6 +504,7 @@ class ByPlan:
         """Read what the last rounds took."""
         unread = []
         for course in pursuit.courses:
+            pursuit.missed = len(course.missed)
             if course.stopwatch is None or not course.on_course:
                 continue
             measured = course.stopwatch.measured(len(pursuit.profile.trace.nodes))
@@ -408,6 +512,9 @@ class ByPlan:
                 unread.append(course)
             elif course.schedule is pursuit.schedule:
                 self._take_in(pursuit, measured)
+                self._counts.prefetched_late += len(late_packs(course, measured).keys() - course.missed)
+                if course.peak_bytes is not None:
+                    pursuit.activation_bytes.append(course.peak_bytes)
         pursuit.courses.clear()
         pursuit.courses.extend(unread)
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from offload.units import format_bytes, format_seconds
+from offload import report_page
+from offload.units import format_bytes
+from offload.verdict import Verdict
 
 LATE_SECONDS = 1e-3
 
@@ -56,6 +58,8 @@ class Counts(defaultdict[str, Count]):
         self.swapped = Count()
         self.duplicates = Count()
         self.prefetched = 0
+        self.prefetched_late = 0
+        self.loaded_late = 0
         self.prefetches_without_memory = 0
         self.steps = 0
         self.profiled_steps = 0
@@ -122,11 +126,53 @@ class Feed:
 
 @dataclass(frozen=True)
 class Report:
-    """What a session has done so far.
+    """What a session has done so far: `str` for people, in a notebook as a page, `to_dict` for machines.
 
-    `to_dict` is for machines, `str` for people. Byte counts add up over all steps, peaks are the highest moment of any.
+    It begins with a verdict on planned steps. What follows counts over all steps since `enable`, the profiled ones too.
+
+    Attributes
+    ----------
+    verdict : Verdict
+        What a planned step needs and takes, and without offload.
+    steps : int
+        Forward passes in training mode.
+    device : str
+        Where the model is, such as ``"cuda:0"``.
+    tier : str
+        Where swapped tensors go.
+    allocator : str
+        Which malloc serves the process and what that means (CPU); torch's own (CUDA).
+    swapped : Count
+        Storages swapped out, and their bytes.
+    kept : dict of str to Count
+        Saved tensors that stayed, by reason, and their bytes.
+    deduplicated : Count
+        Saved tensors whose storage was being swapped already, and their bytes.
+    store : dict of str to float
+        The swap store's own counters: bytes, seconds, numbers of copies.
+    misses : int
+        Storages that were loaded when backward asked for them, in all steps; in a profiled step all are.
+    prefetched : int
+        Storages that began to come back ahead of need.
+    loaded_late : int
+        Of scheduled steps: storages that backward asked for before they had begun to come back.
+    prefetched_late : int
+        Of measured steps: prefetched storages that backward had to wait for.
+    profiled_steps : int
+        Steps that were profiled, which is slow: the first one of each shape.
+    borrowed_steps : int
+        Steps that followed the plan of a larger shape.
+    bare_steps : int
+        Steps without hooks, because the plan swaps nothing.
+    steps_measured : tuple of StepRecord
+        The last measured steps, the profiled ones too, oldest first.
+    notes : tuple of str
+        What a user should know.
+    feed : Feed
+        What `offload.Prefetcher` gave.
     """
 
+    verdict: Verdict
     steps: int
     device: str
     tier: str
@@ -134,17 +180,14 @@ class Report:
     swapped: Count
     kept: dict[str, Count]
     deduplicated: Count
-    peak_saved_bytes: int
-    peak_saved_bytes_unswapped: int
     store: dict[str, float]
     misses: int
     prefetched: int
+    loaded_late: int = 0
+    prefetched_late: int = 0
     profiled_steps: int = 0
     borrowed_steps: int = 0
     bare_steps: int = 0
-    predicted_step_seconds: float | None = None
-    measured_step_seconds: float | None = None
-    planned_peak_bytes: int | None = None
     steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
     feed: Feed = field(default_factory=Feed)
@@ -153,6 +196,7 @@ class Report:
         """Everything as plain numbers and strings; seconds, bytes, bytes per second."""
         store = self.store
         return {
+            "verdict": self.verdict.to_dict(),
             "steps": self.steps,
             "device": self.device,
             "tier": self.tier,
@@ -160,13 +204,13 @@ class Report:
             "swapped": self.swapped.to_dict(),
             "kept": {reason: count.to_dict() for reason, count in self.kept.items()},
             "deduplicated": self.deduplicated.to_dict(),
-            "peak_saved_bytes": self.peak_saved_bytes,
-            "peak_saved_bytes_unswapped": self.peak_saved_bytes_unswapped,
             "copy_out": _direction(store, "out"),
             "copy_in": _direction(store, "in"),
             "stall_seconds": store["stall_seconds"],
             "misses": self.misses,
             "prefetched": self.prefetched,
+            "loaded_late": self.loaded_late,
+            "prefetched_late": self.prefetched_late,
             "cancelled": store["cancelled"],
             "failed": store["failed"],
             "spilled_bytes": store["spilled_bytes"],
@@ -177,30 +221,36 @@ class Report:
             "profiled_steps": self.profiled_steps,
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
-            "predicted_step_seconds": self.predicted_step_seconds,
-            "measured_step_seconds": self.measured_step_seconds,
-            "planned_peak_bytes": self.planned_peak_bytes,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        return "\n".join([str(self.verdict), "", *lines, *(f"note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook: the verdict with bars, the details folded; it loads nothing."""
+        return report_page.render(self.verdict, self.rows(), self.notes)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The details: name and words."""
         about = self.to_dict()
+        in_time = self.prefetched - self.prefetched_late
         rows = [
+            *self._measured(),
             ("steps", f"{self.steps} on {self.device}, {self.tier}"),
+            *self._profiled(),
             ("swapped", _words(self.swapped)),
             *[(f"kept: {reason}", _words(count)) for reason, count in sorted(self.kept.items())],
             ("saved twice, copied once", _words(self.deduplicated)),
-            (
-                "peak of what could move",
-                f"{format_bytes(self.peak_saved_bytes)} instead of {format_bytes(self.peak_saved_bytes_unswapped)}",
-            ),
-            *self._promise(),
             ("copy-out", _rate(about["copy_out"])),
             ("copy-in", _rate(about["copy_in"])),
             ("stalled", f"{self.store['stall_seconds']:.3f} s in all"),
-            ("asked back", f"{self.prefetched} ahead of need, {self.misses} on demand"),
-            ("taken back before leaving", f"{about['cancelled']}"),
+            ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
+            ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),
             ("allocator", self.allocator),
@@ -209,21 +259,21 @@ class Report:
             waited = f"{self.feed.wait_seconds:.3f} s in all"
             late = f"{self.feed.late_batches} of {self.feed.batches} batches {LATE_SECONDS * 1e3:.0f} ms or more"
             rows.append(("waited for data", f"{waited}; {late}"))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {value}" for name, value in rows]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return rows
 
-    def _promise(self) -> list[tuple[str, str]]:
-        if self.predicted_step_seconds is None or self.planned_peak_bytes is None:
-            return []
-        measured = "not measured yet"
-        if self.measured_step_seconds is not None:
-            measured = f"{format_seconds(self.measured_step_seconds)} measured"
-        return [
-            ("forward and backward", f"{format_seconds(self.predicted_step_seconds)} predicted, {measured}"),
-            ("peak planned", format_bytes(self.planned_peak_bytes)),
-            ("steps profiled", f"{self.profiled_steps}; on the plan of a larger shape: {self.borrowed_steps}"),
-        ]
+    def _measured(self) -> Iterator[tuple[str, str]]:
+        """How the figures of the verdict are known."""
+        count = self.verdict.steps_measured
+        if count:
+            last = "the last planned step" if count == 1 else f"median of the last {count} planned steps"
+            last = last.replace("planned ", "") if self.verdict.kind == "by hand" else last
+            yield "time measured", f"{last}: forward and backward, without the optimizer"
+            yield "time without offload", "estimated: the computation of these steps, without copies and waits"
+
+    def _profiled(self) -> Iterator[tuple[str, str]]:
+        if self.profiled_steps or self.borrowed_steps:
+            reused = f"steps that reuse a larger shape's plan: {self.borrowed_steps}"
+            yield "slow profiling steps", f"{self.profiled_steps}; {reused}"
 
 
 def _direction(store: dict[str, float], name: str) -> dict[str, float]:

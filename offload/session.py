@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload import allocator, compiled, planning
 from offload.answers import Answers
+from offload.assessment import weigh_process
 from offload.calibration import calibrate
 from offload.device_memory import watch_refusals
 from offload.engine import Engine, has_storage
@@ -83,6 +83,7 @@ class Session(Answers):
         self._wrappers: list[ForwardWrapper] = []
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
+        self._problems: list[str] = []
         self._enabled = True
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
@@ -135,13 +136,18 @@ class Session(Answers):
         if text not in self._remarks:
             self._remarks.append(text)
 
+    def problem(self, text: str) -> None:
+        """Say in the report's verdict that something is wrong, once."""
+        if text not in self._problems:
+            self._problems.append(text)
+
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
         self.engine.collect()
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
-        pursuit = self.settle()
-        plan = pursuit.plan if pursuit is not None else None
+        self._planning.settle()
         return Report(
+            verdict=weigh_process(self.verdict()),
             steps=self.counts.steps,
             device=str(self._device),
             tier=self._tier(),
@@ -149,19 +155,14 @@ class Session(Answers):
             swapped=replace(self.counts.swapped),
             kept=kept,
             deduplicated=replace(self.counts.duplicates),
-            peak_saved_bytes=self.engine.resident.peak,
-            peak_saved_bytes_unswapped=self.engine.unswapped.peak,
             store=self.engine.store_stats(),
             misses=self.engine.misses,
             prefetched=self.counts.prefetched,
+            loaded_late=self.counts.loaded_late,
+            prefetched_late=self.counts.prefetched_late,
             profiled_steps=self.counts.profiled_steps,
             borrowed_steps=self.counts.borrowed_steps,
             bare_steps=self.counts.bare_steps,
-            predicted_step_seconds=plan.expected_seconds if plan is not None else None,
-            measured_step_seconds=median(pursuit.step_seconds)
-            if pursuit is not None and pursuit.step_seconds
-            else None,
-            planned_peak_bytes=plan.peak_bytes if plan is not None else None,
             steps_measured=tuple(self.counts.steps_measured),
             notes=tuple(self._notes()),
             feed=Feed.total(self._feeds),

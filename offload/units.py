@@ -7,8 +7,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable
 
-__all__ = ["format_bandwidth", "format_bytes", "format_seconds", "parse_bandwidth", "parse_bytes", "parse_seconds"]
+__all__ = [
+    "alike_bytes",
+    "alike_seconds",
+    "format_bandwidth",
+    "format_bytes",
+    "format_seconds",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_seconds",
+    "round_up_bytes",
+]
 
 _DECIMAL = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))}
 _BINARY = {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p")) if power}
@@ -122,6 +133,52 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def alike_bytes(counts: Iterable[int | None]) -> Callable[[int], str]:
+    """Return what writes numbers of bytes in one unit, chosen by the largest of `counts`.
+
+    Examples
+    --------
+    >>> words = alike_bytes([325 << 20, None, 7 << 20])
+    >>> words(325 << 20), words(7 << 20)
+    ('325 MiB', '7 MiB')
+    """
+    largest = max((count for count in counts if count is not None), default=0)
+    units = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+    unit, factor = next(((unit, factor) for unit, factor in units if largest >= 2 * factor), ("B", 1))
+    digits = _digits(largest / factor) if factor > 1 else 0
+    return lambda count: f"{count / factor:.{digits}f} {unit}"
+
+
+def alike_seconds(durations: Iterable[float | None]) -> Callable[[float], str]:
+    """Return what writes durations in one unit, chosen by the longest of `durations`.
+
+    Examples
+    --------
+    >>> words = alike_seconds([1.02, 0.98])
+    >>> words(1.02), words(0.98)
+    ('1.02 s', '0.98 s')
+    """
+    longest = max((seconds for seconds in durations if seconds is not None), default=0.0)
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if longest * f >= 1), ("us", 1e6))
+    digits = _digits(longest * factor)
+    return lambda seconds: f"{seconds * factor:.{digits}f} {unit}"
+
+
+def round_up_bytes(count: int) -> str:
+    """Return a size to write, at least `count`, that `parse_bytes` understands.
+
+    Examples
+    --------
+    >>> round_up_bytes(163704904), parse_bytes(round_up_bytes(163704904)) >= 163704904
+    ('157MiB', True)
+    """
+    for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= factor:
+            steps = 100 if count < 10 * factor else 10 if count < 100 * factor else 1
+            return f"{-(-count * steps // factor) / steps:g}{unit}"
+    return f"{count}B"
+
+
 def format_bandwidth(rate: float) -> str:
     """Return a bandwidth in words, decimal units: ``"15.75 GB/s"``."""
     if math.isinf(rate):
@@ -139,6 +196,11 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 1e-3:
         return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 0.1 else f"{seconds * 1e3:.0f} ms"
     return f"{seconds * 1e6:.3g} us"
+
+
+def _digits(largest: float) -> int:
+    """Digits behind the point, for three in all of the largest."""
+    return 2 if largest < 10 else 1 if largest < 100 else 0
 
 
 def _split(value: str | float, name: str, example: str) -> tuple[float, str]:

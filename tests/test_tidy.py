@@ -14,14 +14,15 @@ ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref
 # Layers from the bottom up: a module may import from its own layer and from those below.
 LAYERS = [
     {"units", "weak", "control_group", "processes", "compiled", "refusals", "page", "_core"},
-    {"trace", "allocator", "device_memory", "oom_page", "timeline"},
-    {"timeline_page"},
+    {"trace", "allocator", "device_memory", "oom_page", "timeline", "verdict"},
+    {"timeline_page", "report_page"},
     {"plan"},
     {"engine", "report", "options", "forward_wrapper"},
     {"allocations", "calibration", "held", "oom", "schedule", "stores"},
     {"course"},
-    {"hooks", "profiler"},
+    {"hooks", "profiler", "activations"},
     {"planning", "step_recording"},
+    {"assessment"},
     {"answers"},
     {"session"},
     {"recovery", "accumulate", "feed"},

@@ -14,6 +14,7 @@ import numpy as np
 
 from offload.plan.simulate import Link, unswapped_bytes
 from offload.trace import SavedTensor, Trace
+from offload.units import format_bytes, round_up_bytes
 
 __all__ = [
     "CutBounds",
@@ -36,29 +37,35 @@ class Reason:
     text: str
 
 
-class InfeasibleLimitError(MemoryError):
+class InfeasibleLimitError(ValueError):
     """No swap-only plan keeps the limit.
 
     Attributes
     ----------
     limit_bytes : int
         The limit that was asked for, in bytes.
-    least_bytes : int
+    least_limit_bytes : int
         The least limit that a plan can keep, in bytes.
     reasons : tuple of Reason
-        The largest things resident, whatever is swapped, at the node that needs `least_bytes`; at most three.
+        The largest things resident, whatever is swapped, at the node that needs `least_limit_bytes`; at most three.
     """
 
-    def __init__(self, limit_bytes: int, least_bytes: int, reasons: tuple[Reason, ...]) -> None:
-        self.limit_bytes, self.least_bytes, self.reasons = limit_bytes, least_bytes, reasons
-        listed = "; ".join(f"{reason.bytes} bytes: {reason.text}" for reason in reasons)
+    def __init__(self, limit_bytes: int, least_limit_bytes: int, reasons: tuple[Reason, ...]) -> None:
+        self.limit_bytes, self.least_limit_bytes, self.reasons = limit_bytes, least_limit_bytes, reasons
+        listed = "; ".join(f"{format_bytes(reason.bytes)} {reason.text}" for reason in reasons)
         super().__init__(
-            f"memory_limit: asked {limit_bytes} bytes, the least feasible limit is {least_bytes} bytes; "
-            f"raise memory_limit or make the batch smaller. Largest reasons: {listed}"
+            f"memory_limit: no plan keeps {format_bytes(limit_bytes)}; the least that works for this step is "
+            f'{format_bytes(least_limit_bytes)}. Write memory_limit="{round_up_bytes(least_limit_bytes)}" or more, or '
+            f"make the batch smaller. In the way: {listed}"
         )
 
+    @property
+    def least_bytes(self) -> int:
+        """The same as `least_limit_bytes`."""
+        return self.least_limit_bytes
+
     def __reduce__(self) -> tuple[type[InfeasibleLimitError], tuple[int, int, tuple[Reason, ...]]]:
-        return type(self), (self.limit_bytes, self.least_bytes, self.reasons)
+        return type(self), (self.limit_bytes, self.least_limit_bytes, self.reasons)
 
 
 def least_feasible_limit(trace: Trace) -> int:
