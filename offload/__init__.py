@@ -51,3 +51,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not; a module of the package that was imported is none."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -10,15 +10,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
-from offload import oom
 from offload.device_memory import peak_bytes, watch_refusals
-from offload.engine import Engine
 from offload.hooks import Policy, Round
-from offload.options import Options
-from offload.report import Counts
+from offload.placement import Placement
 from offload.step_recording import StepRecording, WatchedRound
 from offload.units import format_bytes, format_seconds
 
@@ -26,11 +22,8 @@ from offload.units import format_bytes, format_seconds
 class Answers:
     """The part of a session that only looks on."""
 
-    options: Options
-    engine: Engine
-    counts: Counts
+    _placement: Placement
     _model: weakref.ref[nn.Module]
-    _device: torch.device
     _enabled: bool
     _recording: StepRecording | None = None
 
@@ -49,9 +42,9 @@ class Answers:
         ['peak', 'stalled', 'swapped']
         """
         return {
-            "peak": format_bytes(peak_bytes(self._device)),
-            "swapped": format_bytes(self.counts.swapped.nbytes),
-            "stalled": format_seconds(self.engine.store.stats()["stall_seconds"]),
+            "peak": format_bytes(peak_bytes(self._placement.device)),
+            "swapped": format_bytes(self._placement.counts.swapped.nbytes),
+            "stalled": format_seconds(self._placement.engine.store.stats()["stall_seconds"]),
         }
 
     @contextmanager
@@ -78,7 +71,7 @@ class Answers:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            self.explain(error, path)
+            self._placement.explain(error, path)
             raise
 
     def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
@@ -119,7 +112,8 @@ class Answers:
             raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
         if self._recording is not None and self._recording.is_on:
             raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
-        self._recording = StepRecording(model, self.engine, self._device, self._tier(), path)
+        placement = self._placement
+        self._recording = StepRecording(model, placement.engine, placement.device, self._tier(), path)
         return self._recording
 
     def _make_round(self, policy: Policy) -> Round:
@@ -130,9 +124,3 @@ class Answers:
             if recording.is_on:
                 return WatchedRound(policy, recording)
         return Round(policy)
-
-    def explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
-        """Note on `error`, where it says that memory ran out, why; and write a page of it where `path` is given."""
-        swapped, kept = self.counts.in_round()
-        subject = oom.Subject(self._model(), self.engine, self.options, swapped, kept)
-        oom.tell(error, subject, path)

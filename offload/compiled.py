@@ -27,6 +27,7 @@ _TRACED_NEVER = (
     "offload.forward_wrapper",
     "offload.held",
     "offload.hooks",
+    "offload.placement",
     "offload.planning",
     "offload.profiler",
     "offload.refusals",

@@ -22,6 +22,7 @@ LAYERS = [
     {"course"},
     {"hooks", "profiler"},
     {"planning", "step_recording"},
+    {"placement"},
     {"answers"},
     {"session"},
     {"recovery", "accumulate", "feed"},
