@@ -59,6 +59,7 @@ class Placement:
         self.counts = Counts()
         self.planning: ByHand | ByPlan
         self.held: HeldMemory | None = None
+        self.devices = {device}  # of the model's parameters and buffers, at the latest look
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._parameters: set[int] = set()
@@ -146,9 +147,10 @@ class Placement:
             self._local.excluded -= 1
 
     def refresh_parameters(self) -> None:
-        """Look up which storages are parameters and buffers now."""
+        """Look up which storages are parameters and buffers now, and where they are."""
         model = self._model()
         if model is None:
             return
         held = [*model.parameters(), *model.buffers()]
         self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
+        self.devices = {tensor.device for tensor in held}

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from offload.options import Options, check_options, is_in_memory
 from offload.placement import Placement
 from offload.plan import Link, Plan
 from offload.planning import ByHand, ByPlan, Signature
-from offload.refusals import check_model, hooks_allowed
+from offload.refusals import check_devices, check_model, devices_of, first_device, hooks_allowed, named
 from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
 from offload.stores import make_engine, make_store
@@ -47,8 +47,14 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictio
 class Session(Answers):
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
 
-    def __init__(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, options: Options, engine: Engine, asked: Mapping[str, Any]
+    ) -> None:
         self._model = weakref.ref(model)
+        self._asked = {**asked, "exclude": options.exclude}  # for another device, should the model be moved
+        self._misplaced = ""  # where the model is and the engine is not, in words
+        self._moved = ""  # the latest move that was followed, in words
+        self._refused: torch.device | None = None  # where the model is, and no engine could be made
         self._local = threading.local()
         self._placement = self._place(model, device, options, engine)
         self._compiled_demand: compiled.Demand | None = None
@@ -73,7 +79,7 @@ class Session(Answers):
 
     @property
     def device(self) -> torch.device:
-        """The device that the model was on when it was enabled."""
+        """The device that is swapped from: where the model was at its latest training forward."""
         return self._placement.device
 
     @contextmanager
@@ -172,11 +178,7 @@ class Session(Answers):
             _sessions.pop(model, None)
         if self._recording is not None:
             self._recording.finish()
-        self._placement.close()
-        store = self._engine.store
-        if not any(session._engine.store is store for session in list(_sessions.values())):
-            store.quiesce()
-            store.trim()
+        _close(self._placement)
 
     def __enter__(self) -> Session:
         return self
@@ -209,7 +211,62 @@ class Session(Answers):
 
     def _applies(self) -> bool:
         model = self._model()
-        return self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()
+        if not (self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()):
+            return False
+        return self._is_in_place(model)
+
+    def _is_in_place(self, model: nn.Module) -> bool:
+        """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
+        device = self._placement.device
+        if not self._misplaced and first_device(model) in (device, None):
+            return True
+        devices = devices_of(model) or {device}
+        if len(devices) == 1 and device not in devices:
+            return self._follow(model, *devices)
+        self._tell_where(devices)
+        return device in devices
+
+    def _tell_where(self, devices: set[torch.device]) -> None:
+        """Say, once, that the model is on other devices than the engine's."""
+        device, words = self._placement.device, ""
+        if devices != {device}:
+            what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
+            words = f"{what}: the model was on {device} and is spread over {named(devices)} now; move it to one device"
+        self._refused = None
+        self._warn_misplaced(words)
+
+    def _warn_misplaced(self, words: str) -> None:
+        if words and words != self._misplaced:
+            log.warning("%s", words)
+        self._misplaced = words
+
+    def _follow(self, model: nn.Module, device: torch.device) -> bool:
+        """Go on where the model is now, with another engine and new plans. False, and said, where that cannot be."""
+        if device == self._refused:
+            return False
+        before = self._placement
+        try:
+            options = check_options(model, check_devices({device}), **self._asked)
+            engine = make_engine(device, options)
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            self._refused = device
+            self._warn_misplaced(
+                f"NOTHING IS SWAPPED since the model was moved from {before.device} to {device}: {error}"
+            )
+            return False
+        self._placement = self._place(model, device, options, engine)
+        self._compiled_demand = None
+        self._refused = None
+        self._warn_misplaced("")
+        self._moved = (
+            f"the model was moved from {before.device} to {device} after {before.counts.steps} steps there: all "
+            "figures are those since"
+        )
+        log.info("%s", self._moved)
+        if self._recording is not None:
+            self._recording.finish()
+        _close(before)
+        return True
 
     def _current_round(self) -> Round | None:
         """The round whose hooks are on top in this thread, where it is one of ours."""
@@ -279,6 +336,8 @@ class Session(Answers):
             self._counts.bare_steps += 1
         else:
             self._placement.refresh_parameters()
+            if len(self._placement.devices) > 1:
+                self._tell_where(self._placement.devices)
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
@@ -308,6 +367,8 @@ class Session(Answers):
 
     def _notes(self) -> Iterator[str]:
         counts = self._counts
+        if self._misplaced:
+            yield self._misplaced
         if self._options.n_tensors == 0:
             yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
         elif counts.steps == 0 and self._left_to_checkpoint:
@@ -342,7 +403,18 @@ class Session(Answers):
             yield f"{self._options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
         for feed in self._feeds:
             yield from feed.notes()
+        if self._moved:
+            yield self._moved
         yield from self._remarks
+
+
+def _close(placement: Placement) -> None:
+    """Leave a device. What its store has kept is given back where nobody else uses it."""
+    placement.close()
+    store = placement.engine.store
+    if not any(session._engine.store is store for session in list(_sessions.values())):
+        store.quiesce()
+        store.trim()
 
 
 def _measure_link(device: torch.device, options: Options) -> Link:
@@ -375,7 +447,8 @@ def enable(
     Parameters
     ----------
     model
-        On one device, ``cpu`` or ``cuda``. Its parameters and buffers are never moved.
+        On one device, ``cpu`` or ``cuda``; where it is moved later, the engine follows. Its parameters and buffers are
+        never moved.
     memory_limit
         The fastest step that fits: bytes, a string such as ``"12GiB"``, or, as a float, a fraction of the device. Hard.
         It counts the tensors on the device: parameters, gradients, optimizer state, inputs, temporaries, what is saved.
@@ -420,21 +493,20 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
+    asked: dict[str, Any] = {
+        "memory_limit": memory_limit,
+        "max_slowdown": max_slowdown,
+        "n_tensors": n_tensors,
+        "lb": lb,
+        "min_tensor_bytes": min_tensor_bytes,
+        "exclude": exclude,
+        "host_limit": host_limit,
+        "spill_dir": spill_dir,
+    }
     device = check_model(model, _sessions.keys())
-    options = check_options(
-        model,
-        device,
-        memory_limit=memory_limit,
-        max_slowdown=max_slowdown,
-        n_tensors=n_tensors,
-        lb=lb,
-        min_tensor_bytes=min_tensor_bytes,
-        exclude=exclude,
-        host_limit=host_limit,
-        spill_dir=spill_dir,
-    )
+    options = check_options(model, device, **asked)
     watch_refusals()
-    session = compiled.untraced(Session, model, device, options, make_engine(device, options))
+    session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
     _sessions[model] = session
     if planning.on_profile is not None:
         _kept.append((model, session))

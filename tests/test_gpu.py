@@ -255,6 +255,29 @@ def test_gradients_are_bit_equal(name: str, n_tensors: int, lb: int) -> None:
     assert_same(train(make, shape, options, check=check), train(make, shape))
 
 
+@pytest.mark.parametrize("options", [{}, {"n_tensors": -1}])
+def test_a_model_that_is_moved_is_followed(options: dict[str, Any]) -> None:
+    def steps(enable: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mlp()
+        handle = enable(model)
+        found = []
+        for place in ("cpu", "cuda", "cpu"):
+            model.zero_grad(set_to_none=True)
+            model.to(place)
+            for _ in range(3):
+                loss = model(torch.ones(64, 64, device=place)).square().mean()
+                loss.backward()
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                found += [found_on.detach().cpu().clone() for found_on in (loss, *gradients)]
+            if handle is not None:
+                assert handle.report().device == str(next(model.parameters()).device)
+                assert handle.report().swapped.tensors > 0
+        return found
+
+    assert_same(steps(lambda model: offload.enable(model, min_tensor_bytes=1, **options)), steps(lambda model: None))
+
+
 STEP_MODELS = [(family, "float32") for family in ("gpt", "resnet", "unet", "lstm", "vit")] + [("gpt", "bfloat16")]
 
 
