@@ -213,7 +213,7 @@ class Session(Answers):
         model = self._model()
         if not (self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()):
             return False
-        return self._is_in_place(model)
+        return not _is_looked_at() and self._is_in_place(model)
 
     def _is_in_place(self, model: nn.Module) -> bool:
         """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
@@ -422,6 +422,12 @@ def _measure_link(device: torch.device, options: Options) -> Link:
     # Copies of a GPU's memory take no processor that computes.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
+
+
+def _is_looked_at() -> bool:
+    """Whether TorchScript traces this forward, or torch.export does, with tensors that hold nothing: it is no step."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or torch._C._is_tracing()
 
 
 def _checkpoint_is_innermost() -> bool:
