@@ -194,9 +194,9 @@ class HookRig:
         """Wait until no copy is under way, and let go of what it held."""
         if self._device == "cuda":
             torch.cuda.synchronize()
-        self.handle.engine.drain()
-        self.handle.engine.store.quiesce()
-        self.handle.engine.collect()
+        self.handle._engine.drain()
+        self.handle._engine.store.quiesce()
+        self.handle._engine.collect()
 
 
 def microseconds(rig: HookRig, *, rounds: int) -> dict[str, float]:

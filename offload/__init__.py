@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,7 +52,28 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Load the public names when they are asked for: planning a trace or running a command needs no torch."""
-    if name not in _HOMES:
+    home = "offload._core" if name == "_core" else _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        raise _not_built() if error.name == "offload._core" else error from None
+    if name == "_core":
+        return module
+    value = globals()[name] = getattr(module, name)
     return value
+
+
+def _not_built() -> ImportError:
+    package = Path(__file__).parent
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    return ImportError(
+        f"the extension of offload is not built for {python} in {package}; in the checkout, type: pip install -e . "
+        "(where offload is installed already, start Python in another folder)"
+    )
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not; a module of the package that was imported is none."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

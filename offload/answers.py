@@ -10,17 +10,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
-from offload import oom
 from offload.assessment import Subject, assess, wish
 from offload.device_memory import peak_bytes, watch_refusals
-from offload.engine import Engine
 from offload.hooks import Policy, Round
-from offload.options import Options
-from offload.planning import ByHand, ByPlan
-from offload.report import Counts
+from offload.placement import Placement
 from offload.step_recording import StepRecording, WatchedRound
 from offload.units import format_bytes, format_seconds
 from offload.verdict import Verdict
@@ -29,14 +24,10 @@ from offload.verdict import Verdict
 class Answers:
     """The part of a session that only looks on."""
 
-    options: Options
-    engine: Engine
-    counts: Counts
+    _placement: Placement
     _model: weakref.ref[nn.Module]
-    _device: torch.device
     _enabled: bool
-    _planning: ByHand | ByPlan
-    _problems: list[str]
+    _misplaced: str
     _left_to_checkpoint: bool
     _recording: StepRecording | None = None
 
@@ -55,9 +46,9 @@ class Answers:
         ['peak', 'stalled', 'swapped']
         """
         return {
-            "peak": format_bytes(peak_bytes(self._device)),
-            "swapped": format_bytes(self.counts.swapped.nbytes),
-            "stalled": format_seconds(self.engine.store.stats()["stall_seconds"]),
+            "peak": format_bytes(peak_bytes(self._placement.device)),
+            "swapped": format_bytes(self._placement.counts.swapped.nbytes),
+            "stalled": format_seconds(self._placement.engine.store.stats()["stall_seconds"]),
         }
 
     @contextmanager
@@ -84,7 +75,7 @@ class Answers:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            self.explain(error, path)
+            self._placement.explain(error, path)
             raise
 
     def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
@@ -125,28 +116,30 @@ class Answers:
             raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
         if self._recording is not None and self._recording.is_on:
             raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
-        self._recording = StepRecording(model, self.engine, self._device, self._tier(), path)
+        placement = self._placement
+        self._recording = StepRecording(model, placement.engine, placement.device, self._tier(), path)
         return self._recording
 
     def verdict(self) -> Verdict:
         """What a planned step needs and takes, as far as it is known by now; `report` begins with it."""
+        placement = self._placement
         return assess(
             Subject(
-                self._planning,
-                self.options,
-                self.engine,
-                self.counts,
+                placement.planning,
+                placement.options,
+                placement.engine,
+                placement.counts,
                 is_disabled=not self._enabled,
                 left_to_checkpoint=self._left_to_checkpoint,
-                problems=self._problems,
+                problems=[self._misplaced] if self._misplaced else [],
             )
         )
 
     def __repr__(self) -> str:
         model = self._model()
         name = type(model).__name__ if model is not None else "a model that is gone"
-        state, asked = self.verdict().state(), wish(self.options)
-        return f"<offload.Session of {name} on {self._device}{'' if asked in state else f', {asked}'}: {state}>"
+        state, asked = self.verdict().state(), wish(self._placement.options)
+        return f"<offload.Session of {name} on {self._placement.device}{'' if asked in state else f', {asked}'}: {state}>"
 
     def _make_round(self, policy: Policy) -> Round:
         """A round that notes what it does while a step is recorded, else a plain one."""
@@ -156,9 +149,3 @@ class Answers:
             if recording.is_on:
                 return WatchedRound(policy, recording)
         return Round(policy)
-
-    def explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
-        """Note on `error`, where it says that memory ran out, why; and write a page of it where `path` is given."""
-        swapped, kept = self.counts.in_round()
-        subject = oom.Subject(self._model(), self.engine, self.options, swapped, kept)
-        oom.tell(error, subject, path)

@@ -17,7 +17,7 @@ from offload.units import format_bytes
 
 _REASON = (
     "offload enters its hooks here, which a graph cannot contain: enable what torch.compile returned, "
-    "offload.enable(torch.compile(model, fullgraph=True))"
+    "offload.enable(torch.compile(model, fullgraph=True)); before torch.export, call offload.disable(model)"
 )
 _TRACED_NEVER = (
     "offload.activations",
@@ -28,6 +28,7 @@ _TRACED_NEVER = (
     "offload.forward_wrapper",
     "offload.held",
     "offload.hooks",
+    "offload.placement",
     "offload.planning",
     "offload.profiler",
     "offload.refusals",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.report import LATE_SECONDS, Feed
-from offload.session import Session
+from offload.session import Session, watch
 
 log = logging.getLogger("offload")
 
@@ -78,7 +78,7 @@ class Prefetcher(Generic[Batch]):
             raise ValueError(f"Prefetcher knows cpu and cuda devices, not {self.device}; move batches there yourself")
         self.feed = Feed()
         if handle is not None:
-            handle.watch(self.feed)
+            watch(handle, self.feed)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

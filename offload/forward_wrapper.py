@@ -72,6 +72,21 @@ class ForwardWrapper:
             )
         return None if caller is self._module() else caller
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The plain forward's: torch.export names the module's inputs after it."""
+        inner = self._inner.func if isinstance(self._inner, functools.partial) else self._inner
+        code: types.CodeType = inner.__code__
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """TorchScript, which compiles a forward's source, asks for this first."""
+        raise AttributeError(
+            "torch.jit.script compiles source, and offload stands in for this module's forward: call "
+            "offload.disable(model) first, or use torch.export.export or torch.jit.trace"
+        )
+
     def undo(self) -> None:
         """Give the module its own `forward` back."""
         module = self._module()

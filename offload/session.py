@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,12 +26,12 @@ from offload.calibration import calibrate
 from offload.device_memory import watch_refusals
 from offload.engine import Engine, has_storage
 from offload.forward_wrapper import ForwardWrapper
-from offload.held import HeldMemory
 from offload.hooks import Round, RoundHooks
 from offload.options import Options, check_options, is_in_memory
+from offload.placement import Placement
 from offload.plan import Link, Plan
-from offload.planning import ByHand, ByPlan, Pursuit, Signature
-from offload.refusals import check_model, hooks_allowed
+from offload.planning import ByHand, ByPlan, Signature
+from offload.refusals import check_devices, check_model, devices_of, first_device, hooks_allowed, named
 from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
 from offload.stores import make_engine, make_store
@@ -40,8 +40,6 @@ from offload.weak import weakly
 
 log = logging.getLogger("offload")
 
-UNHELD_MAX = 4096
-
 _kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -49,41 +47,21 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictio
 class Session(Answers):
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
 
-    def __init__(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> None:
-        self.options = options
-        self.engine = engine
-        self.counts = Counts()
+    def __init__(
+        self, model: nn.Module, device: torch.device, options: Options, engine: Engine, asked: Mapping[str, Any]
+    ) -> None:
         self._model = weakref.ref(model)
-        self._device = device
+        self._asked = {**asked, "exclude": options.exclude}  # for another device, should the model be moved
+        self._misplaced = ""  # where the model is and the engine is not, in words
+        self._moved = ""  # the latest move that was followed, in words
+        self._refused: torch.device | None = None  # where the model is, and no engine could be made
         self._local = threading.local()
-        self._parameters: set[int] = set()
-        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
-        # that became a parameter since is seen at the next forward.
-        self._unheld: set[int] = set()
-        self._held: HeldMemory | None = None
-        self._planning: ByHand | ByPlan
-        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
-        fixed = options.n_tensors == 0 or (options.n_tensors is not None and options.lookahead_nodes is not None)
-        if fixed and planning.on_profile is None:
-            self._planning = ByHand(options, engine, self.counts, weakly(self._note_compiled))
-        else:
-            self._held = HeldMemory(model, engine)
-            self._planning = ByPlan(
-                options,
-                engine,
-                self.counts,
-                weakly(self._note_compiled),
-                partial(_measure_link, device, options),
-                self._held.look,
-            )
-            self._held.on_optimizer_step(self._planning.stop)
-        self._warned: set[type] = set()
+        self._placement = self._place(model, device, options, engine)
         self._compiled_demand: compiled.Demand | None = None
         self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
-        self._problems: list[str] = []
         self._enabled = True
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
@@ -92,12 +70,17 @@ class Session(Answers):
             for name in options.exclude:
                 self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
 
+    def _place(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> Placement:
+        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
+        recorded = weakly(self._note_compiled)
+        return Placement(model, device, options, engine, partial(_measure_link, device, options), recorded)
+
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """The device that the model was on when it was enabled."""
-        return self._device
+        """The device that is swapped from: where the model was at its latest training forward."""
+        return self._placement.device
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
@@ -127,43 +110,29 @@ class Session(Answers):
                 self._attach(current, inputs, {})
             yield
 
-    def watch(self, feed: Feed) -> None:
-        """Show in the report what a loader counts."""
-        self._feeds.append(feed)
-
-    def remark(self, text: str) -> None:
-        """Show a note in the report, once."""
-        if text not in self._remarks:
-            self._remarks.append(text)
-
-    def problem(self, text: str) -> None:
-        """Say in the report's verdict that something is wrong, once."""
-        if text not in self._problems:
-            self._problems.append(text)
-
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
-        self.engine.collect()
-        kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
-        self._planning.settle()
+        self._engine.collect()
+        kept = {reason: replace(count) for reason, count in self._counts.items() if count.tensors}
+        self._placement.settle()
         return Report(
             verdict=weigh_process(self.verdict()),
-            steps=self.counts.steps,
-            device=str(self._device),
+            steps=self._counts.steps,
+            device=str(self.device),
             tier=self._tier(),
-            allocator=allocator.describe() if self._device.type == "cpu" else "torch's caching allocator",
-            swapped=replace(self.counts.swapped),
+            allocator=allocator.describe() if self.device.type == "cpu" else "torch's caching allocator",
+            swapped=replace(self._counts.swapped),
             kept=kept,
-            deduplicated=replace(self.counts.duplicates),
-            store=self.engine.store_stats(),
-            misses=self.engine.misses,
-            prefetched=self.counts.prefetched,
-            loaded_late=self.counts.loaded_late,
-            prefetched_late=self.counts.prefetched_late,
-            profiled_steps=self.counts.profiled_steps,
-            borrowed_steps=self.counts.borrowed_steps,
-            bare_steps=self.counts.bare_steps,
-            steps_measured=tuple(self.counts.steps_measured),
+            deduplicated=replace(self._counts.duplicates),
+            store=self._engine.store_stats(),
+            misses=self._engine.misses,
+            prefetched=self._counts.prefetched,
+            loaded_late=self._counts.loaded_late,
+            prefetched_late=self._counts.prefetched_late,
+            profiled_steps=self._counts.profiled_steps,
+            borrowed_steps=self._counts.borrowed_steps,
+            bare_steps=self._counts.bare_steps,
+            steps_measured=tuple(self._counts.steps_measured),
             notes=tuple(self._notes()),
             feed=Feed.total(self._feeds),
         )
@@ -171,12 +140,8 @@ class Session(Answers):
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest signature; None before its second step, and by hand."""
-        pursuit = self.settle()
+        pursuit = self._placement.settle()
         return pursuit.plan if pursuit is not None else None
-
-    def settle(self) -> Pursuit | None:
-        """Read what the last steps have measured; the pursuit of the latest signature, None by hand."""
-        return self._planning.settle() if isinstance(self._planning, ByPlan) else None
 
     def trace(self) -> Trace:
         """The latest signature's step as it was profiled, with the durations measured since.
@@ -203,19 +168,12 @@ class Session(Answers):
         for wrapper in reversed(self._wrappers):
             wrapper.undo()
         self._wrappers.clear()
-        if self._held is not None:
-            self._held.close()
-        self._planning.stop()
         model = self._model()
         if model is not None:
             _sessions.pop(model, None)
         if self._recording is not None:
             self._recording.finish()
-        self.engine.drain()
-        store = self.engine.store
-        if not any(session.engine.store is store for session in list(_sessions.values())):
-            store.quiesce()
-            store.trim()
+        _close(self._placement)
 
     def __enter__(self) -> Session:
         return self
@@ -226,56 +184,90 @@ class Session(Answers):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise TypeError("a session belongs to one model; copy the model and call offload.enable on the copy")
 
-    # -- what hooks ask -----------------------------------------------------------------------------------------------
+    # -- what the package asks ----------------------------------------------------------------------------------------
 
-    def supports(self, tensor: Tensor) -> bool:
-        """Whether the engine can move tensors of this kind."""
-        return (
-            tensor.device == self._device
-            and not tensor.is_quantized
-            and not tensor._is_zerotensor()
-            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        )
+    @property
+    def _options(self) -> Options:
+        return self._placement.options
 
-    def why_held(self, tensor: Tensor) -> str | None:
-        """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
-        storage_id = Engine.identity(tensor)
-        if storage_id in self._parameters:
-            return "parameter"
-        if tensor.requires_grad:
-            return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
-        if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
-            if storage_id in self._unheld:
-                return None
-            self._refresh_parameters()
-            if storage_id in self._parameters:
-                return "parameter"
-            if len(self._unheld) >= UNHELD_MAX:
-                self._unheld.clear()
-            self._unheld.add(storage_id)
-        return None
+    @property
+    def _engine(self) -> Engine:
+        return self._placement.engine
 
-    def is_excluded(self) -> bool:
-        """Whether the module now running in this thread is one of `exclude`."""
-        return getattr(self._local, "excluded", 0) > 0
+    @property
+    def _counts(self) -> Counts:
+        return self._placement.counts
 
-    def warn_once(self, error: Exception) -> None:
-        """Say, once per kind of error, that a tensor stays because the store cannot take it."""
-        if type(error) not in self._warned:
-            self._warned.add(type(error))
-            log.warning("a tensor stays on the device: %s", str(error))  # not its frames, which hold graphs
+    @property
+    def _planning(self) -> ByHand | ByPlan:
+        return self._placement.planning
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _applies(self) -> bool:
         model = self._model()
-        return self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()
+        if not (self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()):
+            return False
+        return not _is_looked_at() and self._is_in_place(model)
+
+    def _is_in_place(self, model: nn.Module) -> bool:
+        """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
+        device = self._placement.device
+        if not self._misplaced and first_device(model) in (device, None):
+            return True
+        devices = devices_of(model) or {device}
+        if len(devices) == 1 and device not in devices:
+            return self._follow(model, *devices)
+        self._tell_where(devices)
+        return device in devices
+
+    def _tell_where(self, devices: set[torch.device]) -> None:
+        """Say, once, that the model is on other devices than the engine's."""
+        device, words = self._placement.device, ""
+        if devices != {device}:
+            what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
+            words = f"{what}: the model was on {device} and is spread over {named(devices)} now; move it to one device"
+        self._refused = None
+        self._warn_misplaced(words)
+
+    def _warn_misplaced(self, words: str) -> None:
+        if words and words != self._misplaced:
+            log.warning("%s", words)
+        self._misplaced = words
+
+    def _follow(self, model: nn.Module, device: torch.device) -> bool:
+        """Go on where the model is now, with another engine and new plans. False, and said, where that cannot be."""
+        if device == self._refused:
+            return False
+        before = self._placement
+        try:
+            options = check_options(model, check_devices({device}), **self._asked)
+            engine = make_engine(device, options)
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            self._refused = device
+            self._warn_misplaced(
+                f"NOTHING IS SWAPPED since the model was moved from {before.device} to {device}: {error}"
+            )
+            return False
+        self._placement = self._place(model, device, options, engine)
+        self._compiled_demand = None
+        self._refused = None
+        self._warn_misplaced("")
+        self._moved = (
+            f"the model was moved from {before.device} to {device} after {before.counts.steps} steps there: all "
+            "figures are those since"
+        )
+        log.info("%s", self._moved)
+        if self._recording is not None:
+            self._recording.finish()
+        _close(before)
+        return True
 
     def _current_round(self) -> Round | None:
         """The round whose hooks are on top in this thread, where it is one of ours."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         current = getattr(top[0], "__self__", None) if top is not None else None
-        return current if isinstance(current, Round) and current.policy is self else None
+        return current if isinstance(current, Round) and current.policy is self._placement else None
 
     def _is_bare(self) -> bool:
         """Whether the innermost round of this thread has taken its hooks off."""
@@ -285,9 +277,9 @@ class Session(Answers):
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
-        current = self._make_round(self)
-        self._local.excluded = 0
-        self.counts.begin_round()
+        placement = self._placement
+        current = self._make_round(placement)
+        placement.begin_round()
         hooks = RoundHooks(current)
         around = getattr(self._local, "hooks", None)
         self._local.hooks = current.hooks = weakref.ref(hooks)
@@ -295,7 +287,7 @@ class Session(Answers):
             with hooks_allowed(), hooks:
                 yield current
         except (MemoryError, RuntimeError) as error:
-            self.explain(error)
+            placement.explain(error)
             raise
         finally:
             self._local.hooks = around
@@ -322,17 +314,12 @@ class Session(Answers):
             self._attach(current, args, kwargs)
             yield
 
-    @contextmanager
-    def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        self._local.excluded = getattr(self._local, "excluded", 0) + 1
-        try:
-            yield
-        finally:
-            self._local.excluded -= 1
+    def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        return self._placement.excluded()
 
     def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.engine.collect()
-        self.counts.steps += 1
+        self._engine.collect()
+        self._counts.steps += 1
         model = self._model()
         assert model is not None  # its forward is running
         signature = self._signature(args, kwargs)
@@ -341,9 +328,11 @@ class Session(Answers):
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are on: the forward that begins runs within them
             hooks.take_off()
-            self.counts.bare_steps += 1
+            self._counts.bare_steps += 1
         else:
-            self._refresh_parameters()
+            self._placement.refresh_parameters()
+            if len(self._placement.devices) > 1:
+                self._tell_where(self._placement.devices)
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
@@ -360,27 +349,22 @@ class Session(Answers):
         kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
         return Signature(
             shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-            kinds=(*kinds, torch.is_autocast_enabled(self._device.type)),
+            kinds=(*kinds, torch.is_autocast_enabled(self.device.type)),
             input_bytes=sum(leaf.nbytes for leaf in leaves if has_storage(leaf)),
         )
-
-    def _refresh_parameters(self) -> None:
-        model = self._model()
-        if model is None:
-            return
-        held = [*model.parameters(), *model.buffers()]
-        self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
 
     # -- words --------------------------------------------------------------------------------------------------------
 
     def _tier(self) -> str:
-        if self._device.type == "cpu":
-            return f"disk ({self.options.spill_dir})"
-        return "pinned RAM" + (f", then disk ({self.options.spill_dir})" if self.options.spill_dir else "")
+        if self.device.type == "cpu":
+            return f"disk ({self._options.spill_dir})"
+        return "pinned RAM" + (f", then disk ({self._options.spill_dir})" if self._options.spill_dir else "")
 
     def _notes(self) -> Iterator[str]:
-        counts = self.counts
-        if self.options.n_tensors == 0:
+        counts = self._counts
+        if self._misplaced:
+            yield self._misplaced
+        if self._options.n_tensors == 0:
             yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
         elif counts.steps == 0 and self._left_to_checkpoint:
             yield (
@@ -406,15 +390,26 @@ class Session(Answers):
                 "a step was profiled while another profiler ran, or left before its backward had ended: its "
                 "temporaries are unknown to the plan, and memory_limit does not count them"
             )
-        if self.engine.failed:
-            yield f"{self.engine.failed} tensors stayed because writing them failed: {self.engine.failure}"
+        if self._engine.failed:
+            yield f"{self._engine.failed} tensors stayed because writing them failed: {self._engine.failure}"
         if counts.prefetches_without_memory:
             yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
-        if self.options.spill_dir and is_in_memory(self.options.spill_dir):
-            yield f"{self.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
+        if self._options.spill_dir and is_in_memory(self._options.spill_dir):
+            yield f"{self._options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
         for feed in self._feeds:
             yield from feed.notes()
+        if self._moved:
+            yield self._moved
         yield from self._remarks
+
+
+def _close(placement: Placement) -> None:
+    """Leave a device. What its store has kept is given back where nobody else uses it."""
+    placement.close()
+    store = placement.engine.store
+    if not any(session._engine.store is store for session in list(_sessions.values())):
+        store.quiesce()
+        store.trim()
 
 
 def _measure_link(device: torch.device, options: Options) -> Link:
@@ -422,6 +417,12 @@ def _measure_link(device: torch.device, options: Options) -> Link:
     # Copies of a GPU's memory take no processor that computes.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
+
+
+def _is_looked_at() -> bool:
+    """Whether TorchScript traces this forward, or torch.export does, with tensors that hold nothing: it is no step."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or torch._C._is_tracing()
 
 
 def _checkpoint_is_innermost() -> bool:
@@ -447,7 +448,8 @@ def enable(
     Parameters
     ----------
     model
-        On one device, ``cpu`` or ``cuda``. Its parameters and buffers are never moved.
+        On one device, ``cpu`` or ``cuda``; where it is moved later, the engine follows. Its parameters and buffers are
+        never moved.
     memory_limit
         The fastest step that fits: bytes, a string such as ``"12GiB"``, or, as a float, a fraction of the device. Hard.
         It counts the tensors on the device: parameters, gradients, optimizer state, inputs, temporaries, what is saved.
@@ -492,21 +494,20 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
+    asked: dict[str, Any] = {
+        "memory_limit": memory_limit,
+        "max_slowdown": max_slowdown,
+        "n_tensors": n_tensors,
+        "lb": lb,
+        "min_tensor_bytes": min_tensor_bytes,
+        "exclude": exclude,
+        "host_limit": host_limit,
+        "spill_dir": spill_dir,
+    }
     device = check_model(model, _sessions.keys())
-    options = check_options(
-        model,
-        device,
-        memory_limit=memory_limit,
-        max_slowdown=max_slowdown,
-        n_tensors=n_tensors,
-        lb=lb,
-        min_tensor_bytes=min_tensor_bytes,
-        exclude=exclude,
-        host_limit=host_limit,
-        spill_dir=spill_dir,
-    )
+    options = check_options(model, device, **asked)
     watch_refusals()
-    session = compiled.untraced(Session, model, device, options, make_engine(device, options))
+    session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
     _sessions[model] = session
     if planning.on_profile is not None:
         _kept.append((model, session))
@@ -518,10 +519,21 @@ def session_of(model: nn.Module) -> Session | None:
     return _sessions.get(model)
 
 
+def watch(session: Session, feed: Feed) -> None:
+    """Show in the session's report what a loader counts."""
+    session._feeds.append(feed)
+
+
+def remark(session: Session, text: str) -> None:
+    """Show a note in the session's report, once."""
+    if text not in session._remarks:
+        session._remarks.append(text)
+
+
 def settle_all() -> None:
     """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
     while _kept:
-        _kept.pop()[1].settle()  # disabled or not
+        _kept.pop()[1]._placement.settle()  # disabled or not
 
 
 def disable(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -118,3 +119,37 @@ def test_switches_reach_cmake(
     command = build["configure_command"]("cmake", "ninja", Path("build"))
     assert f"-DOFFLOAD_WERROR={option}" in command
     assert "-DOFFLOAD_SANITIZE=thread" in command
+
+
+def in_unbuilt_checkout(use: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A fresh Python beside a copy of the package without its extension, as where nothing is installed."""
+    shutil.copytree(ROOT / "offload", folder / "offload", ignore=shutil.ignore_patterns("_core*.so", "__pycache__"))
+    nothing_installed = "import sys; sys.meta_path = [f for f in sys.meta_path if '__editable__' not in f.__module__]\n"
+    command = [sys.executable, "-c", nothing_installed + use]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import offload; offload.enable",
+        "from offload import enable",
+        "import offload; offload.PoolExhausted",
+        "import offload.session",
+        "from offload.integrations.switch import Switch",
+        "from offload.cli import main; main(['doctor'])",
+    ],
+)
+def test_an_unbuilt_checkout_says_what_to_type(use: str, tmp_path: Path) -> None:
+    run = in_unbuilt_checkout(use, tmp_path)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: the extension of offload is not built for Python 3.")
+    assert "pip install -e ." in last
+    assert str(tmp_path / "offload") in last
+
+
+def test_what_needs_no_extension_works_without(tmp_path: Path) -> None:
+    use = "import offload, offload.plan; offload.__version__; print('enable' in dir(offload), hasattr(offload, 'x'))"
+    run = in_unbuilt_checkout(use, tmp_path)
+    assert run.stdout.split() == ["True", "False"], run.stderr

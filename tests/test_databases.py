@@ -173,14 +173,14 @@ class Case:
         return self.model
 
     def settle(self):
-        self.handle.engine.drain()
+        self.handle._engine.drain()
 
     def compare(self, make_calls):
         return compare(make_calls, self.enabled, self.settle)
 
     def check_nothing_left(self):
         self.model.function = None
-        engine = self.handle.engine
+        engine = self.handle._engine
         engine.drain()
         assert engine.live_records == 0
         assert engine.store.stats()["live_tickets"] == 0
@@ -256,7 +256,7 @@ def test_operator(op, samples_max, tally, tmp_path):
 
     case = Case(tmp_path)
     count(tally, "operators", op.formatted_name, case, dtypes, make_calls)
-    assert case.handle.engine.live_records == 0
+    assert case.handle._engine.live_records == 0
 
 
 def test_module(info, samples_max, tally, tmp_path):
@@ -281,4 +281,4 @@ def test_module(info, samples_max, tally, tmp_path):
     case = Case(tmp_path)
     dtypes = [dtype for dtype in (torch.float32, torch.float64) if dtype in info.dtypes]
     count(tally, "modules", info.formatted_name, case, dtypes, make_calls)
-    assert case.handle.engine.live_records == 0
+    assert case.handle._engine.live_records == 0

@@ -335,7 +335,7 @@ def test_report_counts_bytes_that_went_and_came():
     with offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1) as handle:
         for _ in range(2):
             loss = model(torch.rand(500, 64).requires_grad_() * 2).sum()
-            handle.engine.drain()
+            handle._engine.drain()
             loss.backward()
         counted = handle.report().to_dict()
     # The first linear layer's input, and what tanh returns (the second one's input is the same).
@@ -375,21 +375,21 @@ def test_failing_spill_keeps_the_tensor(tmp_path, caplog, operation, persistent)
     model = Net()
     expected = step(model, rows=500)
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
-        handle.engine.store.inject_fault(operation, "error", nth=1, error_number=errno.ENOSPC, persistent=persistent)
+        handle._engine.store.inject_fault(operation, "error", nth=1, error_number=errno.ENOSPC, persistent=persistent)
         with caplog.at_level(logging.WARNING, logger="offload"):
             for _ in range(3):
                 torch.manual_seed(0)
                 model.zero_grad()
                 loss = model(torch.randn(500, 64)).square().mean()
-                handle.engine.drain()
+                handle._engine.drain()
                 loss.backward()
                 found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
                 assert_same(found, expected)
         about = handle.report()
         del loss
-        handle.engine.drain()
-        assert handle.engine.live_records == 0
-        assert handle.engine.store.stats()["live_tickets"] == 0
+        handle._engine.drain()
+        assert handle._engine.live_records == 0
+        assert handle._engine.store.stats()["live_tickets"] == 0
     failed = about.to_dict()["failed"]
     assert failed >= (3 if persistent else 1)
     if persistent and operation == "write":
@@ -411,8 +411,8 @@ def test_failing_read_is_an_error_and_the_graph_survives(tmp_path, kind):
         torch.manual_seed(0)
         model.zero_grad()
         loss = model(torch.randn(500, 64)).square().mean()
-        handle.engine.drain()
-        handle.engine.store.inject_fault("read", kind, nth=1, error_number=errno.EIO)
+        handle._engine.drain()
+        handle._engine.store.inject_fault("read", kind, nth=1, error_number=errno.EIO)
         with pytest.raises(OSError, match="offset") as raised:
             loss.backward(retain_graph=True)
         assert raised.value.errno == errno.EIO
@@ -423,9 +423,9 @@ def test_failing_read_is_an_error_and_the_graph_survives(tmp_path, kind):
             loss.backward(retain_graph=True)
             assert_same([loss.detach(), *(parameter.grad for parameter in model.parameters())], expected)
         del loss
-        handle.engine.drain()
-        assert handle.engine.live_records == 0
-        assert handle.engine.store.stats()["live_tickets"] == 0
+        handle._engine.drain()
+        assert handle._engine.live_records == 0
+        assert handle._engine.store.stats()["live_tickets"] == 0
         assert_same(step(model, rows=500), expected)
 
 
@@ -442,12 +442,12 @@ def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path, caplog, 
     with offload.enable(model, n_tensors=-1, lb=4, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
         for _ in range(2):
             leaf, out = forward()
-            handle.engine.drain()
+            handle._engine.drain()
             out.sum().backward()
         expected = leaf.grad
         leaf, out = forward()
-        handle.engine.drain()
-        store = handle.engine.store
+        handle._engine.drain()
+        store = handle._engine.store
         store.inject_fault("read", "error", nth=3, error_number=errno.EIO, persistent=persistent)
         if persistent:
             with pytest.raises(OSError, match="offset"):
@@ -458,21 +458,21 @@ def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path, caplog, 
         assert torch.equal(leaf.grad, expected)
         assert "a read ahead of need failed, and is repeated: [Errno 5]" in caplog.text
         del out
-        handle.engine.drain()
-        assert handle.engine.live_records == 0
+        handle._engine.drain()
+        assert handle._engine.live_records == 0
 
 
 def test_truncated_spill_file_is_an_error(tmp_path):
     model = Net()
     with offload.enable(model, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
         loss = model(torch.randn(500, 64)).square().mean()
-        handle.engine.drain()
-        handle.engine.store.truncate_for_test(4096)
+        handle._engine.drain()
+        handle._engine.store.truncate_for_test(4096)
         with pytest.raises(OSError, match="ends early"):
             loss.backward()
         del loss
-        handle.engine.drain()
-        assert handle.engine.live_records == 0
+        handle._engine.drain()
+        assert handle._engine.live_records == 0
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 

@@ -75,11 +75,11 @@ def stream_of(stream: torch.cuda.Stream | None = None) -> int:
 
 def assert_nothing_left(handle: Any) -> None:
     """No slot, no record, no byte counted: all graphs are gone."""
-    handle.engine.store.quiesce()
-    handle.engine.drain()
-    stats = handle.engine.store.stats()
+    handle._engine.store.quiesce()
+    handle._engine.drain()
+    stats = handle._engine.store.stats()
     assert (stats["live_tickets"], stats["pool_used_bytes"]) == (0, 0)
-    assert (handle.engine.live_records, handle.engine.resident.now, handle.engine.unswapped.now) == (0, 0, 0)
+    assert (handle._engine.live_records, handle._engine.resident.now, handle._engine.unswapped.now) == (0, 0, 0)
 
 
 # -- the store's edges ------------------------------------------------------------------------------
@@ -255,6 +255,29 @@ def test_gradients_are_bit_equal(name: str, n_tensors: int, lb: int) -> None:
     assert_same(train(make, shape, options, check=check), train(make, shape))
 
 
+@pytest.mark.parametrize("options", [{}, {"n_tensors": -1}])
+def test_a_model_that_is_moved_is_followed(options: dict[str, Any]) -> None:
+    def steps(enable: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mlp()
+        handle = enable(model)
+        found = []
+        for place in ("cpu", "cuda", "cpu"):
+            model.zero_grad(set_to_none=True)
+            model.to(place)
+            for _ in range(3):
+                loss = model(torch.ones(64, 64, device=place)).square().mean()
+                loss.backward()
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                found += [found_on.detach().cpu().clone() for found_on in (loss, *gradients)]
+            if handle is not None:
+                assert handle.report().device == str(next(model.parameters()).device)
+                assert handle.report().swapped.tensors > 0
+        return found
+
+    assert_same(steps(lambda model: offload.enable(model, min_tensor_bytes=1, **options)), steps(lambda model: None))
+
+
 STEP_MODELS = [(family, "float32") for family in ("gpt", "resnet", "unet", "lstm", "vit")] + [("gpt", "bfloat16")]
 
 
@@ -305,7 +328,7 @@ def test_delays_on_either_side_change_no_bit(side: str, lb: int) -> None:
     expected = train(make, shape)
 
     def enabled(handle: Any) -> None:
-        stores["engine"] = handle.engine.store
+        stores["engine"] = handle._engine.store
 
     def check(handle: Any) -> None:
         assert handle.report().swapped.tensors > 0
@@ -336,7 +359,7 @@ def test_a_source_of_another_stream_is_not_overwritten() -> None:
     side, nbytes = torch.cuda.Stream(), 16 * MIB
     model = nn.Linear(1024, 1024, device="cuda")
     with offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1) as handle:
-        handle.engine.in_flight_bytes_max = 1  # let go of the source as early as it ever does
+        handle._engine.in_flight_bytes_max = 1  # let go of the source as early as it ever does
         with torch.cuda.stream(side):
             x = torch.ones(nbytes // 4096, 1024, device="cuda")
         torch.cuda.synchronize()

@@ -144,13 +144,13 @@ def test_a_tensor_that_finds_no_room_to_come_back_is_explained(monkeypatch: pyte
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
         loss = model(torch.randn(64, 64)).sum()
-        handle.engine.drain()
+        handle._engine.drain()
 
         def refuse(nbytes: int, residue: int) -> Any:
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(handle.engine, "allocate", refuse)
+            patch.setattr(handle._engine, "allocate", refuse)
             with pytest.raises(MemoryError) as caught:
                 loss.backward()
         assert caught.value.offload_explanation.where == "backward"
@@ -200,7 +200,7 @@ def explained(
     handle: Any, memory: DeviceMemory, kept: dict[str, Count], monkeypatch: pytest.MonkeyPatch
 ) -> oom.Explanation:
     monkeypatch.setattr(oom, "look", lambda device, asked_bytes=None: memory)
-    subject = oom.Subject(handle.model, handle.engine, handle.options, Count(), kept)
+    subject = oom.Subject(handle.model, handle._engine, handle._options, Count(), kept)
     return oom.explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), subject)
 
 

@@ -127,7 +127,7 @@ def test_the_profiling_step_needs_the_least_memory(tmp_path):
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         train(model, optimizer, rows)
         handle.plan  # noqa: B018
-        assert handle.engine.resident.peak < handle.engine.unswapped.peak / 4
+        assert handle._engine.resident.peak < handle._engine.unswapped.peak / 4
         assert handle.plan.peak_bytes < plain_peak / 2
 
 
@@ -156,7 +156,7 @@ def test_default_and_knobs_of_a_plan(tmp_path):
     ):
         model, optimizer = make()
         with enabled(model, spill_dir=tmp_path, **knobs) as handle:
-            assert (handle.options.max_slowdown, handle.options.memory_limit) == (slowdown, limit)
+            assert (handle._options.max_slowdown, handle._options.memory_limit) == (slowdown, limit)
             train(model, optimizer, [64] * 2)
             plan = handle.plan
             assert plan.step_seconds <= plan.compute_seconds * (1 + slowdown) * (1 + 1e-9)
@@ -166,7 +166,7 @@ def test_a_fraction_is_of_the_device(tmp_path):
     model, _ = make()
     with enabled(model, memory_limit=0.5, spill_dir=tmp_path) as handle:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        assert 0 < handle.options.memory_limit <= physical // 2 + 1
+        assert 0 < handle._options.memory_limit <= physical // 2 + 1
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_several_lengths_and_a_ragged_batch_stall_in_their_first_steps_only(tmp_
         assert_equal(results, expected)
         assert report.profiled_steps == 4
         assert sum(record.profiled for record in report.steps_measured) == 4
-        misses = handle.engine.misses
+        misses = handle._engine.misses
         train(model, optimizer, rows)
-        assert handle.engine.misses == misses, "a known signature waits for nothing that it did not ask back in time"
+        assert handle._engine.misses == misses, "a known signature waits for nothing that it did not ask back in time"
         assert handle.report().profiled_steps == 4
 
 
@@ -222,7 +222,7 @@ def test_a_new_length_every_time_is_not_profiled_every_time(tmp_path):
         report = handle.report()
         assert report.profiled_steps == 5, "512, 500, 490, 480, and 600, which is larger than any"
         assert report.borrowed_steps == len(rows) - 7
-        assert handle.engine.resident.peak < handle.engine.unswapped.peak / 2
+        assert handle._engine.resident.peak < handle._engine.unswapped.peak / 2
 
 
 def test_a_borrowed_plan_that_does_not_fit_is_left(tmp_path):
@@ -366,7 +366,7 @@ def test_a_profiled_forward_that_nobody_differentiates(tmp_path):
             model(batch(256, number)[0])
         train(model, optimizer, [256] * 6)
         assert handle.plan is not None
-        assert handle.settle().profile.knows_temporaries
+        assert handle._placement.settle().profile.knows_temporaries
         assert not torch.autograd._profiler_enabled()
 
 
@@ -432,7 +432,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
         planned = [row for row in about["steps_measured"] if not row["profiled"]]
         assert planned
         assert all(0 <= row["paused_seconds"] <= row["seconds"] for row in planned)
-        pursuit = handle.settle()
+        pursuit = handle._placement.settle()
         assert len(pursuit.starts) == len(handle.plan.timing.start)
         assert list(pursuit.starts) == sorted(pursuit.starts)
         assert "predicted" in str(handle.report())
@@ -446,7 +446,7 @@ def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
         train(model, optimizer, [512] * 12)
         assert "copy-out is slower than planned with" in caplog.text
         assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e6, 1e6)
-        assert 1 <= handle.settle().replans <= planning.REPLANS_MAX
+        assert 1 <= handle._placement.settle().replans <= planning.REPLANS_MAX
         assert caplog.text.count("planning anew") <= planning.REPLANS_MAX
 
 

@@ -50,7 +50,7 @@ def test_two_models_share_one_spill_file(tmp_path):
     assert spill_files(tmp_path) == 0
     first, second = (offload.enable(net, n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) for net in nets)
     assert spill_files(tmp_path) == 1
-    assert first.engine is not second.engine
+    assert first._engine is not second._engine
     for _ in range(3):
         both = losses(*nets)  # both graphs are out at once
         assert same(gradients(nets[0], both[0]), expected[0])
@@ -60,10 +60,10 @@ def test_two_models_share_one_spill_file(tmp_path):
     assert same(gradients(nets[1], both[1]), expected[1])
     assert same(gradients(nets[0], both[0]), expected[0])
     assert same(gradients(nets[1], losses(nets[1])[0]), expected[1])
-    assert second.engine.store.stats()["spill_file_bytes"] > 0
+    assert second._engine.store.stats()["spill_file_bytes"] > 0
     second.disable()
-    assert second.engine.store.stats()["spill_file_bytes"] == 0
-    assert second.engine.store.stats()["live_tickets"] == 0
+    assert second._engine.store.stats()["spill_file_bytes"] == 0
+    assert second._engine.store.stats()["live_tickets"] == 0
     del first, second, both
     assert spill_files(tmp_path) == 0
 
@@ -83,9 +83,9 @@ def test_a_report_counts_from_enable(tmp_path):
     nets = [model(1), model(2)]
     with offload.enable(nets[0], n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) as first:
         loss = losses(nets[0])[0]
-        first.engine.drain()  # backward takes back at once what has not left
+        first._engine.drain()  # backward takes back at once what has not left
         gradients(nets[0], loss)
-        first.engine.store.quiesce()  # a copy nobody waits for any more is counted when it ends
+        first._engine.store.quiesce()  # a copy nobody waits for any more is counted when it ends
         moved = first.report().to_dict()["copy_in"]
         assert moved["copies"] > 0
         with offload.enable(nets[1], n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) as second:
@@ -100,7 +100,7 @@ def test_disabling_one_does_not_take_the_others_copies_back(tmp_path):
     first, second = (offload.enable(net, n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) for net in nets)
     kept = losses(nets[1])[0]
     first.disable()
-    assert second.engine.store.stats()["cancelled"] == 0
+    assert second._engine.store.stats()["cancelled"] == 0
     assert gradients(nets[1], kept)
     second.disable()
 
@@ -111,10 +111,10 @@ def test_a_forked_child_makes_a_store_of_its_own(tmp_path):
         if child == 0:
             code = 1
             try:
-                handle.engine.store.stats()
+                handle._engine.store.stats()
             except RuntimeError as error:
                 with offload.enable(model(2), spill_dir=tmp_path) as other:
-                    code = 0 if "fork" in str(error) and other.engine.store is not handle.engine.store else 2
+                    code = 0 if "fork" in str(error) and other._engine.store is not handle._engine.store else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

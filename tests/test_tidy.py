@@ -22,6 +22,7 @@ LAYERS = [
     {"course"},
     {"hooks", "profiler", "activations"},
     {"planning", "step_recording"},
+    {"placement"},
     {"assessment"},
     {"answers"},
     {"session"},

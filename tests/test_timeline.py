@@ -70,13 +70,13 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[StepTimeline]:
 def test_the_lanes_show_what_happened(
     model: nn.Module, handle: Any, written: list[StepTimeline], tmp_path: Path
 ) -> None:
-    handle.engine.drain()
-    handle.engine.store.quiesce()  # copies of the steps before are on the lanes too, where they last into this one
-    before = handle.counts.swapped.nbytes
+    handle._engine.drain()
+    handle._engine.store.quiesce()  # copies of the steps before are on the lanes too, where they last into this one
+    before = handle._counts.swapped.nbytes
     with handle.timeline(tmp_path / "step.html"):
-        step(model, handle.engine.drain)  # else backward takes back what has not left yet, and nothing is copied
+        step(model, handle._engine.drain)  # else backward takes back what has not left yet, and nothing is copied
     (found,) = written
-    swapped = handle.counts.swapped.nbytes - before
+    swapped = handle._counts.swapped.nbytes - before
     assert swapped == found.moved_bytes("out") == found.moved_bytes("in") > 0
     forward = [span.name for span in found.on("compute") if span.kind == "forward"]
     assert {"0.up", "0.down", "1.up", "2.down"} <= set(forward)
@@ -121,12 +121,12 @@ def test_recording_changes_no_bit_and_leaves_nothing(model: nn.Module, handle: A
     assert len(found) == len(expected)
     assert hooks == [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules()]
     step(model)
-    assert handle.engine.store.take_copies() == []  # the store's log is off again
+    assert handle._engine.store.take_copies() == []  # the store's log is off again
 
 
 def test_perfetto_reads_it(model: nn.Module, handle: Any, tmp_path: Path) -> None:
     with handle.timeline(tmp_path / "step.json"):
-        step(model, handle.engine.drain)
+        step(model, handle._engine.drain)
     events = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     assert set(names) == set(LANES)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from offload.integrations.switch import CallWrapper, Switch, Switched, nothing_around
-from offload.session import Session
+from offload.session import Session, remark
 
 CHECKPOINTING_REMARK = (
     "gradient checkpointing is on: what its blocks compute is recomputed and not saved, so that only the rest is "
@@ -144,7 +144,7 @@ def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
     """Enable the engine, and have its report say what these arguments mean for it."""
     handle = switch.turn_on(model)
     if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
-        handle.remark(CHECKPOINTING_REMARK)
+        remark(handle, CHECKPOINTING_REMARK)
     return handle
 
 

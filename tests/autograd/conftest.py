@@ -102,14 +102,14 @@ class Offloaded:
         options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "spill_dir": self.spill_dir} | options
         handle = offload.enable(model, **options)
         self.handles.append(handle)
-        self.pool_bytes_at_rest[id(handle)] = handle.engine.store.stats()["pool_requested_bytes"]
+        self.pool_bytes_at_rest[id(handle)] = handle._engine.store.stats()["pool_requested_bytes"]
         return handle
 
     def settle(self):
         """Wait until what was saved has left, where the setup wants that; else let the copies race."""
         if self.setup.settles:
             for handle in self.handles:
-                handle.engine.drain()
+                handle._engine.drain()
 
     def compare(self, run, function=None, make=None, swaps=True, **options):
         """Run `run(model, step, settle)` plain and offloaded, both from the same seed, and want the same results."""
@@ -142,7 +142,7 @@ class Offloaded:
 
     def check_nothing_left(self):
         for handle in self.handles:
-            engine = handle.engine
+            engine = handle._engine
             engine.drain()
             engine.store.quiesce()
             engine.collect()

@@ -286,13 +286,13 @@ class SavedTensors(RuleBasedStateMachine):
 
     @rule()
     def drain(self):
-        self.handle.engine.drain()
+        self.handle._engine.drain()
 
     @invariant()
     def counts_are_sane(self):
         stats = self.store.stats()
         assert stats["pool_used_bytes"] <= POOL_BYTES
-        engine = self.handle.engine
+        engine = self.handle._engine
         assert 0 <= engine.resident.now <= engine.unswapped.now
 
     def teardown(self):
@@ -308,7 +308,7 @@ class SavedTensors(RuleBasedStateMachine):
         for graph in self.names_to_values.values():
             if isinstance(graph, Graph):
                 graph.loss = None
-        engine = self.handle.engine
+        engine = self.handle._engine
         engine.drain()
         self.store.quiesce()
         engine.collect()

@@ -62,7 +62,7 @@ def enabled_chain(offloaded):
         pytest.skip("a copy of the direct tier owns its target itself")
     model = Chain()
     handle = offloaded.enable(model, lb=8)
-    return model, handle, Targets(handle.engine)
+    return model, handle, Targets(handle._engine)
 
 
 def forward(model):
@@ -70,7 +70,7 @@ def forward(model):
 
 
 def assert_untouched(handle, given_up):
-    handle.engine.store.quiesce()
+    handle._engine.store.quiesce()
     written = [number for number, block in enumerate(given_up) if (block != POISON).any()]
     assert not written, f"{len(written)} of {len(given_up)} blocks were written to after they had been given up"
 
@@ -82,7 +82,7 @@ def test_graph_dropped_while_its_tensors_come_back(offloaded, end):
         forward(model).sum().backward()
     for _ in range(5):
         out = forward(model)
-        handle.engine.drain()
+        handle._engine.drain()
         if end == "raises":
             model.fails = True
             with pytest.raises(ValueError, match="as asked"):
@@ -92,9 +92,9 @@ def test_graph_dropped_while_its_tensors_come_back(offloaded, end):
             torch.autograd.grad(out.sum(), [out])
             assert out.grad_fn._saved_result is not None
         del out
-        handle.engine.collect()
+        handle._engine.collect()
         assert_untouched(handle, targets.poison_given_up())
-        handle.engine.drain()
+        handle._engine.drain()
     assert len(targets.blocks) >= 5
 
 
@@ -133,13 +133,13 @@ def test_read_that_fails_half_way_through_a_block(offloaded):
     if offloaded.setup.host_bytes_max > 1 << 20:
         pytest.skip("nothing is spilled")
     out = forward(model)
-    handle.engine.drain()
-    handle.engine.store.quiesce()
-    handle.engine.store.inject_fault("read", "error", nth=3, error_number=errno.EIO)
+    handle._engine.drain()
+    handle._engine.store.quiesce()
+    handle._engine.store.inject_fault("read", "error", nth=3, error_number=errno.EIO)
     with pytest.raises(OSError, match="offset"):
         out.sum().backward()
     del out
-    handle.engine.collect()
+    handle._engine.collect()
     assert_untouched(handle, targets.poison_given_up())
 
 

@@ -91,7 +91,7 @@ class Campaign:
         """Train with the `nth` operation failing. Returns whether anybody was told."""
         model = new_net()
         handle = self.offloaded.enable(model)
-        store = handle.engine.store
+        store = handle._engine.store
         store.inject_fault(operation, kind, nth=nth, error_number=number, persistent=persistent)
         found, errors = train(model, self.offloaded.settle, lambda: store.inject_fault("read", "error", nth=0))
         case = f"N = {nth}"
@@ -155,10 +155,10 @@ def test_file_truncated_behind_the_back(spilling, cut, campaign_counts):
     handle = spilling.enable(model)
     loss = loss_of(model, 0)
     spilling.settle()
-    handle.engine.store.quiesce()
-    used = handle.engine.store.stats()["spill_used_bytes"]
+    handle._engine.store.quiesce()
+    used = handle._engine.store.stats()["spill_used_bytes"]
     cuts = {"empty": 0, "first page": 4096, "half": used // 8192 * 4096, "last page": used - 4096}
-    handle.engine.store.truncate_for_test(cuts[cut])
+    handle._engine.store.truncate_for_test(cuts[cut])
     before = snapshot(model)
     for _ in range(2):
         with pytest.raises(OSError, match="spill file ends early") as raised:
@@ -192,7 +192,7 @@ def test_failed_pinning_keeps_the_tensor(monkeypatch, caplog):
             model(batch).sum().backward()
             assert all(torch.equal(each.grad, whole) for each, whole in zip(model.parameters(), expected, strict=True))
             assert double.count("cuMemHostRegister_v2") - tried == 2
-            handle.engine.drain()  # a block in use would keep its slab from being given back
+            handle._engine.drain()  # a block in use would keep its slab from being given back
             store.quiesce()
             assert store.trim() > 0
         report = handle.report()

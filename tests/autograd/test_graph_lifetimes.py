@@ -203,10 +203,10 @@ def test_abandoned_forwards_leave_the_pool_as_it_was(offloaded, is_long, campaig
     for number in range(count):
         model(batch(4))
         if number in (100, count - 1):
-            handle.engine.drain()
-            handle.engine.store.quiesce()
-            stats = handle.engine.store.stats()
-            assert (handle.engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]) == (0, 0, 0), stats
+            handle._engine.drain()
+            handle._engine.store.quiesce()
+            stats = handle._engine.store.stats()
+            assert (handle._engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]) == (0, 0, 0), stats
             assert stats["pool_requested_bytes"] == offloaded.pool_bytes_at_rest[id(handle)], stats
             held.append((stats["pool_held_bytes"], stats["spill_file_bytes"]))
         if number % 10 == 0:
@@ -335,7 +335,7 @@ def test_graph_dropped_in_another_thread(offloaded):
     handle = offloaded.enable(model)
     losses = [model(batch()).square().mean() for _ in range(5)]
     in_thread(losses.clear)
-    assert handle.engine.live_records == 0
+    assert handle._engine.live_records == 0
 
 
 def test_two_threads_train_one_model_at_once(offloaded):

@@ -229,10 +229,10 @@ def interrupted_step(offloaded, line):
         with suppress(KeyboardInterrupt), interrupter:
             one_step(model, x)
         problems.extend(what_is_left(handle))
-        before = handle.counts.swapped.tensors
+        before = handle._counts.swapped.tensors
         if not all(map(torch.equal, one_step(model, x), expected)):
             problems.append("wrong gradients in the next step")
-        if handle.counts.swapped.tensors == before:
+        if handle._counts.swapped.tensors == before:
             problems.append("the next step swapped nothing")
         handle.disable()
 
@@ -268,13 +268,13 @@ def test_keyboard_interrupt_at_any_line_of_the_engine(offloaded, monkeypatch, st
 
 
 def what_is_left(handle):
-    handle.engine.drain()
-    handle.engine.store.quiesce()
+    handle._engine.drain()
+    handle._engine.store.quiesce()
     problems = []
-    if handle.engine.live_records:
-        problems.append(f"{handle.engine.live_records} live records")
-    if handle.engine.store.stats()["live_tickets"]:
-        problems.append(f"{handle.engine.store.stats()['live_tickets']} live tickets")
+    if handle._engine.live_records:
+        problems.append(f"{handle._engine.live_records} live records")
+    if handle._engine.store.stats()["live_tickets"]:
+        problems.append(f"{handle._engine.store.stats()['live_tickets']} live tickets")
     return problems
 
 

@@ -148,7 +148,7 @@ def test_views_share_a_storage_whether_or_not_it_leaves_between_them(offloaded):
         def backward(ctx, grad):
             (a,) = ctx.saved_tensors
             seen.append(a)
-            handles[0].engine.drain()  # what is still on its way out leaves now
+            handles[0]._engine.drain()  # what is still on its way out leaves now
             return grad * a
 
     class Twice(nn.Module):

@@ -91,7 +91,7 @@ def outcome(found, expected, handle):
         "swapped": about.swapped.tensors,
         "parameters_kept": about.kept.get("parameter").tensors,
         "failed": about.to_dict()["failed"],
-        "records_left": handle.engine.live_records,
+        "records_left": handle._engine.live_records,
     }
 
 
@@ -142,7 +142,7 @@ def run_fsdp(rank, spill_dir, make=make_blocks, enable_first=False, **how):
     handle = handle or offload.enable(model, spill_dir=spill_dir, **KNOBS)
     sharded = {p.untyped_storage().data_ptr() for p in (local(each) for each in model.parameters())}
     seen = {"weights_swapped": 0, "weights_gathered": 0}
-    swap_out = handle.engine.swap_out
+    swap_out = handle._engine.swap_out
 
     def watched(tensor, *rest):
         gathered = {
@@ -155,14 +155,14 @@ def run_fsdp(rank, spill_dir, make=make_blocks, enable_first=False, **how):
         seen["weights_swapped"] += storage._cdata in gathered or storage.data_ptr() in sharded
         return swap_out(tensor, *rest)
 
-    handle.engine.swap_out = watched
+    handle._engine.swap_out = watched
     found = trained(model)
     loss = model(batch(7)).sum()
     seen["gathered_bytes_after_forward"] = sum(
         p._unsharded_param.untyped_storage().size() for block in model.blocks for p in fsdp_parameters(block)
     )
     loss.backward()
-    del handle.engine.swap_out, loss
+    del handle._engine.swap_out, loss
     return outcome(found, expected, handle) | seen
 
 
@@ -218,9 +218,9 @@ def die_in_the_middle(rank, folder, results):
     handle = offload.enable(model, spill_dir=folder, **KNOBS)
     for step in range(10_000):
         loss = model(batch(step)).square().mean()
-        handle.engine.drain()
+        handle._engine.drain()
         if step == 1:
-            used = handle.engine.store.stats()["spill_used_bytes"]
+            used = handle._engine.store.stats()["spill_used_bytes"]
             (results / str(rank)).write_text(json.dumps({"pid": os.getpid(), "spill_used_bytes": used}))
             while len(list(results.iterdir())) < 2:
                 time.sleep(0.01)

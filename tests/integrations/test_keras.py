@@ -136,7 +136,7 @@ def test_the_ancestors_callback():
     report = callback.report()
     assert report.swapped.tensors > 0
     assert report.kept["n_tensors"].tensors > 0
-    assert (callback.handle.options.n_tensors, callback.handle.options.lookahead_nodes) == (2, 1)
+    assert (callback.handle._options.n_tensors, callback.handle._options.lookahead_nodes) == (2, 1)
     assert (LMSCallback()._switch.options) == {"n_tensors": -1, "lb": 1}
 
 

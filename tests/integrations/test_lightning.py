@@ -112,7 +112,7 @@ def test_the_same_losses_and_weights(kind):
     plain, swapped = make(kind), make(kind)
     fit(plain)
     callback = all_on(lb=2)
-    swapped.net.register_forward_hook(lambda *_: callback.handle.engine.drain())  # what is still leaving is taken back
+    swapped.net.register_forward_hook(lambda *_: callback.handle._engine.drain())  # what is still leaving is taken back
     trainer = fit(swapped, callback)
     assert_same(swapped, plain)
     report = callback.report()

@@ -64,7 +64,7 @@ def test_autocast_copies_of_weights_move_with_what_uses_them():
     assert handle.report().swapped.nbytes > weights
     loss.backward()
     del loss
-    assert handle.engine.live_records == 0
+    assert handle._engine.live_records == 0
 
 
 def test_autocast_on_and_off_are_two_signatures():
@@ -82,7 +82,7 @@ def test_autocast_on_and_off_are_two_signatures():
     expected = run(make_blocks())
     model = make_blocks()
     with offload.enable(model, **KNOBS) as handle:
-        assert_same(run(model, handle.engine.drain), expected)  # what has not left is taken back, not prefetched
+        assert_same(run(model, handle._engine.drain), expected)  # what has not left is taken back, not prefetched
         assert handle.report().prefetched > 0, "neither made the other's schedule useless"
 
 
@@ -122,7 +122,7 @@ def test_checkpointed_blocks_inside_of_the_model(use_reentrant):
         train(plain, plain, STEPS)
     assert about.steps == STEPS
     assert 0 < about.swapped.tensors < other.report().swapped.tensors, "recomputed blocks save no more than their input"
-    assert handle.engine.live_records == 0
+    assert handle._engine.live_records == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -145,7 +145,7 @@ def test_enabled_model_inside_of_a_checkpoint(use_reentrant):
     else:
         assert (about.steps, about.swapped.tensors) == (0, 0)
         assert any("NOTHING WAS SWAPPED" in note and "checkpoint" in note for note in about.notes)
-    assert handle.engine.live_records == 0
+    assert handle._engine.live_records == 0
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -168,7 +168,7 @@ def test_checkpoint_within_a_step(use_reentrant):
     with offload.enable(model, **KNOBS) as handle:
         assert_same(trained(model, handle.step), expected)
         assert handle.report().swapped.tensors > 0
-    assert handle.engine.live_records == 0
+    assert handle._engine.live_records == 0
 
 
 # -- torch.func -------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def train(path: Path, how: str, callbacks=(), rows: Rows | None = None, resume=N
 @contextmanager
 def settled(model, handle: Callable) -> Iterator[None]:
     """All that is to leave has left when backward begins: what is still leaving is taken back, not prefetched."""
-    hook = model.register_forward_hook(lambda *_: handle() and handle().engine.drain())
+    hook = model.register_forward_hook(lambda *_: handle() and handle()._engine.drain())
     try:
         yield
     finally:

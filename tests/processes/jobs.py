@@ -64,7 +64,7 @@ def steps(model, count, handle=None):
     while count is None or done < count:
         loss = model(torch.randn(1000, 64)).square().mean()
         if handle is not None and done % 2:
-            handle.engine.drain()
+            handle._engine.drain()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -127,15 +127,15 @@ def end(directory, tier, where):
     losses = [model(x * 2).sum() for _ in range(3)]
     KEPT_ALIVE.extend(losses)
     if where == "prefetching":
-        handle.engine.drain()
+        handle._engine.drain()
         torch.autograd.grad(losses[0], [x], retain_graph=True)
-        for reference in list(handle.engine._live.values())[:10]:
+        for reference in list(handle._engine._live.values())[:10]:
             reference().record.begin_return()
     elif where == "in a thread":
         # Not a daemon: the interpreter ends those inside torch's backward, whose own frames do not survive it.
         threading.Thread(target=losses[0].backward).start()
     elif where == "mid-backward":
-        handle.engine.drain()
+        handle._engine.drain()
         losses[1].backward()
     return {"where": where}
 
@@ -148,7 +148,7 @@ def end_with_copies_queued(directory):
 
 
 def copies_under_way():
-    return sum(not departure.ticket.out_done() for departure in KEPT_ALIVE[1].engine._departing)
+    return sum(not departure.ticket.out_done() for departure in KEPT_ALIVE[1]._engine._departing)
 
 
 def leave(*_):
@@ -185,13 +185,13 @@ def fork_and_touch(directory, tier, times):
     found = {}
     for _ in range(times):
         settled = model(x).square().mean()
-        handle.engine.drain()
+        handle._engine.drain()
         fresh = model(x).square().mean()  # its copies are under way
         touches = {
             "forward": lambda: model(x),
             "backward": lambda graph=settled: graph.backward(),
             "report": lambda: handle.report(),
-            "drain": lambda: handle.engine.drain() or handle.engine.store.quiesce() or handle.report(),
+            "drain": lambda: handle._engine.drain() or handle._engine.store.quiesce() or handle.report(),
             "drop": lambda: KEPT_ALIVE.clear() or gc.collect(),
         }
         KEPT_ALIVE.append(fresh)
@@ -271,17 +271,17 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
     for number in range(6):
         if number == 3:
             lift()
-        store = handle.engine.store.stats()
+        store = handle._engine.store.stats()
         loss = model(torch.randn(1000, 64)).square().mean()
-        handle.engine.drain()
-        handle.engine.store.quiesce()
-        counts.append(handle.engine.store.stats()["spilled_bytes"] - store["spilled_bytes"])
+        handle._engine.drain()
+        handle._engine.store.quiesce()
+        counts.append(handle._engine.store.stats()["spilled_bytes"] - store["spilled_bytes"])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     del loss
-    handle.engine.drain()
-    about, stats = handle.report(), handle.engine.store.stats()
+    handle._engine.drain()
+    about, stats = handle.report(), handle._engine.store.stats()
     return {
         "equal": are_equal(model, plain),
         "spilled": counts,
@@ -289,7 +289,7 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
         "swapped": about.swapped.tensors,
         "kept": {reason: count.tensors for reason, count in about.kept.items()},
         "notes": list(about.notes),
-        "live": [handle.engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]],
+        "live": [handle._engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]],
     }
 
 
@@ -330,7 +330,7 @@ def run_long(directory, tier, count):
     for number in range(count):
         loss = model(torch.randn(1000 if number % 3 else 700, 64)).square().mean()
         if number % 4 == 0:
-            handle.engine.drain()
+            handle._engine.drain()
         if number % 7:
             loss.backward()  # else: abandoned
             optimizer.step()
@@ -342,20 +342,20 @@ def run_long(directory, tier, count):
 
 
 def sample(handle):
-    handle.engine.drain()
-    handle.engine.store.quiesce()
-    handle.engine.collect()
-    stats = handle.engine.store.stats()
+    handle._engine.drain()
+    handle._engine.store.quiesce()
+    handle._engine.collect()
+    stats = handle._engine.store.stats()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "resident": int(status["VmRSS"].split()[0]) * 1024,
         "threads": int(status["Threads"]),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-        "records": handle.engine.live_records,
+        "records": handle._engine.live_records,
         "tickets": stats["live_tickets"],
         "extents": stats["spill_used_bytes"],
         "file": stats["spill_file_bytes"],
         "pool held": stats["pool_held_bytes"],
         "pool requested": stats["pool_requested_bytes"],
-        "targets held": len(handle.engine._retired),
+        "targets held": len(handle._engine._retired),
     }

@@ -1,0 +1,104 @@
+"""torch.export and TorchScript on an enabled model: they see the plain one, or say what to call first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import torch, offload
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+x = torch.randn(8, 64)
+
+def exported(module):
+    return [str(node.target) for node in torch.export.export(module, (x,)).graph.nodes]
+
+def traced(module):
+    return [node.kind() for node in torch.jit.trace(module, x).inlined_graph.nodes()]
+
+def step():
+    model.zero_grad()
+    model(x).sum().backward()
+    return model[0].weight.grad.clone()
+
+plain_export, plain_trace, plain, gradient = exported(model), traced(model), model(x), step()
+"""
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    """A script in a fresh process."""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
+
+
+@pytest.mark.parametrize("knobs", ["n_tensors=-1", "max_slowdown=0.05"])
+def test_export_and_trace_see_the_plain_model(knobs: str) -> None:
+    """Before the first step, in the midst of the one that is profiled, and when there is a plan."""
+    script = f"""{BEGIN}
+for moment in ("cold", "profiling", "planned"):
+    handle = offload.enable(model, min_tensor_bytes=1, {knobs})
+    loss = model(x).sum() if moment == "profiling" else None
+    for _ in range(3 if moment == "planned" else 0):
+        step()
+    steps = handle.report().steps
+    assert exported(model) == plain_export
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), plain)
+    assert traced(model) == plain_trace
+    assert torch.equal(torch.jit.trace(model, x)(x), plain)
+    assert handle.report().steps == steps, "what is traced is no step"
+    assert all(torch.equal(step(), gradient) for _ in range(3))
+    assert handle.report().steps == steps + 3
+    assert handle.report().swapped.tensors > 0
+    handle.disable()
+"""
+    ran = run(script)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_does_not_work_says_what_to_call_first() -> None:
+    script = f"""{BEGIN}
+handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+for call in (
+    lambda: torch.jit.script(model),
+    lambda: torch.jit.script(nn.Sequential(model)),
+    lambda: torch.export.export(model, (x,), strict=True),
+):
+    try:
+        call()
+    except Exception as error:
+        assert "offload.disable(model)" in str(error), error
+    else:
+        raise SystemExit("it worked")
+    assert torch.equal(step(), gradient)
+assert handle.report().steps == 3 and handle.report().swapped.tensors > 0
+handle.disable()
+assert torch.equal(torch.jit.script(model)(x), plain)
+assert torch.equal(torch.export.export(model, (x,), strict=True).module()(x), plain)
+"""
+    ran = run(script)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_forward_of_the_module_s_own_is_exported_too() -> None:
+    """One that was put on the instance, as accelerate does: a function, or a partial."""
+    script = """
+import functools, torch, offload
+from torch import nn
+for wrap in (lambda forward: functools.wraps(forward)(lambda *args: 2 * forward(*args)), functools.partial):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    model.forward = wrap(model.forward)
+    outcomes = []
+    for enabled in (False, True):
+        handle = offload.enable(model, n_tensors=-1) if enabled else None
+        try:
+            outcomes.append([str(node.target) for node in torch.export.export(model, (x,)).graph.nodes])
+        except Exception as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1], outcomes
+"""
+    ran = run(script)
+    assert ran.returncode == 0, ran.stderr
