@@ -1,9 +1,7 @@
 #include "spill_file.h"
 
 #include <fcntl.h>
-#include <linux/aio_abi.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include <new>
 #include <vector>
 
+#include "aio_queue.h"
 #include "checksum.h"
 #include "error.h"
 #include "mutants.h"
@@ -23,7 +22,6 @@ namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;
 constexpr size_t kPiecesInFlight = 4;  // of one large transfer
-constexpr size_t kQueueDepth = 32;
 #ifdef OFFLOAD_MUTANTS
 constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // thousands of stores in a run
 #else
@@ -33,84 +31,6 @@ constexpr char kScribble = static_cast<char>(0xDB);  // tests: where bytes are n
 constexpr int kAttemptsMax = 1000;                   // without progress: EINTR, EAGAIN, transfers shorter than a sector
 
 }  // namespace
-
-// One kernel AIO context, used by one transfer at a time. A context that the kernel refuses leaves valid() false.
-class SpillFile::Queue {
- public:
-  Queue() {
-    if (syscall(SYS_io_setup, kQueueDepth, &context_) != 0) context_ = 0;
-  }
-  ~Queue() {
-    if (context_ != 0) syscall(SYS_io_destroy, context_);
-  }
-  Queue(const Queue&) = delete;
-  Queue& operator=(const Queue&) = delete;
-
-  bool valid() const { return context_ != 0; }
-
-  bool submit(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
-    prepare(slot, descriptor, writing, data, bytes, offset);
-    return submit_prepared(slot, 1) == 1;
-  }
-
-  void prepare(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
-    iocb& block = blocks_[slot];
-    std::memset(&block, 0, sizeof block);
-    block.aio_data = slot;
-    block.aio_lio_opcode = writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
-    block.aio_fildes = static_cast<uint32_t>(descriptor);
-    block.aio_buf = reinterpret_cast<uint64_t>(data);
-    block.aio_nbytes = bytes;
-    block.aio_offset = static_cast<int64_t>(offset);
-    done_[slot] = false;
-  }
-
-  // In one system call; returns how many of them the kernel took.
-  size_t submit_prepared(size_t first_slot, size_t count) {
-    std::array<iocb*, kQueueDepth> list{};
-    for (size_t each = 0; each < count; ++each) list[each] = &blocks_[first_slot + each];
-    const long taken = syscall(SYS_io_submit, context_, static_cast<long>(count), list.data());
-    if (taken <= 0) return 0;
-    in_flight_ += static_cast<size_t>(taken);
-    return static_cast<size_t>(taken);
-  }
-
-  int64_t wait(size_t slot) {
-    while (!done_[slot]) reap();
-    return results_[slot];
-  }
-
-  // Whatever happens, nobody may touch the caller's memory after a transfer has returned.
-  void drain() {
-    while (in_flight_ > 0) reap();
-  }
-
- private:
-  void reap() {
-    io_event event;
-    if (syscall(SYS_io_getevents, context_, 1L, 1L, &event, nullptr) != 1) return;
-    results_[event.data] = event.res;
-    done_[event.data] = true;
-    --in_flight_;
-  }
-
-  aio_context_t context_ = 0;
-  size_t in_flight_ = 0;
-  std::array<iocb, kQueueDepth> blocks_{};
-  std::array<int64_t, kQueueDepth> results_{};
-  std::array<bool, kQueueDepth> done_{};
-};
-
-// One for each lane thread: setting one up costs a system call, and lanes live as long as the store.
-SpillFile::Queue& SpillFile::queue_of_this_thread() {
-  thread_local Queue queue;
-  return queue;
-}
-
-struct SpillFile::Drain {
-  Queue& queue;
-  ~Drain() { queue.drain(); }
-};
 
 SpillFile::SpillFile(const std::string& directory) : path_(directory) {
   open_in(directory);
@@ -248,8 +168,8 @@ uint32_t SpillFile::transfer(FileOperation operation, uint64_t offset, char* dat
   const bool writing = operation == FileOperation::write;
   const size_t pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
   const auto piece_bytes = [&](size_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
-  Queue& queue = queue_of_this_thread();
-  const Drain drain{queue};
+  AioQueue& queue = aio_queue_of_this_thread();
+  const AioDrain drain{queue};
   const bool asynchronous = direct_ && queue.valid();
   std::array<bool, kPiecesInFlight> submitted{};
   const auto submit = [&](size_t piece) {
@@ -274,19 +194,19 @@ uint32_t SpillFile::transfer(FileOperation operation, uint64_t offset, char* dat
 }
 
 void SpillFile::write_together(std::vector<Piece>& pieces) {
-  for (size_t at = 0; at < pieces.size(); at += kQueueDepth)
-    transfer_together(FileOperation::write, &pieces[at], std::min(kQueueDepth, pieces.size() - at));
+  for (size_t at = 0; at < pieces.size(); at += AioQueue::kDepth)
+    transfer_together(FileOperation::write, &pieces[at], std::min(AioQueue::kDepth, pieces.size() - at));
 }
 
 void SpillFile::read_together(std::vector<Piece>& pieces) {
-  for (size_t at = 0; at < pieces.size(); at += kQueueDepth)
-    transfer_together(FileOperation::read, &pieces[at], std::min(kQueueDepth, pieces.size() - at));
+  for (size_t at = 0; at < pieces.size(); at += AioQueue::kDepth)
+    transfer_together(FileOperation::read, &pieces[at], std::min(AioQueue::kDepth, pieces.size() - at));
 }
 
 void SpillFile::transfer_together(FileOperation operation, Piece* pieces, size_t count) {
   const bool writing = operation == FileOperation::write;
-  Queue& queue = queue_of_this_thread();
-  const Drain drain{queue};
+  AioQueue& queue = aio_queue_of_this_thread();
+  const AioDrain drain{queue};
   for (size_t each = 0; each < count; ++each)
     queue.prepare(each, descriptor_, writing, pieces[each].data, pieces[each].bytes, pieces[each].extent.offset);
   const size_t submitted = direct_ && queue.valid() ? queue.submit_prepared(0, count) : 0;

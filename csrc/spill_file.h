@@ -94,11 +94,6 @@ class SpillFile {
   void truncate_for_test(uint64_t bytes);
 
  private:
-  class Queue;
-  struct Drain;
-
-  static Queue& queue_of_this_thread();
-
   void open_in(const std::string& directory);
   void probe_alignment();
   void grow(uint64_t bytes);
