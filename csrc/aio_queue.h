@@ -10,15 +10,15 @@
 #include <cstdint>
 #include <cstring>
 
+#include "file_io.h"
+
 namespace offload {
 
-// One kernel AIO context, used by one transfer at a time. A context that the kernel refuses leaves valid() false.
+// One kernel AIO context, used by one thread. A context that the kernel refuses leaves valid() false.
 class AioQueue {
  public:
-  static constexpr size_t kDepth = 32;
-
   AioQueue() {
-    if (syscall(SYS_io_setup, kDepth, &context_) != 0) context_ = 0;
+    if (syscall(SYS_io_setup, FileIo::kSlots, &context_) != 0) context_ = 0;
   }
   ~AioQueue() {
     if (context_ != 0) syscall(SYS_io_destroy, context_);
@@ -28,27 +28,23 @@ class AioQueue {
 
   bool valid() const { return context_ != 0; }
 
-  bool submit(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
-    prepare(slot, descriptor, writing, data, bytes, offset);
-    return submit_prepared(slot, 1) == 1;
-  }
-
-  void prepare(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
-    iocb& block = blocks_[slot];
-    std::memset(&block, 0, sizeof block);
-    block.aio_data = slot;
-    block.aio_lio_opcode = writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
-    block.aio_fildes = static_cast<uint32_t>(descriptor);
-    block.aio_buf = reinterpret_cast<uint64_t>(data);
-    block.aio_nbytes = bytes;
-    block.aio_offset = static_cast<int64_t>(offset);
-    done_[slot] = false;
-  }
-
-  // In one system call; returns how many of them the kernel took.
-  size_t submit_prepared(size_t first_slot, size_t count) {
-    std::array<iocb*, kDepth> list{};
-    for (size_t each = 0; each < count; ++each) list[each] = &blocks_[first_slot + each];
+  // Submits all in one system call; returns how many of them the kernel took, the first ones.
+  size_t submit(int descriptor, const FileTransfer* transfers, size_t count, size_t first_slot) {
+    std::array<iocb*, FileIo::kSlots> list{};
+    for (size_t each = 0; each < count; ++each) {
+      const FileTransfer& transfer = transfers[each];
+      const size_t slot = first_slot + each;
+      iocb& block = blocks_[slot];
+      std::memset(&block, 0, sizeof block);
+      block.aio_data = slot;
+      block.aio_lio_opcode = transfer.writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
+      block.aio_fildes = static_cast<uint32_t>(descriptor);
+      block.aio_buf = reinterpret_cast<uint64_t>(transfer.data);
+      block.aio_nbytes = transfer.bytes;
+      block.aio_offset = static_cast<int64_t>(transfer.offset);
+      done_[slot] = false;
+      list[each] = &block;
+    }
     const long taken = syscall(SYS_io_submit, context_, static_cast<long>(count), list.data());
     if (taken <= 0) return 0;
     in_flight_ += static_cast<size_t>(taken);
@@ -60,7 +56,6 @@ class AioQueue {
     return results_[slot];
   }
 
-  // Whatever happens, nobody may touch the caller's memory after a transfer has returned.
   void drain() {
     while (in_flight_ > 0) reap();
   }
@@ -76,20 +71,9 @@ class AioQueue {
 
   aio_context_t context_ = 0;
   size_t in_flight_ = 0;
-  std::array<iocb, kDepth> blocks_{};
-  std::array<int64_t, kDepth> results_{};
-  std::array<bool, kDepth> done_{};
-};
-
-// One for each lane thread: setting one up costs a system call, and lanes live as long as the store.
-inline AioQueue& aio_queue_of_this_thread() {
-  thread_local AioQueue queue;
-  return queue;
-}
-
-struct AioDrain {
-  AioQueue& queue;
-  ~AioDrain() { queue.drain(); }
+  std::array<iocb, FileIo::kSlots> blocks_{};
+  std::array<int64_t, FileIo::kSlots> results_{};
+  std::array<bool, FileIo::kSlots> done_{};
 };
 
 }  // namespace offload
