@@ -45,23 +45,6 @@ Schedule schedule_named(const std::string& name) {
   throw std::invalid_argument("schedule must be \"threads\", \"delays\" or \"stepped\", not \"" + name + "\"");
 }
 
-Fault fault_named(const std::string& operation, const std::string& kind, uint64_t nth, int error_number,
-                  bool persistent) {
-  Fault fault;
-  fault.operation = operation == "allocate" ? FileOperation::allocate
-                    : operation == "write"  ? FileOperation::write
-                    : operation == "read"   ? FileOperation::read
-                                            : throw std::invalid_argument("operation: allocate, write or read");
-  fault.kind = kind == "error"            ? FaultKind::error
-               : kind == "short_transfer" ? FaultKind::short_transfer
-               : kind == "flipped_bit"    ? FaultKind::flipped_bit
-                                          : throw std::invalid_argument("kind: error, short_transfer or flipped_bit");
-  fault.nth = nth;
-  fault.error_number = error_number;
-  fault.persistent = persistent;
-  return fault;
-}
-
 py::dict to_dict(const StoreStats& stats) {
   py::dict result;
   result["out_bytes"] = stats.out_bytes;
@@ -222,17 +205,7 @@ void register_store(py::module_& module) {
                                             each.end_seconds));
              return result;
            })
-      .def_property_readonly("alignment_bytes", &SwapStore::alignment_bytes)
-      .def(
-          "inject_fault",
-          [](SwapStore& store, const std::string& operation, const std::string& kind, uint64_t nth, int error_number,
-             bool persistent) {
-            if (store.spill_file() == nullptr) throw std::invalid_argument("this store has no spill file");
-            store.spill_file()->inject(fault_named(operation, kind, nth, error_number, persistent));
-          },
-          py::arg("operation"), py::arg("kind"), py::arg("nth") = 1, py::arg("error_number") = 0,
-          py::arg("persistent") = false)
-      .def("truncate_for_test", [](SwapStore& store, uint64_t bytes) { store.spill_file()->truncate_for_test(bytes); });
+      .def_property_readonly("alignment_bytes", &SwapStore::alignment_bytes);
 }
 
 void register_parts(py::module_& module) {

@@ -5,6 +5,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace offload {
@@ -39,14 +42,14 @@ uint32_t table_update(uint32_t crc, const uint8_t* data, size_t bytes) {
   return crc;
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(__aarch64__)
 
 // Product of two polynomials modulo P, reflected: bit 31 is x^0.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (int bit = 31; bit >= 0; --bit) {
-    if (b >> bit & 1U) product ^= a;
-    a = (a >> 1) ^ ((a & 1U) ? kPolynomial : 0U);
+    product ^= a & (0U - (b >> bit & 1U));
+    a = (a >> 1) ^ (kPolynomial & (0U - (a & 1U)));
   }
   return product;
 }
@@ -61,52 +64,66 @@ constexpr uint32_t power_of_x(size_t exponent) {
   return result;
 }
 
-// Moves a CRC register over `bytes` bytes of the message: one carry-less multiplication, then one crc32 of the product.
-constexpr uint32_t shift_factor(size_t bytes) { return power_of_x(8 * bytes - 33); }
-
-__attribute__((target("sse4.2,pclmul"))) uint64_t shifted(uint64_t crc, uint32_t factor) {
-  const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<long long>(crc)),
-                                               _mm_cvtsi32_si128(static_cast<int>(factor)), 0);
-  return _mm_crc32_u64(0, static_cast<uint64_t>(_mm_cvtsi128_si64(product)));
-}
-
 uint64_t word_at(const uint8_t* data) {
   uint64_t word;
   std::memcpy(&word, data, 8);
   return word;
 }
 
+#if defined(__x86_64__)
+#define OFFLOAD_CRC_TARGET __attribute__((target("sse4.2")))
+using Register = uint64_t;  // what the instruction takes and returns
+OFFLOAD_CRC_TARGET inline Register add_word(Register crc, uint64_t word) { return _mm_crc32_u64(crc, word); }
+OFFLOAD_CRC_TARGET inline Register add_byte(Register crc, uint8_t byte) {
+  return _mm_crc32_u8(static_cast<uint32_t>(crc), byte);
+}
+#else
+#define OFFLOAD_CRC_TARGET
+using Register = uint32_t;
+// In assembly: compilers differ in when they offer the intrinsics to a function of a baseline build.
+inline Register add_word(Register crc, uint64_t word) {
+  asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+  return crc;
+}
+inline Register add_byte(Register crc, uint8_t byte) {
+  asm(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"(uint32_t{byte}));
+  return crc;
+}
+#endif
+
 // The crc32 instruction has a latency of three cycles and a throughput of one: three independent lanes keep it busy.
-// Long lanes let the memory's own prefetching follow them; an odd multiple of a cache line keeps them in different
-// sets.
+// Long lanes let the hardware prefetcher follow them; an odd multiple of a cache line keeps them in different sets.
 template <size_t kLaneBytes>
-__attribute__((target("sse4.2,pclmul"))) uint64_t three_lanes(uint64_t crc, const uint8_t*& data, size_t& bytes) {
-  constexpr uint32_t kOneLane = shift_factor(kLaneBytes);
-  constexpr uint32_t kTwoLanes = shift_factor(2 * kLaneBytes);
+OFFLOAD_CRC_TARGET Register three_lanes(Register crc, const uint8_t*& data, size_t& bytes) {
+  constexpr uint32_t kOneLane = power_of_x(8 * kLaneBytes);  // moves a register over one lane of the message
+  constexpr uint32_t kTwoLanes = power_of_x(16 * kLaneBytes);
   while (bytes >= 3 * kLaneBytes) {
-    uint64_t second = 0;
-    uint64_t third = 0;
+    Register second = 0;
+    Register third = 0;
     for (size_t at = 0; at < kLaneBytes; at += 8) {
-      crc = _mm_crc32_u64(crc, word_at(data + at));
-      second = _mm_crc32_u64(second, word_at(data + at + kLaneBytes));
-      third = _mm_crc32_u64(third, word_at(data + at + 2 * kLaneBytes));
+      crc = add_word(crc, word_at(data + at));
+      second = add_word(second, word_at(data + at + kLaneBytes));
+      third = add_word(third, word_at(data + at + 2 * kLaneBytes));
     }
-    crc = shifted(crc, kTwoLanes) ^ shifted(second, kOneLane) ^ third;
+    crc = multiply(static_cast<uint32_t>(crc), kTwoLanes) ^ multiply(static_cast<uint32_t>(second), kOneLane) ^ third;
     data += 3 * kLaneBytes;
     bytes -= 3 * kLaneBytes;
   }
   return crc;
 }
 
-__attribute__((target("sse4.2,pclmul"))) uint32_t hardware_update(uint32_t start, const uint8_t* data, size_t bytes) {
-  uint64_t crc = three_lanes<65600>(start, data, bytes);
+OFFLOAD_CRC_TARGET uint32_t lanes_update(uint32_t start, const uint8_t* data, size_t bytes) {
+  Register crc = three_lanes<65600>(start, data, bytes);
   crc = three_lanes<4160>(crc, data, bytes);
-  crc = three_lanes<320>(crc, data, bytes);
-  for (; bytes >= 8; data += 8, bytes -= 8) crc = _mm_crc32_u64(crc, word_at(data));
-  auto narrow = static_cast<uint32_t>(crc);
-  for (; bytes > 0; ++data, --bytes) narrow = _mm_crc32_u8(narrow, *data);
-  return narrow;
+  crc = three_lanes<1088>(crc, data, bytes);
+  for (; bytes >= 8; data += 8, bytes -= 8) crc = add_word(crc, word_at(data));
+  for (; bytes > 0; ++data, --bytes) crc = add_byte(crc, *data);
+  return static_cast<uint32_t>(crc);
 }
+
+#endif
+
+#if defined(__x86_64__)
 
 // Multiplies a 128-bit remainder by x^bits: a reflected 64 × 64 product comes out multiplied by x, hence the − 1.
 constexpr long long fold_low(size_t bits) { return static_cast<long long>(uint64_t{power_of_x(bits + 64 - 1)} << 32); }
@@ -125,7 +142,7 @@ __attribute__((target("avx2"))) inline __m256i load(const uint8_t* data) {
 // Eight 128-bit remainders, 128 bytes a turn: limited by memory where the machine has it.
 __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq"))) uint32_t folding_update(uint32_t start, const uint8_t* data,
                                                                                  size_t bytes) {
-  if (bytes < 256) return hardware_update(start, data, bytes);
+  if (bytes < 256) return lanes_update(start, data, bytes);
   const __m256i by_1024 = _mm256_set_epi64x(fold_high(1024), fold_low(1024), fold_high(1024), fold_low(1024));
   const __m256i by_256 = _mm256_set_epi64x(fold_high(256), fold_low(256), fold_high(256), fold_low(256));
   __m256i first = _mm256_xor_si256(load(data), _mm256_set_epi64x(0, 0, 0, start));
@@ -143,24 +160,23 @@ __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq"))) uint32_t folding_update
   _mm256_store_si256(reinterpret_cast<__m256i*>(words), all);
   uint64_t crc = 0;
   for (const uint64_t word : words) crc = _mm_crc32_u64(crc, word);
-  return hardware_update(static_cast<uint32_t>(crc), data, bytes);
+  return lanes_update(static_cast<uint32_t>(crc), data, bytes);
 }
+
+#endif
 
 using Update = uint32_t (*)(uint32_t, const uint8_t*, size_t);
 
 Update best_update() {
-  if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return table_update;
-  const bool wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
-  return wide ? folding_update : hardware_update;
-}
-
-#else
-
-using Update = uint32_t (*)(uint32_t, const uint8_t*, size_t);
-
-Update best_update() { return table_update; }
-
+#if defined(__x86_64__)
+  const bool has_lanes = __builtin_cpu_supports("sse4.2");
+  if (has_lanes && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) return folding_update;
+  if (has_lanes) return lanes_update;
+#elif defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & HWCAP_CRC32) return lanes_update;
 #endif
+  return table_update;
+}
 
 }  // namespace
 

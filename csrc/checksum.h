@@ -1,7 +1,8 @@
-// CRC32C (Castagnoli) of the bytes that go to disk, verified when they come back.
+// CRC32C (Castagnoli) of the bytes that go to disk, verified when they are read back.
 //
-// By wide carry-less folding where the processor has it (close to memory speed), else by three interleaved streams of
-// the crc32 instruction, else by table: the same value on every machine. Pure; thread safe.
+// x86-64: wide carry-less folding where the processor has it, close to memory speed. Elsewhere on x86-64, and on
+// aarch64: three interleaved streams of the crc32 instruction. Without that instruction: tables. The value is the same
+// on every machine. Pure; thread safe.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,4 @@
-// The GPU's provider of the driver table, and the only file that calls CUDA: libcuda is opened at run time, so the same
-// build serves machines with and without a GPU.
-#include <dlfcn.h>
+// The GPU's provider of the driver table: every call to CUDA but those that open it (cuda_library.cpp) is made here.
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "cuda_api.h"
+#include "cuda_library.h"
 #include "driver.h"
 #include "error.h"
 #include "numa.h"
@@ -22,8 +21,10 @@ namespace offload {
 namespace {
 
 using cuda::Api;
+using cuda::check;
 using cuda::Entry;
 using cuda::Result;
+using cuda::result_text;
 
 // Host memory is pinned in chunks, as one call on a very large range can fail where several smaller ones succeed. CUDA
 // does not promise a copy whose host range spans two registrations, so copies are cut where registrations are: at
@@ -32,65 +33,6 @@ constexpr size_t kRegisterChunkBytes = size_t{1} << 30;
 
 size_t bytes_to_chunk_end(const void* host) {
   return kRegisterChunkBytes - reinterpret_cast<uintptr_t>(host) % kRegisterChunkBytes;
-}
-
-constexpr const char* kForkRemedy =
-    "CUDA does not survive a fork; use the spawn start method (multiprocessing.set_start_method(\"spawn\"))";
-
-std::string result_text(const Api& api, Result result) {
-  const char* name = nullptr;
-  const char* text = nullptr;
-  if (api.cuGetErrorName.function != nullptr) api.cuGetErrorName.function(result, &name);
-  if (api.cuGetErrorString.function != nullptr) api.cuGetErrorString.function(result, &text);
-  if (name == nullptr) return "error without a name";
-  return text == nullptr ? std::string(name) : std::string(name) + " (" + text + ")";
-}
-
-template <typename Signature>
-void check(const Api& api, const Entry<Signature>& entry, Result result) {
-  if (result != cuda::kSuccess) throw DriverError(entry.name, result, result_text(api, result));
-}
-
-template <typename Signature>
-bool resolve(void* library, Entry<Signature>& entry) {
-  entry.function = reinterpret_cast<Signature*>(dlsym(library, entry.name));
-  return entry.function != nullptr;
-}
-
-Api load_api(const char* library_name) {
-  // Never closed: libcuda does not support being unloaded.
-  void* const library = dlopen(library_name, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* reason = dlerror();
-    throw DriverError(std::string("dlopen(") + library_name + ")", cuda::kFileNotFound,
-                      std::string(reason == nullptr ? "no reason given" : reason) +
-                          "; install the NVIDIA driver, or keep the model on the CPU");
-  }
-  Api api;
-  const auto require = [&](auto& entry) {
-    if (resolve(library, entry)) return;
-    throw DriverError(entry.name, cuda::kSymbolNotFound,
-                      std::string("missing in ") + library_name + "; install a driver for CUDA 12 or newer");
-  };
-#define OFFLOAD_CUDA_REQUIRE(symbol, parameters) require(api.symbol);
-  OFFLOAD_CUDA_REQUIRED(OFFLOAD_CUDA_REQUIRE)
-#undef OFFLOAD_CUDA_REQUIRE
-#define OFFLOAD_CUDA_RESOLVE(symbol, parameters) resolve(library, api.symbol);
-  OFFLOAD_CUDA_OPTIONAL(OFFLOAD_CUDA_RESOLVE)
-#undef OFFLOAD_CUDA_RESOLVE
-  return api;
-}
-
-int initialized_device_count(const Api& api) {
-  const Result result = api.cuInit.function(0);
-  if (result == cuda::kNotInitialized) {
-    // What libcuda answers in the child of a process that had initialized it.
-    throw DriverError(api.cuInit.name, result, result_text(api, result) + "; " + kForkRemedy);
-  }
-  check(api, api.cuInit, result);
-  int count = 0;
-  check(api, api.cuDeviceGetCount, api.cuDeviceGetCount.function(&count));
-  return count;
 }
 
 // The context is current while this lives, and the caller's own is current again afterwards, on error paths as well.
@@ -275,7 +217,7 @@ class CudaDriver final : public Driver {
  private:
   // Asked before any lock is taken: a lock that another thread held at the fork is never released in the child.
   void require_same_process(const char* call_name) const {
-    if (in_forked_child()) throw DriverError(call_name, cuda::kNotInitialized, kForkRemedy);
+    if (in_forked_child()) throw DriverError(call_name, cuda::kNotInitialized, cuda::kForkRemedy);
   }
 
   // Retained at the first call that needs it: a driver that is only asked for its name costs no device memory.
@@ -371,8 +313,8 @@ class CudaDriver final : public Driver {
 }  // namespace
 
 std::shared_ptr<Driver> make_cuda_driver(int device, const char* library) {
-  const Api api = load_api(library);
-  const int count = initialized_device_count(api);
+  const Api api = cuda::load_api(library);
+  const int count = cuda::initialized_device_count(api);
   if (device < 0 || device >= count) {
     throw DriverError(api.cuDeviceGet.name, cuda::kInvalidDevice,
                       "asked for device " + std::to_string(device) + ", " + std::to_string(count) +
@@ -381,27 +323,6 @@ std::shared_ptr<Driver> make_cuda_driver(int device, const char* library) {
   cuda::Device handle = 0;
   check(api, api.cuDeviceGet, api.cuDeviceGet.function(&handle, device));
   return std::make_shared<CudaDriver>(api, handle);
-}
-
-int cuda_device_count(const char* library) noexcept {
-  try {
-    return initialized_device_count(load_api(library));
-  } catch (...) {
-    return 0;
-  }
-}
-
-std::vector<DriverSymbol> cuda_symbols(const char* library) {
-  void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) return {};
-  std::vector<DriverSymbol> symbols;
-#define OFFLOAD_CUDA_LIST(symbol, parameters) symbols.push_back({#symbol, true, dlsym(handle, #symbol) != nullptr});
-  OFFLOAD_CUDA_REQUIRED(OFFLOAD_CUDA_LIST)
-#undef OFFLOAD_CUDA_LIST
-#define OFFLOAD_CUDA_LIST(symbol, parameters) symbols.push_back({#symbol, false, dlsym(handle, #symbol) != nullptr});
-  OFFLOAD_CUDA_OPTIONAL(OFFLOAD_CUDA_LIST)
-#undef OFFLOAD_CUDA_LIST
-  return symbols;
 }
 
 }  // namespace offload

@@ -2,23 +2,23 @@
 //
 // In every normal build OFFLOAD_EDGE is its statement and OFFLOAD_BROKEN is false: nothing of this file is compiled in.
 // With CMake's -DOFFLOAD_MUTANTS=ON (tests/campaign alone) the guard that break_edge() names is left out at run time;
-// freed pool blocks and extents are poisoned, the spill file grows in small steps, and file I/O may pause.
+// freed pool blocks and extents are poisoned, and the spill file grows in small steps.
 #pragma once
 
 #ifdef OFFLOAD_MUTANTS
 
+#include <unistd.h>
+
+#include <array>
 #include <atomic>
-#include <chrono>
-#include <random>
+#include <cstdint>
 #include <string>
-#include <thread>
 
 namespace offload::mutants {
 
 constexpr unsigned char kPoison = 0xDB;
 
 inline std::atomic<const std::string*> broken_edge{nullptr};
-inline std::atomic<unsigned> pause_us_max{0};
 
 // Empty: none. Leaks the name, as lanes may still read it.
 inline void break_edge(const std::string& name) { broken_edge = name.empty() ? nullptr : new std::string(name); }
@@ -28,12 +28,15 @@ inline bool is_broken(const char* edge) {
   return broken != nullptr && *broken == edge;
 }
 
-// Widens the time during which file I/O is under way.
-inline void pause() {
-  const unsigned most_us = pause_us_max;
-  if (most_us == 0) return;
-  thread_local std::minstd_rand random(std::random_device{}());
-  std::this_thread::sleep_for(std::chrono::microseconds(random() % most_us));
+// Overwrites part of a file, whole pages: no read may count on what was there.
+inline void scribble(int descriptor, uint64_t offset, uint64_t bytes) {
+  alignas(4096) static const auto junk = [] {
+    std::array<unsigned char, 4096> page;
+    page.fill(kPoison);
+    return page;
+  }();
+  for (uint64_t at = 0; at < bytes; at += junk.size())
+    if (pwrite(descriptor, junk.data(), junk.size(), static_cast<off_t>(offset + at)) < 0) return;
 }
 
 }  // namespace offload::mutants

@@ -1,16 +1,13 @@
 #include "spill_file.h"
 
 #include <fcntl.h>
-#include <linux/aio_abi.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 #include <vector>
 
@@ -23,94 +20,20 @@ namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;
 constexpr size_t kPiecesInFlight = 4;  // of one large transfer
-constexpr size_t kQueueDepth = 32;
 #ifdef OFFLOAD_MUTANTS
 constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // thousands of stores in a run
 #else
 constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
 #endif
-constexpr char kScribble = static_cast<char>(0xDB);  // tests: where bytes are not what was written
-constexpr int kAttemptsMax = 1000;                   // without progress: EINTR, EAGAIN, transfers shorter than a sector
+constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfers shorter than a sector
+
+// Whatever happens, nobody may touch the caller's memory after a transfer has returned.
+struct Drain {
+  FileIo& io;
+  ~Drain() { io.drain(); }
+};
 
 }  // namespace
-
-// One kernel AIO context, used by one transfer at a time. A context that the kernel refuses leaves valid() false.
-class SpillFile::Queue {
- public:
-  Queue() {
-    if (syscall(SYS_io_setup, kQueueDepth, &context_) != 0) context_ = 0;
-  }
-  ~Queue() {
-    if (context_ != 0) syscall(SYS_io_destroy, context_);
-  }
-  Queue(const Queue&) = delete;
-  Queue& operator=(const Queue&) = delete;
-
-  bool valid() const { return context_ != 0; }
-
-  bool submit(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
-    prepare(slot, descriptor, writing, data, bytes, offset);
-    return submit_prepared(slot, 1) == 1;
-  }
-
-  void prepare(size_t slot, int descriptor, bool writing, char* data, size_t bytes, uint64_t offset) {
-    iocb& block = blocks_[slot];
-    std::memset(&block, 0, sizeof block);
-    block.aio_data = slot;
-    block.aio_lio_opcode = writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
-    block.aio_fildes = static_cast<uint32_t>(descriptor);
-    block.aio_buf = reinterpret_cast<uint64_t>(data);
-    block.aio_nbytes = bytes;
-    block.aio_offset = static_cast<int64_t>(offset);
-    done_[slot] = false;
-  }
-
-  // In one system call; returns how many of them the kernel took.
-  size_t submit_prepared(size_t first_slot, size_t count) {
-    std::array<iocb*, kQueueDepth> list{};
-    for (size_t each = 0; each < count; ++each) list[each] = &blocks_[first_slot + each];
-    const long taken = syscall(SYS_io_submit, context_, static_cast<long>(count), list.data());
-    if (taken <= 0) return 0;
-    in_flight_ += static_cast<size_t>(taken);
-    return static_cast<size_t>(taken);
-  }
-
-  int64_t wait(size_t slot) {
-    while (!done_[slot]) reap();
-    return results_[slot];
-  }
-
-  // Whatever happens, nobody may touch the caller's memory after a transfer has returned.
-  void drain() {
-    while (in_flight_ > 0) reap();
-  }
-
- private:
-  void reap() {
-    io_event event;
-    if (syscall(SYS_io_getevents, context_, 1L, 1L, &event, nullptr) != 1) return;
-    results_[event.data] = event.res;
-    done_[event.data] = true;
-    --in_flight_;
-  }
-
-  aio_context_t context_ = 0;
-  size_t in_flight_ = 0;
-  std::array<iocb, kQueueDepth> blocks_{};
-  std::array<int64_t, kQueueDepth> results_{};
-  std::array<bool, kQueueDepth> done_{};
-};
-
-// One for each lane thread: setting one up costs a system call, and lanes live as long as the store.
-SpillFile::Queue& SpillFile::queue_of_this_thread() {
-  thread_local Queue queue;
-  return queue;
-}
-
-struct SpillFile::Drain {
-  Queue& queue;
-  ~Drain() { queue.drain(); }
-};
 
 SpillFile::SpillFile(const std::string& directory) : path_(directory) {
   open_in(directory);
@@ -174,10 +97,7 @@ void SpillFile::grow(uint64_t bytes) {
   for (const uint64_t growth : {std::max(wanted, kGrowthBytes), wanted}) {
     int error_number = EINTR;
     for (int attempt = 0; error_number == EINTR && attempt < kAttemptsMax; ++attempt) {
-      error_number = posix_fallocate(descriptor_, static_cast<off_t>(stats_.file_bytes), static_cast<off_t>(growth));
-      if (error_number == EINVAL || error_number == EOPNOTSUPP)  // no such call there: holes are all one can have
-        error_number = ftruncate(descriptor_, static_cast<off_t>(stats_.file_bytes + growth)) == 0 ? 0 : errno;
-      error_number = static_cast<int>(-tamper(FileOperation::allocate, 0, nullptr, -error_number));
+      error_number = io().allocate(descriptor_, stats_.file_bytes, growth);
       if (error_number == EINTR && OFFLOAD_BROKEN("an interrupted allocation is repeated"))
         fail(error_number, stats_.file_bytes, "cannot allocate space for the spill file");
     }
@@ -218,7 +138,7 @@ std::vector<Extent> SpillFile::allocate_adjacent(const std::vector<uint64_t>& by
 void SpillFile::release(const Extent& extent) {
   if (!extent) return;
 #ifdef OFFLOAD_MUTANTS
-  scribble(extent.offset, free_.round_up(extent.bytes));
+  mutants::scribble(descriptor_, extent.offset, free_.round_up(extent.bytes));
 #endif
   std::lock_guard lock(mutex_);
   try {
@@ -231,75 +151,68 @@ void SpillFile::release(const Extent& extent) {
 
 uint32_t SpillFile::write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc) {
   auto* source = static_cast<char*>(const_cast<void*>(data));  // written from, never to
-  const uint32_t sum = transfer(FileOperation::write, extent.offset + at, source, bytes, crc);
+  const uint32_t sum = transfer({true, source, bytes, extent.offset + at}, crc);
   std::lock_guard lock(mutex_);
   stats_.written_bytes += bytes;
   return sum;
 }
 
 uint32_t SpillFile::read(const Extent& extent, uint64_t at, void* data, size_t bytes, uint32_t crc) {
-  const uint32_t sum = transfer(FileOperation::read, extent.offset + at, static_cast<char*>(data), bytes, crc);
+  const uint32_t sum = transfer({false, static_cast<char*>(data), bytes, extent.offset + at}, crc);
   std::lock_guard lock(mutex_);
   stats_.read_bytes += bytes;
   return sum;
 }
 
-uint32_t SpillFile::transfer(FileOperation operation, uint64_t offset, char* data, size_t bytes, uint32_t crc) {
-  const bool writing = operation == FileOperation::write;
-  const size_t pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
-  const auto piece_bytes = [&](size_t piece) { return std::min(kPieceBytes, bytes - piece * kPieceBytes); };
-  Queue& queue = queue_of_this_thread();
-  const Drain drain{queue};
-  const bool asynchronous = direct_ && queue.valid();
-  std::array<bool, kPiecesInFlight> submitted{};
-  const auto submit = [&](size_t piece) {
+uint32_t SpillFile::transfer(const FileTransfer& whole, uint32_t crc) {
+  FileIo& io = this->io();
+  const Drain drain{io};
+  const size_t pieces = (whole.bytes + kPieceBytes - 1) / kPieceBytes;
+  const auto piece_at = [&](size_t piece) {
     const size_t at = piece * kPieceBytes;
-    submitted[piece % kPiecesInFlight] = asynchronous && queue.submit(piece % kPiecesInFlight, descriptor_, writing,
-                                                                      data + at, piece_bytes(piece), offset + at);
+    return FileTransfer{whole.writing, whole.data + at, std::min(kPieceBytes, whole.bytes - at), whole.offset + at};
   };
-  for (size_t piece = 0; piece < std::min(pieces, kPiecesInFlight); ++piece) submit(piece);
+  std::array<bool, kPiecesInFlight> started{};
+  const auto start = [&](size_t piece) {
+    const FileTransfer transfer = piece_at(piece);
+    const size_t slot = piece % kPiecesInFlight;
+    started[slot] = direct_ && io.start(descriptor_, &transfer, 1, slot) == 1;
+  };
+  for (size_t piece = 0; piece < std::min(pieces, kPiecesInFlight); ++piece) start(piece);
   for (size_t piece = 0; piece < pieces; ++piece) {
     const size_t slot = piece % kPiecesInFlight;
-    char* const piece_data = data + piece * kPieceBytes;
-    if (writing) crc = crc32c(crc, piece_data, piece_bytes(piece));
-    const int64_t result = submitted[slot] ? queue.wait(slot) : 0;
-#ifdef OFFLOAD_MUTANTS
-    mutants::pause();
-#endif
-    finish_piece(operation, offset + piece * kPieceBytes, piece_data, piece_bytes(piece), result);
-    if (piece + kPiecesInFlight < pieces) submit(piece + kPiecesInFlight);
-    if (!writing) crc = crc32c(crc, piece_data, piece_bytes(piece));
+    const FileTransfer transfer = piece_at(piece);
+    if (transfer.writing) crc = crc32c(crc, transfer.data, transfer.bytes);
+    finish(io, transfer, started[slot] ? io.wait(descriptor_, transfer, slot) : 0);
+    if (piece + kPiecesInFlight < pieces) start(piece + kPiecesInFlight);
+    if (!transfer.writing) crc = crc32c(crc, transfer.data, transfer.bytes);
   }
   return crc;
 }
 
 void SpillFile::write_together(std::vector<Piece>& pieces) {
-  for (size_t at = 0; at < pieces.size(); at += kQueueDepth)
-    transfer_together(FileOperation::write, &pieces[at], std::min(kQueueDepth, pieces.size() - at));
+  for (size_t at = 0; at < pieces.size(); at += FileIo::kSlots)
+    transfer_together(true, &pieces[at], std::min(FileIo::kSlots, pieces.size() - at));
 }
 
 void SpillFile::read_together(std::vector<Piece>& pieces) {
-  for (size_t at = 0; at < pieces.size(); at += kQueueDepth)
-    transfer_together(FileOperation::read, &pieces[at], std::min(kQueueDepth, pieces.size() - at));
+  for (size_t at = 0; at < pieces.size(); at += FileIo::kSlots)
+    transfer_together(false, &pieces[at], std::min(FileIo::kSlots, pieces.size() - at));
 }
 
-void SpillFile::transfer_together(FileOperation operation, Piece* pieces, size_t count) {
-  const bool writing = operation == FileOperation::write;
-  Queue& queue = queue_of_this_thread();
-  const Drain drain{queue};
+void SpillFile::transfer_together(bool writing, Piece* pieces, size_t count) {
+  FileIo& io = this->io();
+  const Drain drain{io};
+  std::array<FileTransfer, FileIo::kSlots> transfers;
   for (size_t each = 0; each < count; ++each)
-    queue.prepare(each, descriptor_, writing, pieces[each].data, pieces[each].bytes, pieces[each].extent.offset);
-  const size_t submitted = direct_ && queue.valid() ? queue.submit_prepared(0, count) : 0;
+    transfers[each] = {writing, pieces[each].data, pieces[each].bytes, pieces[each].extent.offset};
+  const size_t started = direct_ ? io.start(descriptor_, transfers.data(), count, 0) : 0;
   uint64_t done_bytes = 0;
   for (size_t each = 0; each < count; ++each) {
     Piece& piece = pieces[each];
     if (writing) piece.crc = crc32c(piece.crc, piece.data, piece.bytes);
-    const int64_t result = each < submitted ? queue.wait(each) : 0;
-#ifdef OFFLOAD_MUTANTS
-    mutants::pause();
-#endif
     try {
-      finish_piece(operation, piece.extent.offset, piece.data, piece.bytes, result);
+      finish(io, transfers[each], each < started ? io.wait(descriptor_, transfers[each], each) : 0);
     } catch (...) {
       piece.failure = std::current_exception();
       continue;
@@ -311,31 +224,28 @@ void SpillFile::transfer_together(FileOperation operation, Piece* pieces, size_t
   (writing ? stats_.written_bytes : stats_.read_bytes) += done_bytes;
 }
 
-// Completes a piece of which `result` bytes are done, or that failed with -errno.
-void SpillFile::finish_piece(FileOperation operation, uint64_t offset, char* data, size_t bytes, int64_t result) {
-  const bool writing = operation == FileOperation::write;
+// Completes a transfer of which `result` bytes are done (0: it has not begun), or that failed with −errno.
+void SpillFile::finish(FileIo& io, const FileTransfer& whole, int64_t result) {
+  const bool writing = whole.writing;
   bool attempted = result != 0;
   size_t done = 0;
   for (int attempt = 0; attempt < kAttemptsMax; ++attempt) {
-    if (attempted) result = tamper(operation, offset + done, data + done, result);
     const bool was_interrupted = result == -EINTR && !OFFLOAD_BROKEN("an interrupted transfer is repeated");
     if (result < 0 && !was_interrupted && result != -EAGAIN)
-      fail(static_cast<int>(-result), offset + done, writing ? "spill write failed" : "spill read failed");
+      fail(static_cast<int>(-result), whole.offset + done, writing ? "spill write failed" : "spill read failed");
     if (attempted && result == 0 && OFFLOAD_BROKEN("a read that ends early is told")) return;
     if (attempted && result == 0)
-      fail(EIO, offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
-    if (result > 0 && (done + static_cast<size_t>(result) >= bytes || OFFLOAD_BROKEN("short write is continued")))
+      fail(EIO, whole.offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
+    if (result > 0 && (done + static_cast<size_t>(result) >= whole.bytes || OFFLOAD_BROKEN("short write is continued")))
       return;
     if (result >= static_cast<int64_t>(alignment_bytes_)) {
       attempt = 0;
       done += static_cast<size_t>(result) / alignment_bytes_ * alignment_bytes_;  // it may have stopped within a sector
     }
-    const ssize_t moved = writing ? pwrite(descriptor_, data + done, bytes - done, static_cast<off_t>(offset + done))
-                                  : pread(descriptor_, data + done, bytes - done, static_cast<off_t>(offset + done));
-    result = moved < 0 ? -errno : moved;
+    result = io.transfer(descriptor_, {writing, whole.data + done, whole.bytes - done, whole.offset + done});
     attempted = true;
   }
-  fail(EIO, offset + done, writing ? "spill write makes no progress" : "spill read makes no progress");
+  fail(EIO, whole.offset + done, writing ? "spill write makes no progress" : "spill read makes no progress");
 }
 
 void SpillFile::verify(const Extent& extent, uint32_t expected, uint32_t found) const {
@@ -358,52 +268,6 @@ uint64_t SpillFile::trim() {
 SpillStats SpillFile::stats() const {
   std::lock_guard lock(mutex_);
   return stats_;
-}
-
-void SpillFile::inject(const Fault& fault) {
-  std::lock_guard lock(mutex_);
-  fault_ = fault;
-  fault_armed_ = fault.nth > 0;
-}
-
-// Applies the injected fault to a completion. `result`: bytes moved, or -errno.
-int64_t SpillFile::tamper(FileOperation operation, uint64_t offset, char* data, int64_t result) {
-  std::unique_lock lock(mutex_, std::defer_lock);
-  if (operation != FileOperation::allocate) lock.lock();  // allocate holds it
-  if (!fault_armed_ || fault_.operation != operation) return result;
-  if (fault_.nth > 1) {
-    --fault_.nth;
-    return result;
-  }
-  if (!fault_.persistent) fault_armed_ = false;
-  if (fault_.kind == FaultKind::error) return -fault_.error_number;
-  if (result <= 0) return result;
-  const auto moved = static_cast<size_t>(result);
-  if (fault_.kind == FaultKind::short_transfer) {
-    // The rest is really missing, and what is said to be there is there.
-    const size_t kept = std::min(moved, (moved / 2 + kExtentBytes - 1) / kExtentBytes * kExtentBytes);
-    if (operation == FileOperation::read) std::memset(data + kept, kScribble, moved - kept);
-    if (operation == FileOperation::write) scribble(offset + kept, (moved - kept) / kExtentBytes * kExtentBytes);
-    return result / 2;
-  }
-  if (operation == FileOperation::read) data[moved / 2] ^= 1;
-  return result;
-}
-
-// Overwrites part of the file, whole sectors, as if it had never been written.
-void SpillFile::scribble(uint64_t offset, uint64_t bytes) const {
-  alignas(kExtentBytes) static const auto junk = [] {
-    std::array<char, kExtentBytes> sector;
-    sector.fill(kScribble);
-    return sector;
-  }();
-  for (uint64_t at = 0; at < bytes; at += kExtentBytes)
-    if (pwrite(descriptor_, junk.data(), kExtentBytes, static_cast<off_t>(offset + at)) < 0)
-      fail(errno, offset + at, "cannot scribble");
-}
-
-void SpillFile::truncate_for_test(uint64_t bytes) {
-  if (ftruncate(descriptor_, static_cast<off_t>(bytes)) != 0) fail(errno, bytes, "cannot truncate");
 }
 
 }  // namespace offload

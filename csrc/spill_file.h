@@ -11,15 +11,18 @@
 // Thread safe. read() and write() block their caller; they are called on lanes.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "extent_map.h"
+#include "file_io.h"
 
 namespace offload {
 
@@ -28,18 +31,6 @@ struct Extent {
   uint64_t bytes = 0;
 
   explicit operator bool() const { return bytes > 0; }
-};
-
-enum class FileOperation { allocate, write, read };
-enum class FaultKind { error, short_transfer, flipped_bit };
-
-// What tests inject: the `nth` operation of its kind from now (1 = the next) misbehaves; a persistent fault stays.
-struct Fault {
-  FileOperation operation = FileOperation::write;
-  FaultKind kind = FaultKind::error;
-  uint64_t nth = 1;
-  int error_number = 0;
-  bool persistent = false;
 };
 
 struct SpillStats {
@@ -89,24 +80,20 @@ class SpillFile {
   uint64_t trim();
 
   SpillStats stats() const;
-  void inject(const Fault& fault);
-  // Shortens the file behind the engine's back; tests only.
-  void truncate_for_test(uint64_t bytes);
+
+  // What stands between the file and the kernel. One that replaces it is used by transfers that begin later, and is
+  // kept as long as the file; at most one may.
+  FileIo& io() const { return *io_.load(); }
+  void replace_io(std::shared_ptr<FileIo> io) { io_ = (replacement_ = std::move(io)).get(); }
+  int descriptor() const { return descriptor_; }
 
  private:
-  class Queue;
-  struct Drain;
-
-  static Queue& queue_of_this_thread();
-
   void open_in(const std::string& directory);
   void probe_alignment();
   void grow(uint64_t bytes);
-  uint32_t transfer(FileOperation operation, uint64_t offset, char* data, size_t bytes, uint32_t crc);
-  void transfer_together(FileOperation operation, Piece* pieces, size_t count);
-  void finish_piece(FileOperation operation, uint64_t offset, char* data, size_t bytes, int64_t result);
-  int64_t tamper(FileOperation operation, uint64_t offset, char* data, int64_t result);
-  void scribble(uint64_t offset, uint64_t bytes) const;
+  uint32_t transfer(const FileTransfer& whole, uint32_t crc);
+  void transfer_together(bool writing, Piece* pieces, size_t count);
+  void finish(FileIo& io, const FileTransfer& whole, int64_t result);
   [[noreturn]] void fail(int error_number, uint64_t offset, const char* what) const;
 
   std::string path_;
@@ -116,8 +103,9 @@ class SpillFile {
   mutable std::mutex mutex_;
   ExtentMap free_{kExtentBytes};
   SpillStats stats_;
-  Fault fault_;
-  bool fault_armed_ = false;
+  FileIo kernel_;
+  std::shared_ptr<FileIo> replacement_;
+  std::atomic<FileIo*> io_{&kernel_};
 
   static constexpr uint64_t kExtentBytes = 4096;
 };

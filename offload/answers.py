@@ -139,7 +139,9 @@ class Answers:
         model = self._model()
         name = type(model).__name__ if model is not None else "a model that is gone"
         state, asked = self.verdict().state(), wish(self._placement.options)
-        return f"<offload.Session of {name} on {self._placement.device}{'' if asked in state else f', {asked}'}: {state}>"
+        return (
+            f"<offload.Session of {name} on {self._placement.device}{'' if asked in state else f', {asked}'}: {state}>"
+        )
 
     def _make_round(self, policy: Policy) -> Round:
         """A round that notes what it does while a step is recorded, else a plain one."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.inject import inject_fault
 
 from offload import _core, calibration
 from offload.calibration import Calibration, calibrate
@@ -94,7 +95,7 @@ def test_a_host_limit_without_room_for_pages_is_a_memory_error(tmp_path: Path) -
 
 def test_a_failing_disk_is_said(tmp_path: Path) -> None:
     store, spill_dir = make_store("direct", tmp_path)
-    store.inject_fault("write", "error", persistent=True)
+    inject_fault(store, "write", "error", persistent=True)
     with pytest.raises(OSError, match="a copy-out failed while the link was measured"):
         calibrate(store, CPU, spill_dir, cache_dir=tmp_path)
     assert store.stats()["live_tickets"] == 0

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from faults.inject import inject_fault, truncate
 from torch import nn
 
 import offload
@@ -375,7 +376,7 @@ def test_failing_spill_keeps_the_tensor(tmp_path, caplog, operation, persistent)
     model = Net()
     expected = step(model, rows=500)
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
-        handle._engine.store.inject_fault(operation, "error", nth=1, error_number=errno.ENOSPC, persistent=persistent)
+        inject_fault(handle._engine.store, operation, "error", nth=1, error_number=errno.ENOSPC, persistent=persistent)
         with caplog.at_level(logging.WARNING, logger="offload"):
             for _ in range(3):
                 torch.manual_seed(0)
@@ -412,7 +413,7 @@ def test_failing_read_is_an_error_and_the_graph_survives(tmp_path, kind):
         model.zero_grad()
         loss = model(torch.randn(500, 64)).square().mean()
         handle._engine.drain()
-        handle._engine.store.inject_fault("read", kind, nth=1, error_number=errno.EIO)
+        inject_fault(handle._engine.store, "read", kind, nth=1, error_number=errno.EIO)
         with pytest.raises(OSError, match="offset") as raised:
             loss.backward(retain_graph=True)
         assert raised.value.errno == errno.EIO
@@ -448,11 +449,11 @@ def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path, caplog, 
         leaf, out = forward()
         handle._engine.drain()
         store = handle._engine.store
-        store.inject_fault("read", "error", nth=3, error_number=errno.EIO, persistent=persistent)
+        inject_fault(store, "read", "error", nth=3, error_number=errno.EIO, persistent=persistent)
         if persistent:
             with pytest.raises(OSError, match="offset"):
                 out.sum().backward(retain_graph=True)
-            store.inject_fault("read", "error", nth=0)
+            inject_fault(store, "read", "error", nth=0)
             leaf.grad = None
         out.sum().backward()
         assert torch.equal(leaf.grad, expected)
@@ -467,7 +468,7 @@ def test_truncated_spill_file_is_an_error(tmp_path):
     with offload.enable(model, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
         loss = model(torch.randn(500, 64)).square().mean()
         handle._engine.drain()
-        handle._engine.store.truncate_for_test(4096)
+        truncate(handle._engine.store, 4096)
         with pytest.raises(OSError, match="ends early"):
             loss.backward()
         del loss

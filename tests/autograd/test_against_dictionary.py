@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from faults.inject import inject_fault
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -239,13 +240,13 @@ class SavedTensors(RuleBasedStateMachine):
     def fail_an_io(self, fault, nth, persistent):
         if self.has_file:
             operation, kind, number = fault
-            self.store.inject_fault(operation, kind, nth=nth, error_number=number, persistent=persistent)
+            inject_fault(self.store, operation, kind, nth=nth, error_number=number, persistent=persistent)
             COUNTS["faults"] += 1
 
     @rule()
     def repair(self):
         if self.has_file:
-            self.store.inject_fault("read", "error", nth=0)
+            inject_fault(self.store, "read", "error", nth=0)
 
     def retry(self, attempt):
         """What `attempt` gives, if need be once the fault has passed."""

@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from faults.inject import inject_fault
 from torch import nn
 
 from offload import _core
@@ -135,7 +136,7 @@ def test_read_that_fails_half_way_through_a_block(offloaded):
     out = forward(model)
     handle._engine.drain()
     handle._engine.store.quiesce()
-    handle._engine.store.inject_fault("read", "error", nth=3, error_number=errno.EIO)
+    inject_fault(handle._engine.store, "read", "error", nth=3, error_number=errno.EIO)
     with pytest.raises(OSError, match="offset"):
         out.sum().backward()
     del out

@@ -9,6 +9,7 @@ import errno
 import pytest
 import torch
 from fake_cuda.double import the_double
+from faults.inject import inject_fault, truncate
 from torch import nn
 
 import offload
@@ -92,8 +93,8 @@ class Campaign:
         model = new_net()
         handle = self.offloaded.enable(model)
         store = handle._engine.store
-        store.inject_fault(operation, kind, nth=nth, error_number=number, persistent=persistent)
-        found, errors = train(model, self.offloaded.settle, lambda: store.inject_fault("read", "error", nth=0))
+        inject_fault(store, operation, kind, nth=nth, error_number=number, persistent=persistent)
+        found, errors = train(model, self.offloaded.settle, lambda: inject_fault(store, "read", "error", nth=0))
         case = f"N = {nth}"
         assert all(map(are_equal, found, self.expected)), case
         for error in errors:
@@ -158,7 +159,7 @@ def test_file_truncated_behind_the_back(spilling, cut, campaign_counts):
     handle._engine.store.quiesce()
     used = handle._engine.store.stats()["spill_used_bytes"]
     cuts = {"empty": 0, "first page": 4096, "half": used // 8192 * 4096, "last page": used - 4096}
-    handle._engine.store.truncate_for_test(cuts[cut])
+    truncate(handle._engine.store, cuts[cut])
     before = snapshot(model)
     for _ in range(2):
         with pytest.raises(OSError, match="spill file ends early") as raised:

@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 
+#include "../faults/faulty_io.h"
 #include "mutants.h"
 #include "walk.h"
 
@@ -39,7 +40,7 @@ void register_campaign(py::module_& module) {
   // Processes that a test starts are broken as it is.
   if (const char* edge = std::getenv("OFFLOAD_BROKEN_EDGE")) mutants::break_edge(edge);
   module.def("set_mutant", &mutants::break_edge, py::arg("edge"));
-  module.def("set_pause", [](unsigned most_us) { mutants::pause_us_max = most_us; }, py::arg("most_us"));
+  module.def("set_pause", [](unsigned most_us) { faults::FaultyIo::pause_us_max = most_us; }, py::arg("most_us"));
   module.def(
       "walk",
       [](const std::string& tier, const std::string& schedule, uint64_t seed, int steps, const std::string& directory,

@@ -1,4 +1,4 @@
-"""Builds the native parts in their test shapes: with mutants, or as a stress program. Cached by the sources' hash."""
+"""Builds the native parts in their test shapes: with mutants, with faults, or as a stress program. Cached by the sources' hash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import ModuleType
 from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [ROOT / "csrc", ROOT / "tests" / "campaign", ROOT / "tests" / "stress"]
+SOURCES = [ROOT / "csrc", *(ROOT / "tests" / name for name in ("campaign", "faults", "stress"))]
 
 
 def sources_hash(*salt: str) -> str:

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <random>
 
+#include "../faults/faulty_io.h"
 #include "error.h"
 #include "swap_store.h"
 
@@ -46,6 +47,7 @@ class Walk {
       store_ = SwapStore::create_slab(driver_, base_, store);
       streams_ = {driver_->stream_create(), driver_->stream_create()};
     }
+    if (store_->spill_file() != nullptr) store_->spill_file()->replace_io(io_);
     idle_pool_bytes_ = store_->stats().pool.used_bytes;
   }
 
@@ -254,35 +256,32 @@ class Walk {
 
   void inject() {
     if (store_->spill_file() == nullptr) return;
-    Fault fault;
-    fault.nth = 1 + below(4);
+    using faults::Kind;
+    using faults::Operation;
+    const uint64_t nth = 1 + below(4);
     switch (below(5)) {
       case 0:
-        fault = {FileOperation::read, FaultKind::error, fault.nth, EIO};
-        break;
+        return inject({Operation::read, Kind::error, nth, EIO});
       case 1:
-        fault = {FileOperation::write, FaultKind::error, fault.nth, ENOSPC};
-        break;
+        return inject({Operation::write, Kind::error, nth, ENOSPC});
       case 2:
-        fault = {FileOperation::read, FaultKind::flipped_bit, fault.nth};
-        break;
+        return inject({Operation::read, Kind::flipped_bit, nth});
       case 3:
-        fault = {FileOperation::read, FaultKind::short_transfer, fault.nth};
-        break;
+        return inject({Operation::read, Kind::short_transfer, nth});
       default:
-        fault = {FileOperation::write, FaultKind::short_transfer, fault.nth};
-        break;
+        return inject({Operation::write, Kind::short_transfer, nth});
     }
+  }
+
+  void inject(const faults::Fault& fault) {
     ++faults_;
-    store_->spill_file()->inject(fault);
+    io_->inject(fault);
   }
 
   // Everything comes back or goes, and nothing may be left.
   void finish() {
     is_ending_ = true;
-    Fault none;
-    none.nth = 0;
-    if (store_->spill_file() != nullptr) store_->spill_file()->inject(none);
+    io_->inject(faults::kNone);
     while (!departing_.empty()) {
       Saved saved = take(departing_);
       saved.ticket->wait_out(saved.out_stream);
@@ -337,6 +336,7 @@ class Walk {
   const std::shared_ptr<HostDriver> base_;
   const std::shared_ptr<LoggingDriver> driver_;
   const std::shared_ptr<World> world_;
+  const std::shared_ptr<faults::FaultyIo> io_ = std::make_shared<faults::FaultyIo>();
   std::shared_ptr<SwapStore> store_;
   std::vector<Stream> streams_;
   size_t idle_pool_bytes_ = 0;

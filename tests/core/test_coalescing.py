@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from core.store_rig import Source, make_store
 from fake_cuda.build import build_fake_cuda
+from faults.inject import inject_fault
 
 from offload import _core
 
@@ -207,7 +208,7 @@ def test_coalesced_under_every_schedule(tmp_path, tier, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_failed_write_is_its_own_blocks(tmp_path, seed):
     store = make_store("direct", tmp_path, "stepped", seed, slice_bytes=256 << 10)
-    store.inject_fault("write", "error", nth=5, error_number=errno.EIO)
+    inject_fault(store, "write", "error", nth=5, error_number=errno.EIO)
     sources = small_sources(store)
     for source in sources:
         source.leave()
@@ -228,7 +229,7 @@ def test_a_failed_read_is_its_own_blocks(tmp_path, kind):
     sources = small_sources(store)
     for source in sources:
         source.leave()
-    store.inject_fault("read", kind, nth=5, error_number=errno.EIO)
+    inject_fault(store, "read", kind, nth=5, error_number=errno.EIO)
     for source in sources:
         source.begin_return()
     store.quiesce()
@@ -243,7 +244,7 @@ def test_a_failed_read_is_its_own_blocks(tmp_path, kind):
 
 def test_a_full_disk_fails_each_block(tmp_path):
     store = make_store("direct", tmp_path, "stepped")
-    store.inject_fault("allocate", "error", error_number=errno.ENOSPC, persistent=True)
+    inject_fault(store, "allocate", "error", error_number=errno.ENOSPC, persistent=True)
     sources = small_sources(store)
     for source in sources:
         source.leave()
@@ -254,7 +255,7 @@ def test_a_full_disk_fails_each_block(tmp_path):
 
 def test_short_transfers_of_a_batch_are_continued(tmp_path):
     store = make_store("direct", tmp_path, "stepped", slice_bytes=256 << 10)
-    store.inject_fault("write", "short_transfer", nth=3)
+    inject_fault(store, "write", "short_transfer", nth=3)
     sources = small_sources(store)
     for source in sources:
         source.leave()

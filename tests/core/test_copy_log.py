@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 from core.store_rig import Source, make_store
+from faults.inject import inject_fault
 
 TIERS = ["direct", "slab", "slab+disk", "cuda", "cuda+disk"]
 CLOCK_SLACK_SECONDS = 0.1  # an anchor is off by less than half of the time it takes to wait for an event
@@ -116,7 +117,7 @@ def test_the_stepped_schedule_waits_for_its_anchor(tmp_path, tier):
 def test_a_failed_copy_is_not_told(tmp_path):
     store = make_store("direct", tmp_path)
     store.record_copies(100)
-    store.inject_fault("write", "error", nth=1, error_number=28)
+    inject_fault(store, "write", "error", nth=1, error_number=28)
     source = Source(store, np.random.default_rng(0), 150_000)
     source.leave()
     assert source.ticket.state == "failed"

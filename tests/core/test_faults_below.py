@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_cuda.double import Double
+from faults.inject import inject_fault
 
 from offload import _core
 
@@ -238,7 +239,7 @@ def test_one_block_of_memory_and_a_disk_that_fails(tmp_path, kind, campaign_coun
     first = Trip(store, 1)
     first.leave()
     operation = "write" if kind == "error" else "read"
-    store.inject_fault(operation, kind, error_number=errno.ENOSPC, persistent=True)
+    inject_fault(store, operation, kind, error_number=errno.ENOSPC, persistent=True)
     campaign_counts["faults injected"] += 1
     if operation == "write":
         with pytest.raises(_core.PoolExhausted, match=r"asked 65536 bytes, \d+ free of 90112; raise host_limit"):
@@ -249,7 +250,7 @@ def test_one_block_of_memory_and_a_disk_that_fails(tmp_path, kind, campaign_coun
         for _ in range(3):
             with pytest.raises(OSError, match=f"offset .* of {tmp_path}"):
                 first.come_back()
-        store.inject_fault("read", "error", nth=0)
+        inject_fault(store, "read", "error", nth=0)
         second.ticket.release()
     first.come_back()
     assert first.is_whole()

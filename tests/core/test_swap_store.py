@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core.store_rig import POISON, SCHEDULES, TIERS, Source, make_store
+from faults.inject import inject_fault, truncate
 
 from offload import _core
 
@@ -132,7 +133,7 @@ def test_exhaustion_names_the_numbers(tmp_path):
 def test_failed_copy_out_leaves_the_source(tmp_path, kind, schedule):
     store = make_store("direct", tmp_path, schedule)
     generator = np.random.default_rng(0)
-    store.inject_fault("write", kind, nth=1, error_number=errno.ENOSPC)
+    inject_fault(store, "write", kind, nth=1, error_number=errno.ENOSPC)
     source = Source(store, generator, 100_000)
     source.leave()
     if kind == "error":
@@ -159,7 +160,7 @@ def test_failed_copy_in_is_typed_and_can_be_repeated(tmp_path, tier, kind, numbe
         each.leave()
     store.quiesce()
     assert source.ticket.state == "on_disk"
-    store.inject_fault("read", kind, nth=1, error_number=number)
+    inject_fault(store, "read", kind, nth=1, error_number=number)
     source.begin_return()
     if number == errno.EINTR:
         source.finish_return()
@@ -177,7 +178,7 @@ def test_truncated_file_is_an_error(tmp_path):
     store = make_store("direct", tmp_path)
     source = Source(store, np.random.default_rng(0), 1 << 20)
     source.leave()
-    store.truncate_for_test(4096)
+    truncate(store, 4096)
     source.begin_return()
     with pytest.raises(OSError, match="ends early"):
         source.finish_return()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
+DRIVER_SOURCES = ("cuda_driver.cpp", "cuda_library.cpp", "numa.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]
 
 
@@ -40,5 +41,5 @@ def build_fake_cuda(output: Path, without: tuple[str, ...] = ()) -> Path:
 
 def build_driver_checks(output: Path, fake_cuda: Path) -> Path:
     """Build driver_checks.cpp with the real cuda_driver.cpp, linked to the double `fake_cuda`."""
-    sources = [HERE / "driver_checks.cpp", CSRC / "cuda_driver.cpp", CSRC / "numa.cpp", fake_cuda]
+    sources = [HERE / "driver_checks.cpp", *(CSRC / name for name in DRIVER_SOURCES), fake_cuda]
     return compile_sources(output, sources, f"-Wl,-rpath,{fake_cuda.parent}", "-ldl")

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from fake_cuda.double import ENTRY_POINTS, the_double
+from faults.inject import inject_fault
 
 from offload import _core
 
@@ -177,7 +178,7 @@ def test_pinning_fails_and_is_typed(double):
 
 def test_disk_and_driver_fail_together(tmp_path, double):
     store = make_store(str(tmp_path), slabs=3)
-    store.inject_fault("write", "error", nth=1, error_number=errno.ENOSPC)
+    inject_fault(store, "write", "error", nth=1, error_number=errno.ENOSPC)
     swapped = [Swapped(store, 3 * number) for number in range(3)]
     double.fail_at("cuMemcpyHtoDAsync_v2", 2)
     errors = []
