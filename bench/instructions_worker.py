@@ -63,7 +63,7 @@ def planner() -> Subject:
 def plant() -> None:
     """Put the loop into the control path and the planner."""
     import offload.plan
-    from offload.hooks import Round
+    from offload.runtime.hooks import Round
 
     pack, fastest_plan = Round.pack, offload.plan.fastest_plan
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.demo_model import VOCABULARY, ByteGPT, Shape
+from offload.demo.model import VOCABULARY, ByteGPT, Shape
 
 CLASSES = 16
 Size = dict[str, int]

@@ -29,7 +29,7 @@ from offload.plan import (
     prove,
     unswapped_bytes,
 )
-from offload.trace import Trace
+from offload.plan.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = (0.5, 0.25, 0.1, 0.03)

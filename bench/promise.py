@@ -25,7 +25,7 @@ from models import DEMO, FAMILIES, batch_of, build, loss_of
 from result_file import write_json
 
 import offload
-from offload import allocator
+from offload.devices import allocator
 from offload.units import format_bytes, format_seconds
 
 sys.path.append(str(machine.ROOT / "tests"))

@@ -30,7 +30,7 @@ from result_file import ResultFile, read_json
 from step_worker import EXIT_OVER_CAP
 from training import Setting, steps_to_settle
 
-from offload import allocator
+from offload.devices import allocator
 
 WORKER = Path(__file__).with_name("step_worker.py")
 COMPLAINT_CHARACTERS_MAX = 2000

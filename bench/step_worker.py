@@ -21,7 +21,7 @@ import contestants
 import torch
 from training import Setting, Trainer, same_bits, warm_up
 
-from offload.demo_memory import resident_bytes
+from offload.demo.memory import resident_bytes
 
 EXIT_OVER_CAP = 3
 SAMPLE_SECONDS = 0.002

@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from shapes import SHAPES
 
 from offload.plan import Link, Plan, fastest_plan
-from offload.trace import Trace
+from offload.plan.trace import Trace
 
 BUDGETS = {"half": 0, "a tenth": 2}  # places in planner_table.BUDGETS
 UNSEEN_TENSORS = 250

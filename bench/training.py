@@ -20,8 +20,8 @@ import torch
 from contestants import Contestant, Prepared
 from torch import Tensor, nn
 
-from offload import allocator
-from offload.demo_memory import MemoryMeter
+from offload.demo.memory import MemoryMeter
+from offload.devices import allocator
 
 STEPS_TO_WARM_UP = 2  # recorded, and following what was recorded
 STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import offload
-from offload.demo_model import VOCABULARY, ByteGPT, Shape
-from offload.plan_page import render
+from offload.demo.model import VOCABULARY, ByteGPT, Shape
+from offload.diagnostics.html.plan import render
 
 SHAPE = Shape(layers=3, width=256, heads=4, batch=12, length=256)
 STEPS = 5

@@ -11,8 +11,8 @@ import numpy
 import torch
 
 import offload
-from offload.demo_model import ByteGPT, Shape
-from offload.demo_worker import batches, build, loss_of, read_corpus
+from offload.demo.model import ByteGPT, Shape
+from offload.demo.worker import batches, build, loss_of, read_corpus
 
 
 def write(model: ByteGPT, beginning: bytes, count: int, length: int) -> str:

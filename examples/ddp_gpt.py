@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload.demo_model import VOCABULARY, ByteGPT, Shape
+from offload.demo.model import VOCABULARY, ByteGPT, Shape
 
 QUICK = Shape(layers=2, width=64, heads=2, batch=4, length=64)
 FULL = Shape(layers=6, width=256, heads=4, batch=8, length=256)

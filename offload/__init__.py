@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload._core import DriverError, PoolExhausted, SpillError
-    from offload.accumulate import GradAccumulator
-    from offload.feed import Prefetcher
+    from offload.contrib.gradient_accumulation import GradAccumulator
+    from offload.contrib.prefetcher import Prefetcher
+    from offload.diagnostics.recovery import recover
+    from offload.diagnostics.report import Report
     from offload.plan import InfeasibleLimitError
-    from offload.recovery import recover
-    from offload.report import Report
     from offload.session import Session, disable, enable
 
 __version__ = "0.1.0"
@@ -37,16 +37,16 @@ __all__ = [
 
 _HOMES = {
     "DriverError": "offload._core",
-    "GradAccumulator": "offload.accumulate",
+    "GradAccumulator": "offload.contrib.gradient_accumulation",
     "InfeasibleLimitError": "offload.plan",
     "PoolExhausted": "offload._core",
-    "Prefetcher": "offload.feed",
-    "Report": "offload.report",
+    "Prefetcher": "offload.contrib.prefetcher",
+    "Report": "offload.diagnostics.report",
     "Session": "offload.session",
     "SpillError": "offload._core",
     "disable": "offload.session",
     "enable": "offload.session",
-    "recover": "offload.recovery",
+    "recover": "offload.diagnostics.recovery",
 }
 
 

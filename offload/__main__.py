@@ -2,6 +2,6 @@
 
 import sys
 
-from offload.cli import main
+from offload.cli.main import main
 
 sys.exit(main())

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from offload.control_group import control_groups
-from offload.processes import local_processes
+from offload.devices.control_group import control_groups
+from offload.devices.processes import local_processes
 from offload.units import parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4

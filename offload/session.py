@@ -19,24 +19,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from offload import allocator, compiled, planning
-from offload.answers import Answers
-from offload.assessment import weigh_process
-from offload.calibration import calibrate
-from offload.device_memory import watch_refusals
-from offload.engine import Engine, has_storage
-from offload.forward_wrapper import ForwardWrapper
-from offload.hooks import Round, RoundHooks
+from offload.control import controller as planning
+from offload.control.controller import ByHand, ByPlan, Signature
+from offload.control.device_session import Placement
+from offload.devices import allocator
+from offload.devices.memory import watch_refusals
+from offload.diagnostics.answers import Answers
+from offload.diagnostics.assessment import weigh_process
+from offload.diagnostics.report import Counts, Feed, Report
 from offload.options import Options, check_options, is_in_memory
-from offload.placement import Placement
 from offload.plan import Link, Plan
-from offload.planning import ByHand, ByPlan, Signature
-from offload.refusals import check_devices, check_model, devices_of, first_device, hooks_allowed, named
-from offload.report import Counts, Feed, Report
-from offload.schedule import StepOrder
-from offload.stores import make_engine, make_store
-from offload.trace import Trace
-from offload.weak import weakly
+from offload.plan.trace import Trace
+from offload.profiling.calibration import calibrate
+from offload.runtime.engine import Engine, has_storage
+from offload.runtime.forward_wrapper import ForwardWrapper
+from offload.runtime.hooks import Round, RoundHooks
+from offload.runtime.refusals import check_devices, check_model, devices_of, first_device, hooks_allowed, named
+from offload.runtime.schedule import StepOrder
+from offload.runtime.stores import make_engine, make_store
+from offload.runtime.weak import weakly
+from offload.torch_compat import compiled
 
 log = logging.getLogger("offload")
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.autograd.profiler import profile, record_function
 
-from offload.engine import Engine
+from offload.runtime.engine import Engine
 
 _BLOCK = "block of "
 

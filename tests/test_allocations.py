@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from offload import allocations
-from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes
+from offload.profiling import allocations
+from offload.profiling.allocations import DeviceAllocations, HostAllocations, SavedBytes
 
 MiB = 1 << 20
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload import allocator
+from offload.devices import allocator
 
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 needs_allocator = pytest.mark.skipif(

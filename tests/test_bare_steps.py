@@ -8,7 +8,7 @@ import torch
 from test_planned_training import assert_equal, batch, enabled, make, train
 from torch import nn
 
-from offload import planning
+from offload.control import controller as planning
 from offload.plan import Link
 
 

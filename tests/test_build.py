@@ -137,7 +137,7 @@ def in_unbuilt_checkout(use: str, folder: Path) -> subprocess.CompletedProcess[s
         "import offload; offload.PoolExhausted",
         "import offload.session",
         "from offload.integrations.switch import Switch",
-        "from offload.cli import main; main(['doctor'])",
+        "from offload.cli.main import main; main(['doctor'])",
     ],
 )
 def test_an_unbuilt_checkout_says_what_to_type(use: str, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ import pytest
 import torch
 from faults.inject import inject_fault
 
-from offload import _core, calibration
-from offload.calibration import Calibration, calibrate
+from offload import _core
+from offload.profiling import calibration
+from offload.profiling.calibration import Calibration, calibrate
 
 CPU = torch.device("cpu")
 taken_by_others = calibration._taken_by_others

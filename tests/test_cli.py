@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from offload import allocator, cli
+from offload.cli import main as cli
+from offload.devices import allocator
 
 ROOT = Path(__file__).parents[1]
 

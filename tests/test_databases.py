@@ -28,7 +28,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_map
 
 import offload
-from offload import hooks, session
+from offload import session
+from offload.runtime import hooks
 
 QUICK_SHARE = 3  # every third operator and module
 QUICK_SAMPLES = 3

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from offload import demo, demo_page, demo_worker
-from offload.demo_memory import MemoryMeter, resident_bytes, thin
-from offload.demo_model import ByteGPT, Shape
+from offload.demo import command as demo
+from offload.demo import page as demo_page
+from offload.demo import worker as demo_worker
+from offload.demo.memory import MemoryMeter, resident_bytes, thin
+from offload.demo.model import ByteGPT, Shape
 
 ROOT = Path(__file__).parents[1]
 TINY = Shape(layers=2, width=32, heads=2, batch=2, length=32)

@@ -102,7 +102,7 @@ def test_the_page_of_knobs_names_every_argument():
 
 
 def test_every_reason_to_stay_is_answered():
-    from offload.oom import _FIXED
+    from offload.diagnostics.oom import _FIXED
 
     hooks = (ROOT / "offload" / "hooks.py").read_text()
     reasons = set(re.findall(r'_keep\([^)]*?"([\w ]+)"', hooks)) | _FIXED | {"kept by plan", "n_tensors", "excluded"}

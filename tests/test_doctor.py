@@ -13,8 +13,11 @@ import pytest
 import torch
 from fake_cuda.build import build_fake_cuda
 
-from offload import _core, calibration, checkup, cli, doctor
-from offload.checkup import Finding, examine
+from offload import _core
+from offload.cli import checkup, doctor
+from offload.cli import main as cli
+from offload.cli.checkup import Finding, examine
+from offload.profiling import calibration
 
 SECTIONS = {"versions", "driver", "devices", "host memory", "disk", "self-test"}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import offload
 from offload import _core
-from offload.engine import IN_FLIGHT_BYTES_MAX
+from offload.runtime.engine import IN_FLIGHT_BYTES_MAX
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import torch
 from torch_cuda import Event, OnDevice, Stream, doubled
 
 import offload
-from offload.feed import Conveyor
-from offload.report import Feed
+from offload.contrib.prefetcher import Conveyor
+from offload.diagnostics.report import Feed
 
 SEEDS = range(12)
 SLEEP_CYCLES = 50_000_000  # some 30 ms

@@ -19,9 +19,10 @@ from fake_cuda.double import the_double
 from torch import nn
 
 import offload
-from offload import _core, refusals, session
-from offload.engine import Engine
+from offload import _core, session
 from offload.plan import Link
+from offload.runtime import refusals
+from offload.runtime.engine import Engine
 
 TO_META = """
 import json

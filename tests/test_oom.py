@@ -18,9 +18,10 @@ from page_check import check_page
 from torch import nn
 
 import offload
-from offload import device_memory, oom
-from offload.device_memory import DeviceMemory, Process
-from offload.report import Count
+from offload.devices import memory as device_memory
+from offload.devices.memory import DeviceMemory, Process
+from offload.diagnostics import oom
+from offload.diagnostics.report import Count
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from offload import plan_cli
+from offload.cli import plan as plan_cli
 from offload.plan import Link, fastest_plan, least_feasible_limit, unswapped_bytes
-from offload.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, SavedTensor, Trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 LINK = ["--out-bandwidth", "100B/s", "--in-bandwidth", "100B/s"]

@@ -15,9 +15,9 @@ from live_bytes import Peak, tell_blocks
 from torch import nn
 
 import offload
-from offload import planning
+from offload.control import controller as planning
 from offload.plan import InfeasibleLimitError, Link, simulate
-from offload.trace import Trace
+from offload.plan.trace import Trace
 
 LINK = Link(2e9, 2e9, 20e-6)
 INPUT_BYTES_A_ROW = 32 * 4  # which were there before anybody watched; the targets are not the model's to know

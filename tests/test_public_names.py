@@ -61,7 +61,9 @@ def test_the_package_completes_to_its_public_names() -> None:
 
 def test_the_package_completes_so_after_its_parts_were_loaded() -> None:
     """A module that is imported becomes an attribute of its package."""
-    script = "import torch, offload\noffload.enable(torch.nn.Linear(2, 2)).disable()\nimport offload.cli\n" + PACKAGE
+    script = (
+        "import torch, offload\noffload.enable(torch.nn.Linear(2, 2)).disable()\nimport offload.cli.main\n" + PACKAGE
+    )
     offered, _, public = printed(script)
     assert set(offered) == set(public)
 

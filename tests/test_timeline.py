@@ -13,9 +13,9 @@ from page_check import check_page
 from torch import Tensor, nn
 
 import offload
-from offload import timeline_page
-from offload.step_recording import StepRecording
-from offload.timeline import LANES, MemorySample, Span, StepTimeline, merged, without
+from offload.diagnostics.html import timeline as timeline_page
+from offload.diagnostics.step_recording import StepRecording
+from offload.diagnostics.timeline import LANES, MemorySample, Span, StepTimeline, merged, without
 
 
 class Block(nn.Module):

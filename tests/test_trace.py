@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.trace import Node, Recompute, SavedTensor, Trace
+from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
 GOOD = {
     "format": "offload-trace/1",

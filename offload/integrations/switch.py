@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.report import Report
+from offload.diagnostics.report import Report
 from offload.session import Session, enable, session_of
 
 log = logging.getLogger("offload")

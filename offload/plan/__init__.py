@@ -12,8 +12,8 @@ from offload.plan.bounds import (
     cut_bounds,
     least_feasible_limit,
 )
-from offload.plan.exact import ExactSwaps, fastest_swaps
-from offload.plan.proof import Proof, prove
+from offload.plan.certify.exact import ExactSwaps, fastest_swaps
+from offload.plan.certify.proof import Proof, prove
 from offload.plan.result import Plan, make_plan
 from offload.plan.search import fastest_plan, least_memory_plan, manual_plan
 from offload.plan.simulate import Copy, Link, Swap, Timing, resident_bytes, simulate, unswapped_bytes

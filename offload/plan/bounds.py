@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from offload.plan.simulate import Link, unswapped_bytes
-from offload.trace import SavedTensor, Trace
+from offload.plan.trace import SavedTensor, Trace
 from offload.units import format_bytes, round_up_bytes
 
 __all__ = [
@@ -156,7 +156,7 @@ def cut_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
 
     Examples
     --------
-    >>> from offload.trace import Node, SavedTensor, Trace
+    >>> from offload.plan.trace import Node, SavedTensor, Trace
     >>> nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
     >>> trace = Trace(nodes, (0, 0, 6, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
     >>> cut_bound(trace, 10, Link(2.0, 2.0))

@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.plan.bounds import cut_bound
 from offload.plan.simulate import Link, Swap, Timing, simulate, unswapped_bytes
-from offload.trace import SavedTensor, Trace
+from offload.plan.trace import SavedTensor, Trace
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "make_plan"]

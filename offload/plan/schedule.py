@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.plan.simulate import Link, Swap, unswapped_bytes
-from offload.trace import Trace
+from offload.plan.trace import Trace
 
 __all__ = ["Schedule", "Stall", "Step"]
 

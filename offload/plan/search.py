@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
-from offload.plan.improve import Effort, improve, reorder
+from offload.plan.local_search import Effort, improve, reorder
 from offload.plan.result import Plan, make_plan
 from offload.plan.schedule import Schedule, Step
 from offload.plan.simulate import Link, Swap
-from offload.trace import Trace
+from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
@@ -61,7 +61,7 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
 
     Examples
     --------
-    >>> from offload.trace import Node, SavedTensor, Trace
+    >>> from offload.plan.trace import Node, SavedTensor, Trace
     >>> nodes = tuple(Node(str(k), 1.0, k > 2) for k in range(6))
     >>> trace = Trace(nodes, (5, 5, 5, 5, 5, 5), (SavedTensor(7, 10, 0, 0, 0, 5, 5), SavedTensor(8, 4, 2, 2, 2, 3, 3)))
     >>> plan = fastest_plan(trace, Link(10.0, 10.0), limit_bytes=15)

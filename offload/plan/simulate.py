@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.trace import SavedTensor, Trace
+from offload.plan.trace import SavedTensor, Trace
 
 __all__ = ["Copy", "Link", "Swap", "Timing", "resident_bytes", "simulate", "unswapped_bytes"]
 
@@ -142,7 +142,7 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
 
     Examples
     --------
-    >>> from offload.trace import Node, SavedTensor, Trace
+    >>> from offload.plan.trace import Node, SavedTensor, Trace
     >>> nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
     >>> trace = Trace(nodes, (0, 0, 0, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
     >>> timing = simulate(trace, [Swap(7, release=1, prefetch=3)], Link(10.0, 20.0))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 import offload
 from offload import _core, session
-from offload.engine import Engine
+from offload.runtime.engine import Engine
 
 REPORT = pytest.StashKey[pytest.TestReport]()
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import offload
 from offload import _core, session
-from offload.engine import Engine
+from offload.runtime.engine import Engine
 
 COUNTS = Counter()
 POOL_BYTES = 160 << 10

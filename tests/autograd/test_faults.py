@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload import _core, session
-from offload.engine import Engine
+from offload.runtime.engine import Engine
 
 OPERATIONS_MAX = 200
 CASES = [

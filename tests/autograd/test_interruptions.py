@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload as offload_package
 from offload import _core
-from offload.engine import Engine
+from offload.runtime.engine import Engine
 
 LIBRARY = str(Path(offload_package.__file__).parent)
 WATCHED = ("session", "forward_wrapper", "hooks", "engine", "planning", "profiler", "schedule", "course", "refusals")

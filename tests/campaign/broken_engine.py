@@ -28,8 +28,9 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from offload import _core, engine, hooks, options, stores
-from offload.engine import Departure, Engine, Lease, SwappedStorage, SwappedView
+from offload import _core, options
+from offload.runtime import engine, hooks, stores
+from offload.runtime.engine import Departure, Engine, Lease, SwappedStorage, SwappedView
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too

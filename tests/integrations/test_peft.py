@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import offload  # noqa: E402
-from offload.engine import Engine  # noqa: E402
+from offload.runtime.engine import Engine  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ON = {"n_tensors": -1, "min_tensor_bytes": 1}

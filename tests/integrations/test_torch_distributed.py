@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import options, processes
+from offload import options
+from offload.devices import processes
 from offload.options import default_host_limit
 
 ROOT = Path(__file__).resolve().parent.parent.parent

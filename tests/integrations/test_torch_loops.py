@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_rig import KNOBS, Blocks, assert_same, batch, make_blocks, train
 
 import offload
-from offload.refusals import FUNCTION_TRANSFORMS
+from offload.runtime.refusals import FUNCTION_TRANSFORMS
 
 STEPS = 4
 

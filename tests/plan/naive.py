@@ -10,7 +10,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from offload.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, SavedTensor, Trace
 
 
 def timing(trace, swaps, out_bandwidth, in_bandwidth, latency):

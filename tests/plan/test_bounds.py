@@ -19,7 +19,7 @@ from offload.plan import (
     simulate,
     unswapped_bytes,
 )
-from offload.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, SavedTensor, Trace
 
 
 def limits(trace):

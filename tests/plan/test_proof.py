@@ -18,7 +18,7 @@ from offload.plan import (
     simulate,
     unswapped_bytes,
 )
-from offload.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, SavedTensor, Trace
 
 pytest.importorskip("scipy", reason="the exact planner needs scipy")
 

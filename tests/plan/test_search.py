@@ -23,7 +23,7 @@ from offload.plan import (
     manual_plan,
     unswapped_bytes,
 )
-from offload.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, SavedTensor, Trace
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "traces"
 NOISE = 1.005

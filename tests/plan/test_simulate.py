@@ -4,7 +4,7 @@ import naive
 import pytest
 
 from offload.plan import Link, Swap, resident_bytes, simulate, unswapped_bytes
-from offload.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, SavedTensor, Trace
 
 
 @pytest.mark.parametrize("seed", range(60))

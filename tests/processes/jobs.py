@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offload
-from offload import _core, session, stores
-from offload.engine import Engine
+from offload import _core, session
+from offload.runtime import stores
+from offload.runtime.engine import Engine
 
 logging.getLogger("offload").addHandler(logging.NullHandler())  # a tensor that stays is logged: no fault here
 SLAB_BYTES = {}

@@ -1,0 +1,121 @@
+"""`offload doctor`: what this machine offers the engine, and whether the engine works on it.
+
+On top of the data path: prints what `offload.cli.checkup` finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from offload.cli.checkup import Finding
+
+HELP = "show what this machine offers the engine, measure its links and test the engine on it"
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the doctor's options.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser
+        What `run` is later given the parsed arguments of.
+    """
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine the machine and print what was found.
+
+    Returns
+    -------
+    int
+        1 where the engine does not work here, else 0; warnings do not count.
+    """
+    from offload.cli.checkup import examine
+
+    findings = []
+    for finding in _with_progress(examine()):
+        findings.append(finding)
+    failed = any(finding.status == "failed" for finding in findings)
+    if args.json:
+        print(json.dumps({"ok": not failed, "findings": [finding.to_dict() for finding in findings]}, indent=1))
+    else:
+        show(findings, sys.stdout)
+    return 1 if failed else 0
+
+
+def show(findings: Iterable[Finding], out: TextIO) -> None:
+    """Write a table of findings: by rich where it is installed, else as plain text."""
+    found = list(findings)
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        out.write("\n".join([*_plain(found), _verdict(found), ""]))
+        return
+    # Where nobody's terminal sets a width, lines stay whole for grep and log files.
+    console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
+    table = Table(title="offload doctor", title_justify="left", show_header=False, pad_edge=False, box=None)
+    for name in ("", "", "", ""):
+        table.add_column(name, overflow="fold")
+    before = ""
+    for finding in found:
+        if before and finding.section != before:
+            table.add_row()
+        section = Text(finding.section if finding.section != before else "", style="bold")
+        mark = Text(finding.status, style=_STYLES[finding.status])
+        text = Text(finding.text)
+        if finding.remedy:
+            text.append(f"\n→ {finding.remedy}", style=_STYLES[finding.status])
+        table.add_row(section, finding.name, mark, text)
+        before = finding.section
+    console.print(table)
+    worst = "failed" if _count(found, "failed") else "warning" if _count(found, "warning") else "ok"
+    console.print(Text("\n" + _verdict(found), style=_STYLES[worst]))
+
+
+def _with_progress(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Say on a terminal that the machine is being measured; it takes seconds."""
+    if not sys.stderr.isatty():
+        yield from findings
+        return
+    sys.stderr.write("measuring …")
+    sys.stderr.flush()
+    try:
+        yield from findings
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def _plain(findings: list[Finding]) -> Iterator[str]:
+    widths = [
+        max(len(text) for text in column) for column in zip(*((f.section, f.name) for f in findings), strict=True)
+    ]
+    before = ""
+    for finding in findings:
+        section = finding.section if finding.section != before else ""
+        before = finding.section
+        yield f"{section:<{widths[0]}}  {finding.name:<{widths[1]}}  {finding.status:<7}  {finding.text}"
+        if finding.remedy:
+            yield " " * (widths[0] + widths[1] + 13) + f"→ {finding.remedy}"
+
+
+def _count(findings: list[Finding], status: str) -> int:
+    return sum(finding.status == status for finding in findings)
+
+
+def _verdict(findings: list[Finding]) -> str:
+    failed, warnings = _count(findings, "failed"), _count(findings, "warning")
+    if failed:
+        return f"{failed} failed: the engine does not work here as it is."
+    things = "one thing" if warnings == 1 else f"{warnings} things"
+    return "The engine works here." + (f" {things[:1].upper()}{things[1:]} could be better." if warnings else "")

@@ -1,0 +1,114 @@
+"""The `offload` command: demo, doctor, plan and run.
+
+On top of the data path; a command's module is imported with its parser, torch when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+
+from offload.devices import allocator
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The words after `offload`; those of this process by default.
+
+    Returns
+    -------
+    int
+        The exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command: list[str] = []
+    if words[:1] == ["run"]:  # what follows its own options is not ours to parse
+        own = list(itertools.takewhile(lambda word: word != "--" and word[:1] == "-", words[1:]))
+        command = words[1 + len(own) :]
+        words = ["run", *own]
+    script_args: list[str] | None = None
+    if words[:1] == ["plan"]:  # what follows a script is the script's
+        script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[:1] != "-"), None)
+        if script is not None:
+            script_args = words[script + 1 :]
+            words = words[: script + 1]
+    args = _parser().parse_args(words)
+    if args.command == "run":
+        return _run(command[command[:1] == ["--"] :], preload=not args.no_preload)
+    if args.command == "plan":
+        from offload.cli import plan as plan_cli
+
+        if script_args is not None:
+            return plan_cli.run_script(args, script_args)
+        try:
+            status = plan_cli.run(args)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads the table, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return status
+    if args.command == "doctor":
+        from offload.cli import doctor
+
+        return doctor.run(args)
+    from offload.demo import command as demo
+
+    return demo.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from offload.cli import doctor
+    from offload.cli import plan as plan_cli
+    from offload.demo import command as demo
+
+    parser = argparse.ArgumentParser(
+        prog="offload",
+        description="Swap the tensors that PyTorch saves for backward to pinned memory or disk.",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    demo.add_arguments(subparsers.add_parser("demo", help=demo.HELP, description=demo.HELP))
+    doctor.add_arguments(subparsers.add_parser("doctor", help=doctor.HELP, description=doctor.HELP))
+    plan_cli.add_parser(subparsers)
+    summary = "run a command on a malloc that recycles memory, where one is installed"
+    run = subparsers.add_parser(
+        "run",
+        help=summary,
+        description=summary,
+        usage="offload run [--no-preload] -- COMMAND [ARGUMENT …]",
+        epilog="example: offload run -- python train.py",
+    )
+    run.add_argument("--no-preload", action="store_true", help="run it on the malloc it has")
+    return parser
+
+
+def _run(command: list[str], *, preload: bool) -> int:
+    """Become `command`, on a recycling allocator; return only when it cannot be started."""
+    if not command:
+        return _refuse("no command; write: offload run -- python train.py", 2)
+    environment = allocator.preload_environment() if preload else dict(os.environ)
+    if preload and "LD_PRELOAD" not in environment and sys.platform.startswith("linux"):
+        print(
+            "offload run: no recycling allocator installed, running on this system's malloc; "
+            f"on Debian: apt install {allocator.DEBIAN_PACKAGE}",
+            file=sys.stderr,
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, environment)
+    except FileNotFoundError:
+        return _refuse(f"{command[0]}: no such command; check its name, or write its path", 127)
+    except PermissionError:
+        return _refuse(f"{command[0]}: not executable; write: offload run -- python {command[0]}", 126)
+
+
+def _refuse(problem: str, status: int) -> int:
+    print(f"offload run: {problem}", file=sys.stderr)
+    return status

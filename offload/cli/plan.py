@@ -1,0 +1,387 @@
+"""`offload plan TRACE.json`: the plan of a recorded step, for people and for machines.
+
+On top of the data path: reads a trace, asks the planner, prints. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any, Literal
+
+from offload.plan import (
+    InfeasibleLimitError,
+    Link,
+    Plan,
+    fastest_plan,
+    fastest_swaps,
+    least_feasible_limit,
+    least_memory_plan,
+    make_plan,
+    manual_plan,
+)
+from offload.plan.trace import Trace
+from offload.units import (
+    format_bandwidth,
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+)
+
+__all__ = ["HELP", "add_parser", "options", "print_options", "run", "run_script"]
+
+HELP = "plan what to swap in a recorded step"
+DEFAULT_SLOWDOWN = 0.05
+_SLOWDOWNS = (0.05, 0.10, 0.25)
+_ROWS_MAX = 20
+_INFEASIBLE = 3
+_REFUSED = 2
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the `plan` command.
+
+    Parameters
+    ----------
+    subparsers : argparse's subparsers action
+        Of the `offload` command.
+
+    Returns
+    -------
+    argparse.ArgumentParser
+        The command's parser; `run` takes what it parses.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "plan",
+        help=HELP,
+        usage="offload plan [OPTION …] TRACE.json  |  offload plan [OPTION …] train.py [ARGUMENT …]",
+        description="Plan which saved tensors to swap in a recorded step, and when. Without a wish, show the options.",
+        epilog="exit status: 0 planned, 2 a mistake in the call or the trace, 3 no plan keeps the limit",
+    )
+    parser.add_argument(
+        "trace",
+        metavar="TRACE.json | train.py [ARGUMENT …]",
+        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first step is profiled",
+    )
+    wish = parser.add_argument_group("the wish")
+    wish.add_argument(
+        "--memory-limit", type=_argument(parse_bytes, "--memory-limit"), metavar="8GiB", help="fastest step that fits"
+    )
+    wish.add_argument("--max-slowdown", type=float, metavar="0.05", help="least memory within this slowdown")
+    wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
+    wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
+    wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
+    link = parser.add_argument_group("the link")
+    for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
+        link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
+    latency = _argument(lambda text, name: parse_seconds(text, name, zero=True), "--latency")
+    link.add_argument("--latency", type=latency, metavar="10us", default=0.0, help="of every copy (0)")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--json", action="store_true", help="the plan as JSON")
+    shown.add_argument("--explain", action="store_true", help="every tensor, in words")
+    shown.add_argument("--plot", type=Path, metavar="plan.html", help="write a page: memory and lanes over the step")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan the trace that `args` names and print the result.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        What the parser of `add_parser` parsed.
+
+    Returns
+    -------
+    int
+        Exit status: 0, 2 for a mistake in the call or the trace, 3 where no plan keeps the limit.
+    """
+    try:
+        trace = Trace.load(args.trace)
+        link = _link(args)
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+    return _show(args, trace, link)
+
+
+def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
+    """Run a training script until its `offload.enable` has profiled a step, and print what can be planned for it.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        What the parser of `add_parser` parsed; `args.trace` is the script's path.
+    script_args : sequence of str
+        The script's own arguments.
+
+    Returns
+    -------
+    int
+        Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 where no plan keeps the limit;
+        the script's own where it ends itself before.
+    """
+    from offload import session
+    from offload.control import controller as planning
+
+    if not Path(args.trace).is_file():
+        return _refuse(FileNotFoundError(2, "no such script", args.trace))
+    shown: list[int] = []
+    standard_output = sys.stdout
+
+    def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
+        if args.out_bandwidth is not None and args.in_bandwidth is not None:
+            link = _link(args)
+        with redirect_stdout(standard_output):
+            shown.append(_show(args, trace, link, host_bytes_max))
+        raise SystemExit(shown[0])
+
+    before = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [args.trace, *script_args], str(Path(args.trace).resolve().parent)
+    planning.on_profile = show
+    try:
+        with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a machine reads one document
+            runpy.run_path(args.trace, run_name="__main__")
+            session.settle_all()  # a script of one step: nothing asked for its plan yet
+    except SystemExit as end:
+        if not shown:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        planning.on_profile = None
+        sys.argv, sys.path[0] = before
+    if not shown:
+        problem = "finished no training step under offload.enable; call offload.enable(model) before its training loop"
+        return _refuse(ValueError(f"{args.trace} {problem}"))
+    return shown[0]
+
+
+def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: int | None = None) -> int:
+    """Plan as `args` wish and print."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plan, title = _plan(args, trace, link)
+    except InfeasibleLimitError as error:
+        return _infeasible(error, as_json=args.json)
+    except (ValueError, ImportError) as error:
+        return _refuse(error)
+    for warning in caught:
+        print(f"offload plan: warning: {warning.message}", file=sys.stderr)
+    if args.plot is not None:
+        from offload.diagnostics.html.plan import render
+
+        try:
+            args.plot.write_text(render(plan, Path(args.trace).name), encoding="utf-8")
+        except OSError as error:
+            return _refuse(error)
+    if args.json:
+        rows = {} if host_bytes_max is None else {"options": _options_json(options(trace, link), host_bytes_max)}
+        print(json.dumps({**plan.to_dict(), **rows}))
+    elif args.explain:
+        print(plan.explain())
+    elif _undecided(args):
+        print_options(options(trace, link), host_bytes_max)
+    else:
+        _print_plan(plan, title)
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"offload plan: {error}", file=sys.stderr)
+    return _REFUSED
+
+
+def options(trace: Trace, link: Link) -> list[tuple[str, Plan]]:
+    """Return the plans worth comparing: none, three slowdowns, least memory.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    link : Link
+        Bandwidths and latency.
+
+    Returns
+    -------
+    list of (str, Plan)
+        Name and plan, in the order of falling memory.
+    """
+    plans = [("unswapped", make_plan(trace, link, ()))]
+    plans += [(f"{slowdown:.0%} slowdown", least_memory_plan(trace, link, slowdown)) for slowdown in _SLOWDOWNS]
+    least = least_feasible_limit(trace)
+    return [*plans, ("least memory", fastest_plan(trace, link, least) if least else plans[0][1])]
+
+
+def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None = None) -> None:
+    """Print plans side by side, one a row, on standard output.
+
+    Parameters
+    ----------
+    plans : sequence of (str, Plan)
+        Name and plan.
+    host_bytes_max : int, optional
+        Most that the host's memory takes, in bytes; the rest goes to disk. Not given: no such split is shown.
+    """
+    head = ["", "peak", "step", "slowdown", "swapped out", "tensors", "gap"]
+    rows = [list(_row(name, plan)) for name, plan in plans]
+    if host_bytes_max is not None:
+        head[4:5] = ["in host memory", "on disk"]
+        for row, (_, plan) in zip(rows, plans, strict=True):
+            row[4:5] = [format_bytes(nbytes) for nbytes in _tiers(plan, host_bytes_max)]
+    _print_table(head, rows)
+
+
+def _tiers(plan: Plan, host_bytes_max: int) -> tuple[int, int]:
+    in_memory = min(plan.host_bytes, host_bytes_max)
+    return in_memory, plan.host_bytes - in_memory
+
+
+def _options_json(plans: Sequence[tuple[str, Plan]], host_bytes_max: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, plan in plans:
+        in_memory, on_disk = _tiers(plan, host_bytes_max)
+        about = {key: value for key, value in plan.to_dict().items() if key not in ("swaps", "recomputes")}
+        rows.append({"name": name, **about, "host_bytes": in_memory, "disk_bytes": on_disk})
+    return rows
+
+
+def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str]:
+    """Return the plan that the arguments ask for, and its name."""
+    if args.lb is not None and args.n_tensors is None:
+        raise ValueError("--lb goes with --n-tensors; write --n-tensors N --lb K, or neither")
+    if args.n_tensors is not None and args.max_slowdown is not None:
+        raise ValueError("--n-tensors and --max-slowdown contradict each other; write one of them")
+    if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
+        raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
+    if args.n_tensors is not None:
+        lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
+        return manual_plan(trace, link, args.n_tensors, lead, args.memory_limit), "by hand"
+    if args.memory_limit is None or args.max_slowdown is not None:
+        slowdown = DEFAULT_SLOWDOWN if args.max_slowdown is None else args.max_slowdown
+        return least_memory_plan(trace, link, slowdown, args.memory_limit), f"{slowdown:.3g} slowdown"
+    plan = fastest_plan(trace, link, args.memory_limit)
+    if not args.exact:
+        return plan, "this plan"
+    exact = fastest_swaps(trace, link, args.memory_limit, plan.swaps)
+    name = "exact" if exact.optimal else "exact, not proven"
+    return make_plan(trace, link, exact.swaps, args.memory_limit), name
+
+
+def _link(args: argparse.Namespace) -> Link:
+    for name, value in (("--out-bandwidth", args.out_bandwidth), ("--in-bandwidth", args.in_bandwidth)):
+        if value is None:
+            raise ValueError(f"{name} is missing; write e.g. {name} 12GB/s")
+    return Link(args.out_bandwidth, args.in_bandwidth, args.latency)
+
+
+def _undecided(args: argparse.Namespace) -> bool:
+    return args.memory_limit is None and args.max_slowdown is None and args.n_tensors is None
+
+
+def _infeasible(error: InfeasibleLimitError, *, as_json: bool) -> int:
+    lines = [
+        f"offload plan: no plan keeps {error.limit_bytes} bytes ({format_bytes(error.limit_bytes)}); the least "
+        f"feasible limit is {error.least_bytes} bytes ({format_bytes(error.least_bytes)})"
+    ]
+    lines += [f"  {format_bytes(reason.bytes)}: {reason.text}" for reason in error.reasons]
+    print("\n".join(lines), file=sys.stderr)
+    if as_json:
+        reasons = [{"bytes": reason.bytes, "text": reason.text} for reason in error.reasons]
+        print(json.dumps({"error": "infeasible", "least_feasible_bytes": error.least_bytes, "reasons": reasons}))
+    return _INFEASIBLE
+
+
+def _print_plan(plan: Plan, title: str) -> None:
+    link = plan.link
+    print(
+        f"{len(plan.trace.nodes)} nodes, {len(plan.trace.tensors)} tensors saved for backward; link "
+        f"{format_bandwidth(link.out_bandwidth)} out, {format_bandwidth(link.in_bandwidth)} in\n"
+    )
+    print_options([("unswapped", make_plan(plan.trace, link, ())), (title, plan)])
+    print()
+    if not plan.swaps:
+        print(plan.explain())
+        return
+    print(plan.summary())
+    print()
+    tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
+    late = plan.late_seconds()
+    swaps = sorted(plan.swaps, key=lambda swap: (-tensors[swap.id].bytes, swap.id))
+    rows = []
+    for swap in swaps[:_ROWS_MAX]:
+        tensor = tensors[swap.id]
+        waits = sum(late[swap.id])
+        rows.append(
+            (
+                f"{tensor.id}",
+                plan.trace.nodes[tensor.produced].name,
+                format_bytes(tensor.bytes),
+                f"{swap.release}",
+                f"{swap.prefetch}",
+                f"{tensor.first_backward - swap.prefetch}",
+                f"late by {format_seconds(waits)}" if waits else "hidden",
+            )
+        )
+    _print_table(("tensor", "of", "bytes", "leaves at node", "returns at node", "lead", ""), rows)
+    if len(swaps) > _ROWS_MAX:
+        print(f"… and {len(swaps) - _ROWS_MAX} more; --explain lists all")
+
+
+def _row(name: str, plan: Plan) -> tuple[str, ...]:
+    slowdown = plan.expected_seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
+    return (
+        name,
+        format_bytes(plan.peak_bytes),
+        format_seconds(plan.expected_seconds),
+        f"{slowdown:.2%}",
+        format_bytes(plan.host_bytes),
+        f"{len(plan.swaps)}",
+        f"{plan.gap:.3%}",
+    )
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns; through rich where it is installed and a terminal reads."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            table = Table(*head, box=None, header_style="bold")
+            for row in rows:
+                table.add_row(*row)
+            Console().print(table)
+            return
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:
+    """Return `parse` as argparse wants it: its message is shown as it is."""
+
+    def convert(text: str) -> float:
+        try:
+            return parse(text, name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
+
+    return convert
+
+
+def _lead(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write a number of nodes, or auto") from None

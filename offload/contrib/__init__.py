@@ -1,0 +1,1 @@
+"""Conveniences for training loops that have no framework."""

@@ -1,0 +1,242 @@
+"""The next batch on its way to the device while the step before it computes.
+
+Beside the data path: what comes in, where the engine sees to what goes out and back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from offload.diagnostics.report import LATE_SECONDS, Feed
+from offload.session import Session, watch
+
+log = logging.getLogger("offload")
+
+Batch = TypeVar("Batch")
+
+
+class Prefetcher(Generic[Batch]):
+    """Gives a loader's batches on the device, each copied while the step before it computes.
+
+    On a CUDA device the next batch is asked for, staged in pinned memory and sent on a stream of its own before the
+    current one is handed out. On the CPU there is nothing to copy: batches pass through, and only the time that the
+    loader takes is counted. No thread is started; give the DataLoader `num_workers` where loading itself takes long.
+
+    Parameters
+    ----------
+    loader
+        Any iterable of batches: tensors, or tuples, lists and dictionaries of them. What is no tensor stays as it is;
+        what has a method ``to``, such as a BatchEncoding, is moved with it, without overlap.
+    device
+        Where to. Default: the handle's device, else the current CUDA device, else the CPU.
+    handle
+        What `offload.enable` returned: its report then says how long steps waited for data.
+
+    Notes
+    -----
+    *Ordering*: a batch may be used on the stream that is current when it is handed out. The loader is one batch ahead
+    on CUDA, so that a loader which draws from torch's generator draws one batch earlier than without.
+
+    An exception of the loader reaches the caller in place of the batch that it belongs to.
+
+    Examples
+    --------
+    >>> import torch, offload
+    >>> batches = offload.Prefetcher(torch.ones(5, 3).split(2), device="cpu")
+    >>> [len(batch) for batch in batches]
+    [2, 2, 1]
+    >>> batches.feed.batches
+    3
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        device: torch.device | str | None = None,
+        *,
+        handle: Session | None = None,
+    ) -> None:
+        if not isinstance(loader, Iterable):
+            raise ValueError(f"Prefetcher takes an iterable of batches, such as a DataLoader, not {loader!r}")
+        if isinstance(loader, Prefetcher):
+            raise ValueError("the loader is a Prefetcher already; give it the DataLoader itself")
+        if device is None:
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+            device = handle.device if handle is not None else default
+        self.loader = loader
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"Prefetcher knows cpu and cuda devices, not {self.device}; move batches there yourself")
+        self.feed = Feed()
+        if handle is not None:
+            watch(handle, self.feed)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        before = self.feed.batches
+        for batch in self._through() if self.device.type == "cpu" else self._ahead():
+            self._count(batch)
+            yield batch
+        if self.feed.batches == before:
+            self.feed.passes_without_batches += 1
+            log.warning("%s", next(self.feed.notes()))
+
+    def _through(self) -> Iterator[Batch]:
+        source = iter(self.loader)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self._count_wait(time.perf_counter() - started)
+            yield batch
+
+    def _ahead(self) -> Iterator[Batch]:
+        conveyor = Conveyor(self.device, self.feed)
+        source = iter(self.loader)
+        try:
+            receive = self._ask(source, conveyor)
+            while receive is not None:
+                batch = receive()
+                receive = self._ask(source, conveyor)
+                yield batch
+                del batch
+        finally:
+            conveyor.close()
+
+    def _ask(self, source: Iterator[Batch], conveyor: Conveyor) -> Callable[[], Batch] | None:
+        """What gives the loader's next batch, or raises what the loader raised for it; None at the end."""
+        started = time.perf_counter()
+        try:
+            batch = next(source)
+        except StopIteration:
+            return None
+        except Exception as error:
+            failure = error
+
+            def fail() -> Batch:
+                raise failure
+
+            return fail
+        finally:
+            self._count_wait(time.perf_counter() - started)
+        return partial(conveyor.receive, conveyor.send(batch))
+
+    def _count_wait(self, seconds: float) -> None:
+        self.feed.host_wait_seconds += seconds
+        self.feed.late_batches += seconds >= LATE_SECONDS
+
+    def _count(self, batch: Batch) -> None:
+        self.feed.batches += 1
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if tensors and all(tensor.shape[0] == 0 for tensor in tensors):
+            self.feed.empty_batches += 1
+            if self.feed.empty_batches == 1:
+                log.warning("%s", next(self.feed.notes()))
+
+
+class Parcel:
+    """A batch on its way: its tensors on the device, and when they will be there."""
+
+    def __init__(self, batch: Any, stream: torch.cuda.Stream, arrived: torch.cuda.Event) -> None:
+        self.batch = batch
+        self.stream = stream  # the compute stream that the tensors belong to
+        self.arrived = arrived
+
+
+class Conveyor:
+    """Copies batches to one CUDA device on a stream of its own.
+
+    Targets belong to the compute stream, which waits for a copy before it may use *or free* its target; a copy begins
+    when the compute stream has passed the point where its target was allocated, as its memory may have had a reader.
+    """
+
+    def __init__(self, device: torch.device, feed: Feed) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._feed = feed
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._on_the_way: Parcel | None = None
+        self._measured: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def send(self, batch: Any) -> Parcel:
+        """Begin to copy a batch."""
+        compute = torch.cuda.current_stream(self._device)
+        # torch's pinned cache, not the engine's slabs: it keeps a block until the copy that reads it has ended, and
+        # batches are of one size, so that its rounding to powers of two is paid once and not for every tensor.
+        staged = tree_map(self._stage, batch)
+        targets = tree_map(self._target, staged)
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            try:
+                tree_map(self._copy, targets, staged)
+            finally:  # also where a copy could not be queued: those before it still write
+                arrived.record(self._stream)
+                self._on_the_way = Parcel(targets, compute, arrived)
+        return self._on_the_way
+
+    def receive(self, parcel: Parcel) -> Any:
+        """The batch, ready for the current stream."""
+        compute = torch.cuda.current_stream(self._device)
+        asked = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        asked.record(compute)
+        compute.wait_event(parcel.arrived)
+        if compute != parcel.stream:
+            parcel.stream.wait_event(parcel.arrived)
+            for leaf in tree_leaves(parcel.batch):
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    leaf.record_stream(compute)
+        self._measured.append((asked, parcel.arrived))
+        self._measure()
+        self._on_the_way = None
+        return parcel.batch
+
+    def close(self) -> None:
+        """No copy may write to memory that has been given away: the compute stream waits for a batch nobody took."""
+        if self._on_the_way is not None:
+            self._on_the_way.stream.wait_event(self._on_the_way.arrived)
+            self._on_the_way = None
+        for asked, arrived in self._measured:
+            asked.synchronize()
+            arrived.synchronize()
+        self._measure()
+
+    def _measure(self) -> None:
+        while self._measured and all(event.query() for event in self._measured[0]):  # type: ignore[no-untyped-call]
+            asked, arrived = self._measured.popleft()
+            seconds = asked.elapsed_time(arrived) / 1e3
+            if seconds > 0:
+                self._feed.device_wait_seconds += seconds
+                self._feed.late_batches += seconds >= LATE_SECONDS
+
+    def _stage(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            is_plain = leaf.device.type == "cpu" and leaf.layout is torch.strided
+            return leaf.pin_memory() if is_plain and leaf.numel() and not leaf.is_pinned() else leaf
+        return leaf.to(self._device) if hasattr(leaf, "to") else leaf
+
+    def _target(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device == self._device:
+            return leaf
+        if leaf.layout is not torch.strided:
+            return leaf.to(self._device)
+        self._feed.copied_bytes += leaf.nbytes
+        return torch.empty_like(leaf, device=self._device)
+
+    def _copy(self, target: Any, source: Any) -> Any:
+        if isinstance(target, Tensor) and target is not source and source.layout is torch.strided:
+            target.copy_(source, non_blocking=True)
+        return target

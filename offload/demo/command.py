@@ -1,0 +1,296 @@
+"""`offload demo`: one training run, plain and offloaded, each in its own process, compared.
+
+On top of the data path: starts `offload.demo.worker` once a contestant, compares what comes back,
+and writes the page of `offload.demo.page`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.demo import page as demo_page
+from offload.devices import allocator
+
+Row = tuple[str, list[str]]
+
+BASELINE = "plain"
+HELP = "train a small GPT plain and offloaded, and compare loss, memory and step time"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options, those for its own child processes and tests without a word of help.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser
+        What `run` is later given the parsed arguments of.
+    """
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps each (12)")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to train (auto: a GPU if torch finds one)",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        default=Path("offload-demo.html"),
+        metavar="PATH",
+        help="where to write the page (offload-demo.html)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+    parser.add_argument(
+        "--with-checkpoint",
+        action="store_true",
+        help="add a third contestant: torch.utils.checkpoint around every block",
+    )
+    parser.add_argument(
+        "--no-preload",
+        action="store_true",
+        help="keep this system's malloc; by default tcmalloc or jemalloc is preloaded for all",
+    )
+    hidden = parser.add_argument_group()
+    hidden.add_argument("--worker", help=argparse.SUPPRESS)
+    hidden.add_argument("--contestants", help=argparse.SUPPRESS)
+    sizes = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256, "threads": 0}
+    for name, default in sizes.items():
+        hidden.add_argument(f"--{name}", type=int, default=default, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo as `add_arguments` described it.
+
+    Returns
+    -------
+    int
+        0 when all contestants agree to the last bit, 1 when losses or gradients differ, 2 when
+        the demo could not run.
+    """
+    if args.worker is not None:
+        from offload.demo import worker as demo_worker
+
+        return demo_worker.run(args)
+    try:
+        _check(args)
+        args.device = _resolve_device(args.device)
+        results = [_train_apart(name, args) for name in _contestants(args)]
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"offload demo: {error}", file=sys.stderr)
+        return 2
+    rows = table_rows(results)
+    equal = agreement(results)
+    notes = [*setting(results), *remarks(results)]
+    page = demo_page.render(rows, results, equal=equal, notes=notes)
+    args.html.write_text(page, encoding="utf-8")
+    if args.json:
+        print(json.dumps(_summary(results, args), indent=2))
+    else:
+        lines = [*setting(results), "", *table_lines(rows, results), "", *remarks(results)]
+        print("\n".join([*lines, f"memory over time: {args.html}"]))
+    return 0 if equal else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo from the command line; what `python -m offload.demo` calls."""
+    parser = argparse.ArgumentParser(prog="offload demo", description=HELP)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def agreement(results: Sequence[dict[str, Any]]) -> bool:
+    """Tell whether all losses and the last gradients equal the first's to the last bit."""
+    return all(_agrees(key, results[0], other) for key in ("losses", "gradients") for other in results[1:])
+
+
+def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
+    """Compare the contestants with the first: every row a label and one cell a contestant."""
+    first = results[0]
+
+    def compared(key: str, scale: float, unit: str, digits: int) -> list[str]:
+        cells = [f"{result[key] * scale:.{digits}f} {unit}" for result in results]
+        for place, other in enumerate(results[1:], start=1):
+            if first[key] > 0:
+                cells[place] += f"  {other[key] / first[key]:.2f}×"
+        return cells
+
+    def agreed(key: str) -> list[str]:
+        return ["–", *("yes" if _agrees(key, first, other) else "NO" for other in results[1:])]
+
+    memory = "peak memory (GPU allocator)" if first["gpu"] else "peak resident set over the model"
+    return [
+        ("loss of the last step", [f"{result['losses'][-1]:.6f}" for result in results]),
+        ("  as float.hex", [result["losses"][-1].hex() for result in results]),
+        ("  all losses equal to the last bit", agreed("losses")),
+        ("gradients of the last step, hash", [result["gradients"][:12] for result in results]),
+        ("  equal to the last bit", agreed("gradients")),
+        (memory, compared("peak_bytes", 2.0**-20, "MiB", 0)),
+        ("median step", compared("step_seconds_median", 1.0, "s", 3 if first["gpu"] else 2)),
+    ]
+
+
+def table_lines(rows: Sequence[Row], results: Sequence[dict[str, Any]]) -> list[str]:
+    """Lay the rows out for a terminal, names of the contestants on top."""
+    lines: list[Row] = [("", [result["name"] for result in results]), *rows]
+    label_width = max(len(label) for label, _ in lines)
+    cell_width = max(len(cell) for _, cells in lines for cell in cells)
+    return [
+        "  ".join([label.ljust(label_width), *(cell.ljust(cell_width) for cell in cells)]).rstrip()
+        for label, cells in lines
+    ]
+
+
+def setting(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what was trained, on what, and how much autograd saved."""
+    first = results[0]
+    saved, parameters = first["saved_bytes"], first["parameter_bytes"]
+    sizes = f"byte-level GPT of {first['parameters'] / 1e6:.1f} M parameters"
+    if saved:
+        sizes += (
+            f" ({parameters / 2**20:.0f} MiB); saved for backward: "
+            f"{saved / 2**20:.0f} MiB, {saved / parameters:.1f}× the parameters"
+        )
+    return [
+        sizes,
+        f"{first['steps']} steps of {first['batch']} × {first['length']} bytes of the standard "
+        f"library's source text, AdamW, seed {first['seed']}",
+        f"{first['device']}, {first['threads']} threads, malloc {first['allocator']}, "
+        f"Python {first['python']}, torch {first['torch']}",
+    ]
+
+
+def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what the figures leave out, what the malloc costs, and what the engine notes."""
+    said = ["step times leave the first step out: the engine profiles it"]
+    first = results[0]
+    if not first["gpu"] and not allocator.recycles(first["allocator"]):
+        said.append(first["allocator_costs"])
+    for result in results:
+        said.extend((result["report"] or {}).get("notes", ()))
+    return said
+
+
+def _agrees(key: str, first: dict[str, Any], other: dict[str, Any]) -> bool:
+    if key == "losses":
+        return [loss.hex() for loss in first[key]] == [loss.hex() for loss in other[key]]
+    return bool(first[key] == other[key])
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: the first step is not timed; give 2 or more")
+    if not args.html.absolute().parent.is_dir():
+        raise ValueError(f"--html {args.html}: its folder does not exist; create it or name another")
+
+
+def _contestants(args: argparse.Namespace) -> list[str]:
+    if args.contestants:
+        return str(args.contestants).split(",")
+    return [BASELINE, "offloaded", *(["checkpointed"] if args.with_checkpoint else [])]
+
+
+def _resolve_device(asked: str) -> str:
+    """Settle "auto", and refuse a GPU that torch cannot use."""
+    if asked == "cpu":
+        return asked
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return "cpu"
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return what every contestant's process starts with, the same malloc for all."""
+    if args.device == "cuda":
+        return {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return dict(os.environ) if args.no_preload else allocator.preload_environment()
+
+
+def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one contestant in a process of its own; hand back its result.
+
+    Raises
+    ------
+    RuntimeError
+        When the process ends without one; the message carries the end of what it wrote to stderr.
+    """
+    # Not -m: it would put the current folder first on the path, and a source tree there has no built extension.
+    start = "import sys; sys.path.remove(''); from offload.demo.command import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "--worker", name]
+    for option in (
+        "steps",
+        "device",
+        "seed",
+        "layers",
+        "width",
+        "heads",
+        "batch",
+        "length",
+        "threads",
+    ):
+        command += [f"--{option}", str(getattr(args, option))]
+    result: dict[str, Any] | None = None
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as complaints,
+        _progress(name, args.steps) as advance,
+        subprocess.Popen(
+            command, env=_environment(args), text=True, stdout=subprocess.PIPE, stderr=complaints
+        ) as child,
+    ):
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                event = json.loads(line) if line.startswith("{") else {}
+                if event.get("event") == "step":
+                    advance()
+                elif event.get("event") == "result":
+                    result = event
+        except BaseException:
+            child.kill()
+            raise
+        if child.wait() != 0 or result is None:
+            complaints.seek(0)
+            tail = "\n".join(complaints.read().strip().splitlines()[-20:])
+            raise RuntimeError(f"the {name} run ended with exit status {child.returncode}:\n{tail}")
+    return result
+
+
+@contextlib.contextmanager
+def _progress(name: str, steps: int) -> Iterator[Callable[[], Any]]:
+    """Show on stderr how far a contestant is: by tqdm where installed, else a line of dots."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(f"{name:<13}", end="", file=sys.stderr, flush=True)
+        yield lambda: print(".", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        return
+    with tqdm(total=steps, desc=f"{name:<13}", unit="step", file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _summary(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """Return everything measured except the curves, for `--json`."""
+    curves = ("event", "curve", "last_step_curve")
+    return {
+        "equal": agreement(results),
+        "html": str(args.html),
+        "contestants": [{key: value for key, value in result.items() if key not in curves} for result in results],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""One contestant of `offload demo`: trains a byte-level GPT in a process of its own.
+
+Beside the data path: a user of `offload.enable`, run by `offload.demo.command` as a child process that
+prints one JSON object a line, an "event" of "step" after every step and of "result" at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import statistics
+import sys
+import sysconfig
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload.demo.memory import MemoryMeter, thin
+from offload.demo.model import VOCABULARY, ByteGPT, Shape
+from offload.devices import allocator
+
+CORPUS_BYTES = 4 << 20
+LEARNING_RATE = 3e-4
+CURVE_POINTS_MAX = 1200
+
+
+def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
+    """Read the Python standard library's source text, files in sorted order.
+
+    Parameters
+    ----------
+    corpus_bytes : int
+        How much to read, in bytes; the last file is cut off there.
+
+    Returns
+    -------
+    bytes
+        Exactly `corpus_bytes` bytes, the same on every call with the same Python installation.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where this Python comes without its library's source text, or with less than that.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    text = bytearray()
+    for path in sorted((path for path in paths if not skipped & set(path.parts)), key=Path.as_posix):
+        text += (folder / path).read_bytes()
+        if len(text) >= corpus_bytes:
+            return bytes(text[:corpus_bytes])
+    raise FileNotFoundError(
+        f"the demo trains on the standard library's source text: asked {corpus_bytes} bytes, "
+        f"found {len(text)} in {folder}; run it with a Python that has its .py files "
+        "(Debian: apt install libpython3-stdlib)"
+    )
+
+
+def batches(text: Tensor, shape: Shape, *, steps: int, seed: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw every step's input and target bytes, int64 (batch, length), from uint8 `text`."""
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(shape.length + 1)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - shape.length, (shape.batch, 1), generator=generator)
+        drawn = text[starts + window].long().to(device)
+        yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def build(shape: Shape, *, seed: int, device: str, checkpointed: bool = False) -> tuple[ByteGPT, torch.optim.AdamW]:
+    """Build the model and AdamW with its two moments: what a training run holds between steps."""
+    torch.manual_seed(seed)
+    model = ByteGPT(shape, checkpointed=checkpointed).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return model, optimizer
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats a byte."""
+    logits = model(x)
+    return functional.cross_entropy(logits.view(-1, VOCABULARY), y.view(-1))
+
+
+def gradient_hash(model: nn.Module) -> str:
+    """Hash the bytes of all gradients, in the order of the parameters' names; hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        if parameter.grad is not None:
+            digest.update(parameter.grad.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class SavedBytes:
+    """Counts the bytes saved for backward: every storage once, parameters and buffers never."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.total = 0
+        owned = (*model.parameters(), *model.buffers())
+        self._seen = {id(tensor.untyped_storage()) for tensor in owned}
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Count in this context. What is saved lives until backward, so no identity recurs."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._seen:
+            self._seen.add(id(storage))
+            self.total += storage.nbytes()
+        return tensor.detach()
+
+
+class Contestant:
+    """One way to train: what is done to the model, and the context of a step's forward."""
+
+    def __init__(self, name: str, model: ByteGPT) -> None:
+        self.name = name
+        self._handle: Any = None
+        if name == "offloaded":
+            import offload
+
+            self._handle = offload.enable(model)
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Enter around a step's forward and loss."""
+        return contextlib.nullcontext() if self._handle is None else self._handle.step()
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the engine's own account, None for a contestant without one."""
+        if self._handle is None:
+            return None
+        report = self._handle.report()
+        return {**report.to_dict(), "text": str(report)}
+
+
+def warm_up(shape: Shape, device: str) -> None:
+    """Train a tiny model for one step, so that loading the kernels' code counts as no memory."""
+    tiny = Shape(layers=1, width=8 * shape.heads, heads=shape.heads, batch=1, length=8)
+    model, optimizer = build(tiny, seed=0, device=device)
+    x = torch.zeros(1, 8, dtype=torch.int64, device=device)
+    loss_of(model, x, x).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def train(
+    name: str,
+    shape: Shape,
+    *,
+    steps: int,
+    seed: int,
+    device: str,
+    tell: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Train one contestant and measure it.
+
+    Parameters
+    ----------
+    name : str
+        "plain", "offloaded" or "checkpointed".
+    shape : Shape
+        The model's and the batch's sizes.
+    steps : int
+        How many steps; at least 2, because the first is left out of the step time.
+    seed : int
+        Decides the initial parameters and the batches.
+    device : str
+        "cpu" or "cuda".
+    tell : callable
+        Is handed an event after every step.
+
+    Returns
+    -------
+    dict
+        What `offload.demo.command` compares and shows; JSON can hold it.
+    """
+    warm_up(shape, device)
+    text = torch.from_numpy(numpy.frombuffer(bytearray(read_corpus()), dtype=numpy.uint8))
+    model, optimizer = build(shape, seed=seed, device=device, checkpointed=name == "checkpointed")
+    contestant = Contestant(name, model)
+    saved = SavedBytes(model)
+    meter = MemoryMeter(device)
+    starts: list[float] = []
+    seconds: list[float] = []
+    losses: list[float] = []
+    gradients = ""
+    meter.start()
+    drawn = batches(text, shape, steps=steps, seed=seed, device=device)
+    for step, (x, y) in enumerate(drawn):
+        starts.append(meter.seconds())
+        counts = name == "plain" and step == 0
+        with saved.counting() if counts else contextlib.nullcontext(), contestant.step():
+            loss = loss_of(model, x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+        del loss
+        seconds.append(meter.seconds() - starts[-1])
+        if step == steps - 1:
+            gradients = gradient_hash(model)
+        optimizer.zero_grad(set_to_none=True)
+        tell({"event": "step", "step": step, "loss": losses[-1], "seconds": seconds[-1]})
+    meter.stop()
+    return {
+        "event": "result",
+        "name": name,
+        "losses": losses,
+        "gradients": gradients,
+        "step_seconds": seconds,
+        "step_seconds_median": statistics.median(seconds[1:]),
+        "steps": steps,
+        "seed": seed,
+        "batch": shape.batch,
+        "length": shape.length,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "saved_bytes": saved.total or None,
+        "report": contestant.report(),
+        **memory_of(meter, starts),
+        **machine(device),
+    }
+
+
+def memory_of(meter: MemoryMeter, starts: list[float]) -> dict[str, Any]:
+    """Give the meter's figures: bytes over the baseline on the CPU, all of them on a GPU."""
+    floor = 0 if meter.device == "cuda" else meter.baseline_bytes
+    curve = [(round(at, 4), used - floor) for at, used in meter.samples]
+    step_curve = curve
+    if meter.heap_samples:
+        heap_floor = meter.heap_samples[0][1]
+        step_curve = [(round(at, 4), used - heap_floor) for at, used in meter.heap_samples]
+    last_step = [sample for sample in step_curve if sample[0] >= starts[-1]]
+    return {
+        "baseline_bytes": meter.baseline_bytes,
+        "peak_bytes": meter.peak_bytes - floor,
+        "curve": thin(curve, CURVE_POINTS_MAX),
+        "last_step_curve": thin(last_step, CURVE_POINTS_MAX),
+        "last_step_is_heap": bool(meter.heap_samples),
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Describe where this process runs."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
+        "threads": torch.get_num_threads(),
+        "gpu": device == "cuda",
+        "allocator": allocator.current(),
+        "allocator_costs": allocator.describe(),
+        "platform": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def processor_name() -> str:
+    """Name the processor as the system does."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def run(args: Namespace) -> int:
+    """Run the contestant `args.worker` and print its events as JSON lines; the exit status is 0."""
+
+    def tell(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=sys.stdout, flush=True)
+
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    if args.device == "cuda":
+        torch.use_deterministic_algorithms(True)
+    shape = Shape(args.layers, args.width, args.heads, args.batch, args.length)
+    tell(train(args.worker, shape, steps=args.steps, seed=args.seed, device=args.device, tell=tell))
+    return 0

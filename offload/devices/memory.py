@@ -1,0 +1,281 @@
+"""Who holds the memory of a device at this moment: torch, the driver, other processes; for the CPU, this process.
+
+Beside the data path: explanations and the progress bar read it. Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.devices.control_group import tightest_control_group
+from offload.units import format_bytes
+
+__all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "resident_set", "watch_refusals"]
+
+_PROCESSES_MAX = 3
+_RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
+# What counts towards a limit of the CPU beside the process's resident memory.
+_BESIDES = {
+    _RAM: "other processes",
+    _ADDRESS_SPACE: "mapped and not resident",
+    _CONTROL_GROUP: "the rest of the control group",
+}
+
+_refused: dict[int, DeviceMemory] = {}
+_watching = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """Another process that holds memory of the device."""
+
+    pid: int
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device.
+
+    Parameters
+    ----------
+    device : str
+        Such as ``"cuda:0"`` or ``"cpu"``.
+    is_cuda : bool
+        Whether torch's caching allocator decides, or the system.
+    asked_bytes : int or None
+        What could not be had; None where nobody says.
+    used_bytes : int
+        In tensors (CUDA); resident (CPU).
+    reserved_bytes : int
+        Held by torch's allocator, tensors included (CUDA); mapped (CPU).
+    free_bytes, total_bytes : int
+        What the device, or the tightest limit of the process, still gives, and has.
+    limit : str
+        Which limit `total_bytes` is.
+    peak_bytes : int
+        Most that was used at a time.
+    processes : tuple of Process
+        The largest others.
+    """
+
+    device: str
+    is_cuda: bool
+    asked_bytes: int | None
+    used_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+    total_bytes: int
+    limit: str
+    peak_bytes: int
+    processes: tuple[Process, ...] = ()
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Neither free nor torch's (CUDA): contexts, libraries, other processes."""
+        return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0) if self.is_cuda else 0
+
+    @property
+    def short_bytes(self) -> int | None:
+        """What is missing to serve the request, were all free memory in one piece; None where nobody says."""
+        if self.asked_bytes is None:
+            return None
+        cached = self.reserved_bytes - self.used_bytes if self.is_cuda else 0
+        return max(self.asked_bytes - self.free_bytes - cached, 0)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and amount, for a table."""
+        asked = "not said" if self.asked_bytes is None else format_bytes(self.asked_bytes)
+        rows = [("wanted", asked)]
+        if self.is_cuda:
+            cached = self.reserved_bytes - self.used_bytes
+            rows += [
+                ("allocated by torch", f"{format_bytes(self.used_bytes)} (peak {format_bytes(self.peak_bytes)})"),
+                ("reserved by torch, unused", format_bytes(cached)),
+                ("not torch's", f"{format_bytes(self.foreign_bytes)} (CUDA context, libraries, other processes)"),
+            ]
+        else:
+            rows += [
+                ("resident", f"{format_bytes(self.used_bytes)} (peak {format_bytes(self.peak_bytes)})"),
+                ("mapped", format_bytes(self.reserved_bytes)),
+            ]
+        rows.append(("free", f"{format_bytes(self.free_bytes)} of {format_bytes(self.total_bytes)} ({self.limit})"))
+        rows += [(f"process {each.pid}", f"{format_bytes(each.nbytes)} ({each.name})") for each in self.processes]
+        return rows
+
+    def parts(self, swapped_bytes: int, movable_bytes: int) -> list[tuple[str, int]]:
+        """How the whole divides, for a picture: name and bytes, adding up to the total and what is short."""
+        movable = min(movable_bytes, self.used_bytes)
+        swapped = min(swapped_bytes, self.used_bytes - movable)
+        parts = [
+            ("parameters, gradients, temporaries and the rest", self.used_bytes - movable - swapped),
+            ("swapped tensors on the device", swapped),
+            ("saved tensors that could move", movable),
+        ]
+        if self.is_cuda:
+            parts += [
+                ("reserved, unused", self.reserved_bytes - self.used_bytes),
+                ("not torch's", self.foreign_bytes),
+            ]
+        else:
+            parts.append((_BESIDES[self.limit], max(self.total_bytes - self.free_bytes - self.used_bytes, 0)))
+        return [*parts, ("free", self.free_bytes), ("short", self.short_bytes or 0)]
+
+
+def look(device: torch.device, asked_bytes: int | None = None) -> DeviceMemory:
+    """The memory of `device` now.
+
+    Examples
+    --------
+    >>> look(torch.device("cpu")).used_bytes > 0
+    True
+    """
+    return _look_cuda(device, asked_bytes) if device.type == "cuda" else _look_cpu(asked_bytes)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory in use at a time so far: of torch's tensors on a GPU, of this process on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_set() -> tuple[int, int]:
+    """Resident set of this process in bytes: now, and the most there ever was."""
+    status = _kilobyte_fields("/proc/self/status")
+    now = status.get("VmRSS", 0)
+    return now, max(now, status.get("VmHWM", 0))
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def watch_refusals() -> None:
+    """From now on take down the state of a GPU at the moment that torch refuses memory, before anything unwinds.
+
+    Torch has no way to stop this again; it costs nothing until memory runs out.
+    """
+    global _watching
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if not _watching and attach is not None and torch.cuda.is_available():
+        attach(_take_down)
+        _watching = True
+
+
+def _take_down(ordinal: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+    _refused[ordinal] = _look_cuda(torch.device("cuda", ordinal), asked_bytes)
+
+
+def last_refusal(device: torch.device, asked_bytes: int | None) -> DeviceMemory | None:
+    """What `watch_refusals` took down for this device last, where that was a request for about so many bytes.
+
+    Another size is an older refusal, which somebody has dealt with meanwhile.
+    """
+    if device.type != "cuda":
+        return None
+    refused = _refused.pop(device.index or 0, None)
+    if refused is None or refused.asked_bytes is None or asked_bytes is None:
+        return None
+    return refused if abs(refused.asked_bytes - asked_bytes) <= 0.01 * asked_bytes else None
+
+
+def _look_cuda(device: torch.device, asked_bytes: int | None) -> DeviceMemory:
+    stats: dict[str, Any] = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(
+        device=str(device),
+        is_cuda=True,
+        asked_bytes=asked_bytes,
+        used_bytes=int(stats.get("allocated_bytes.all.current", 0)),
+        reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
+        free_bytes=int(free),
+        total_bytes=int(total),
+        limit="device memory",
+        peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
+        processes=tuple(_gpu_processes(device)),
+    )
+
+
+def _gpu_processes(device: torch.device) -> Iterator[Process]:
+    """The largest other processes on the device, where the driver's management library is installed and tells."""
+    try:
+        import pynvml
+    except ImportError:
+        return
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except (pynvml.NVMLError, AttributeError):
+        return
+    others = [each for each in running if each.pid != os.getpid() and each.usedGpuMemory]
+    for each in sorted(others, key=lambda process: -process.usedGpuMemory)[:_PROCESSES_MAX]:
+        yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory)
+
+
+# -- the CPU ----------------------------------------------------------------------------------------------------------
+
+
+def _look_cpu(asked_bytes: int | None) -> DeviceMemory:
+    status = _kilobyte_fields("/proc/self/status")
+    machine = _kilobyte_fields("/proc/meminfo")
+    resident, mapped = status.get("VmRSS", 0), status.get("VmSize", 0)
+    limits = [(_RAM, machine.get("MemTotal", 0), machine.get("MemAvailable", 0))]
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft != resource.RLIM_INFINITY:
+        limits.append((_ADDRESS_SPACE, soft, max(soft - mapped, 0)))
+    group = tightest_control_group()
+    if group is not None:
+        limits.append((_CONTROL_GROUP, *group))
+    limit, total, free = min(limits, key=lambda each: each[2])
+    return DeviceMemory(
+        device="cpu",
+        is_cuda=False,
+        asked_bytes=asked_bytes,
+        used_bytes=resident,
+        reserved_bytes=mapped,
+        free_bytes=free,
+        total_bytes=total,
+        limit=limit,
+        peak_bytes=status.get("VmHWM", resident),
+        processes=tuple(_largest_processes()) if limit == _RAM else (),
+    )
+
+
+def _largest_processes() -> list[Process]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        resident = _kilobyte_fields(folder / "status").get("VmRSS", 0)
+        if pid != os.getpid() and resident >= 1 << 28:
+            found.append(Process(pid, _process_name(pid), resident))
+    return sorted(found, key=lambda process: -process.nbytes)[:_PROCESSES_MAX]
+
+
+def _process_name(pid: int) -> str:
+    return _read(f"/proc/{pid}/comm").strip() or "name not readable"
+
+
+def _kilobyte_fields(path: str | Path) -> dict[str, int]:
+    fields = {}
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB":
+            fields[name] = int(words[0]) * 1024
+    return fields
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

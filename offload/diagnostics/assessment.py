@@ -1,0 +1,195 @@
+"""From what a session has planned and measured to the verdict of its report.
+
+Beside the data path: reads what is there, measures nothing, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from offload.control.controller import MEASUREMENTS_MIN, ByHand, ByPlan, HandRounds, Pursuit
+from offload.devices import allocator
+from offload.devices.memory import resident_set
+from offload.diagnostics.report import Counts
+from offload.diagnostics.verdict import Verdict
+from offload.options import Options, is_in_memory
+from offload.plan import unswapped_bytes
+from offload.runtime.activations import Weights
+from offload.runtime.engine import Engine
+from offload.units import format_bytes, parse_bytes, round_up_bytes
+
+__all__ = ["Subject", "assess", "weigh_process", "wish"]
+
+_SLOWER = 0.10  # than predicted by more is not on plan
+_MORE = 0.05  # in memory than planned by more, and by more than _MORE_BYTES
+_MORE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a verdict is about: one session."""
+
+    planning: ByHand | ByPlan
+    options: Options
+    engine: Engine
+    counts: Counts
+    is_disabled: bool = False
+    left_to_checkpoint: bool = False
+    problems: Iterable[str] = ()  # that others have found
+
+
+def wish(options: Options) -> str:
+    """What was asked of `offload.enable`, as it is written there."""
+    if options.n_tensors is not None:
+        lead = '"auto"' if options.lookahead_nodes is None else options.lookahead_nodes
+        return f"n_tensors={options.n_tensors}" + (f", lb={lead}" if options.n_tensors else "")
+    asked = []
+    if options.memory_limit is not None:
+        text = round_up_bytes(options.memory_limit)
+        is_exact = parse_bytes(text) == options.memory_limit
+        asked.append(f'memory_limit="{text}"' if is_exact else f"memory_limit={options.memory_limit}")
+    if options.max_slowdown is not None:
+        asked.append(f"max_slowdown={options.max_slowdown:g}")
+    return ", ".join(asked)
+
+
+def assess(subject: Subject) -> Verdict:
+    """The verdict on the planned steps of a session, as far as they are known."""
+    options, planning, counts = subject.options, subject.planning, subject.counts
+    verdict = Verdict("no step", str(subject.engine.device), wish(options), subject.is_disabled)
+    if options.n_tensors == 0:
+        verdict = replace(verdict, kind="off")
+    elif counts.steps == 0:
+        if subject.left_to_checkpoint:
+            reason = "the whole model runs inside torch.utils.checkpoint"
+            verdict = replace(verdict, kind="unplanned", reason=reason)
+    elif isinstance(planning, ByHand):
+        verdict = _by_hand(verdict, planning.main, counts)
+    else:
+        verdict = _by_plan(verdict, planning, planning.main, subject)
+    return replace(verdict, problems=(*subject.problems, *_problems(verdict, subject)))
+
+
+def weigh_process(verdict: Verdict) -> Verdict:
+    """The verdict with the process's resident set, where its malloc keeps what the engine frees."""
+    name = allocator.current()
+    if torch.device(verdict.device).type != "cpu" or not verdict.tensors_swapped or allocator.recycles(name):
+        return verdict
+    now, peak = resident_set()
+    return replace(verdict, process_bytes=now, process_bytes_peak=peak, process_reason=allocator.remedy(name))
+
+
+def _by_hand(verdict: Verdict, rounds: HandRounds | None, counts: Counts) -> Verdict:
+    if rounds is None:
+        reason = f"the first step of a shape is recorded; the next one follows {verdict.wish}"
+        return replace(verdict, kind="profiling", reason=reason)
+    entries = rounds.schedule.order.entries
+    if not entries:
+        return replace(verdict, kind="nothing to swap", reason=_nothing_can_move(counts))
+    return replace(
+        verdict,
+        kind="by hand",
+        activation_bytes=max(rounds.activation_bytes, default=None),
+        activation_bytes_unswapped=max(rounds.weights.unswapped, default=None),
+        steps_measured=len(rounds.step_seconds),
+        step_seconds=median(rounds.step_seconds) if rounds.step_seconds else None,
+        compute_seconds=median(rounds.compute_seconds) if rounds.compute_seconds else None,
+        tensors=len(entries),
+        tensors_swapped=len(rounds.schedule.swapped),
+        late_tensors=len(rounds.late),
+        late_seconds=sum(rounds.late.values()),
+    )
+
+
+def _by_plan(verdict: Verdict, planning: ByPlan, pursuit: Pursuit | None, subject: Subject) -> Verdict:
+    if pursuit is None:
+        if planning.gives_up:
+            reason = "the steps never run twice in the same way, so that everything swaps and comes back on demand"
+            return replace(verdict, kind="unplanned", reason=reason)
+        return replace(verdict, kind="profiling", reason="the first step is not over yet")
+    trace = pursuit.plan.trace if pursuit.plan is not None else planning.trace(pursuit)
+    known = pursuit.node_seconds
+    compute = median(sum(row) for row in known) if known else sum(node.seconds for node in trace.nodes)
+    verdict = replace(
+        verdict,
+        activation_bytes_unswapped=max(Weights.of_plan(trace, ()).unswapped, default=None),
+        step_bytes_unswapped=max(unswapped_bytes(trace), default=0) if pursuit.profile.knows_temporaries else None,
+        compute_seconds=compute,
+        tensors=len(trace.tensors),
+    )
+    if pursuit.refusal is not None:
+        limits = (pursuit.refusal.limit_bytes, pursuit.refusal.least_limit_bytes)
+        return replace(verdict, kind="refused", limit_bytes=limits[0], least_limit_bytes=limits[1])
+    if pursuit.plan is None:
+        return replace(verdict, kind="profiling", reason="the next step of this shape follows a plan")
+    return _planned(verdict, pursuit, subject)
+
+
+def _planned(verdict: Verdict, pursuit: Pursuit, subject: Subject) -> Verdict:
+    plan, weights = pursuit.plan, pursuit.weights
+    assert plan is not None
+    assert weights is not None
+    is_by_hand = subject.options.n_tensors is not None and len(plan.trace.tensors) > 0
+    return replace(
+        verdict,
+        kind="by hand" if is_by_hand else "planned" if plan.swaps else "nothing to swap",
+        activation_bytes=max(pursuit.activation_bytes, default=None),
+        activation_bytes_planned=max(weights.planned, default=None),
+        step_bytes_planned=plan.peak_bytes if pursuit.profile.knows_temporaries else None,
+        steps_measured=len(pursuit.step_seconds),
+        step_seconds=median(pursuit.step_seconds) if pursuit.step_seconds else None,
+        step_seconds_planned=plan.expected_seconds,
+        tensors_swapped=len(plan.swaps),
+        late_tensors=max(len(pursuit.late), pursuit.missed),
+        late_seconds=sum(pursuit.late.values()),
+        late_seconds_planned=plan.step_seconds - plan.compute_seconds,
+        is_bare=subject.counts.bare_steps > 0,
+        reason=_why_nothing(pursuit, subject),
+    )
+
+
+def _why_nothing(pursuit: Pursuit, subject: Subject) -> str:
+    plan, options = pursuit.plan, subject.options
+    assert plan is not None
+    if not plan.trace.tensors:
+        return _nothing_can_move(subject.counts)
+    if options.memory_limit is not None and options.max_slowdown is None:
+        return f"all {len(plan.trace.tensors)} tensors stay, since the step fits within memory_limit as it is"
+    return f"no swap lowers the peak within {options.max_slowdown or 0:.3g} of the step time"
+
+
+def _nothing_can_move(counts: Counts) -> str:
+    reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
+    listed = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
+    return f"no saved tensor can move ({listed or 'none was saved'})"
+
+
+def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
+    """What keeps planned steps from being as they were planned."""
+    if not verdict.tensors_swapped:
+        return
+    engine, counts = subject.engine, subject.counts
+    if engine.failed:
+        yield f"{engine.failed} tensors stayed, since writing them failed"
+    stayed = sum(count.tensors for reason, count in counts.in_round()[1].items() if reason in _NO_ROOM)
+    if stayed:
+        yield f"{stayed} tensors stayed in the last step: no room below (host_limit, spill_dir)"
+    if counts.prefetches_without_memory:
+        yield f"{counts.prefetches_without_memory} prefetches found no device memory"
+    if engine.device.type == "cpu" and is_in_memory(subject.options.spill_dir):
+        yield f"swapping frees no memory: {subject.options.spill_dir} is in RAM (tmpfs)"
+    found, planned = verdict.activation_bytes, verdict.activation_bytes_planned
+    if found is not None and planned is not None and found > (1 + _MORE) * planned + _MORE_BYTES:
+        yield f"{format_bytes(found - planned)} more activations in memory than planned"
+    seconds, predicted = verdict.step_seconds, verdict.step_seconds_planned
+    if verdict.steps_measured < MEASUREMENTS_MIN:
+        return  # a neighbour may have slowed one
+    if seconds is not None and predicted and seconds > (1 + _SLOWER) * predicted:
+        yield f"the step is {seconds / predicted - 1:.0%} slower than predicted"
+
+
+_NO_ROOM = ("host limit", "pinning failed")

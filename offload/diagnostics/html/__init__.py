@@ -1,0 +1,1 @@
+"""The pages: self-contained HTML made of what diagnostics know."""

@@ -1,0 +1,82 @@
+"""The report as a notebook shows it: the verdict with bars, the details folded; one self-contained piece of HTML.
+
+On top of the data path. Pure: words and numbers in, HTML text out; no script, no external resource. Its text takes the
+colour of the page around it and its bars fit light and dark pages, since a notebook's theme is not the system's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from offload.diagnostics.verdict import Verdict
+from offload.units import alike_bytes
+
+__all__ = ["render"]
+
+_WIDTH, _BAR = 560, 12
+_STYLE = """.offload-report { font: 14px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 60em; }
+.offload-report table { border-collapse: collapse; margin: 0; font-size: inherit; }
+.offload-report th, .offload-report td { text-align: left; vertical-align: top; padding: 2px 16px 2px 0;
+  font-weight: normal; background: transparent; border: 0; white-space: normal; overflow-wrap: anywhere; }
+.offload-report th { opacity: .65; white-space: nowrap; }
+.offload-report .verdict td { font-weight: 600; }
+.offload-report svg { display: block; width: 100%; max-width: 560px; height: auto; margin: 6px 0 10px; }
+.offload-report svg text { fill: currentColor; font-size: 12px; }
+.offload-report .with { fill: #3d85c6; } .offload-report .without { fill: #8a939d; fill-opacity: .55; }
+.offload-report summary { cursor: pointer; }
+.offload-report details tr { border-top: 1px solid rgba(128, 128, 128, .3); }
+.offload-report td { font-variant-numeric: tabular-nums; }"""
+
+
+def render(verdict: Verdict, rows: Sequence[tuple[str, str]], notes: Sequence[str]) -> str:
+    """Return the piece of HTML.
+
+    Parameters
+    ----------
+    verdict : Verdict
+        Shown on top.
+    rows : sequence of (name, words)
+        The details.
+    notes : sequence of str
+        Shown below the verdict.
+
+    Returns
+    -------
+    str
+        One element; it loads nothing.
+    """
+    parts = [f'<table class="verdict">{_rows(verdict.rows())}</table>', *_bars(verdict)]
+    if notes:
+        parts.append(f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>")
+    parts.append(f"<details><summary>Details of all steps</summary><table>{_rows(rows)}</table></details>")
+    return f'<div class="offload-report"><style>{_STYLE}</style>\n' + "\n".join(parts) + "\n</div>"
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<tr><th>{escape(name)}</th><td>{escape(words)}</td></tr>" for name, words in rows)
+
+
+def _bars(verdict: Verdict) -> Iterator[str]:
+    """Two bars, with offload and without, for the activations and for the whole step where both are known."""
+    activations = verdict.activation_bytes
+    if activations is None:
+        activations = verdict.activation_bytes_planned
+    whole = (verdict.step_bytes_planned, verdict.step_bytes_unswapped)
+    pairs = [("activations", activations, verdict.activation_bytes_unswapped), ("whole step", *whole)]
+    known = [(name, a, b) for name, a, b in pairs if a is not None and b]
+    if not known:
+        return
+    longest = max(max(a, b) for _, a, b in known)
+    words = alike_bytes([longest])
+    drawn, y = [], 0
+    for name, a, b in known:
+        drawn.append(f'<text x="0" y="{y + 14}">{name}</text>')
+        for kind, label, nbytes in (("with", "with offload", a), ("without", "without", b)):
+            width = (_WIDTH - 290) * nbytes / longest
+            drawn.append(f'<rect class="{kind}" x="90" y="{y + 4}" width="{width:.1f}" height="{_BAR}"></rect>')
+            drawn.append(f'<text x="{96 + width:.1f}" y="{y + 14}">{words(nbytes)} {label}</text>')
+            y += _BAR + 4
+        y += 8
+    label = "Memory at the peak of a step, with offload and without"
+    yield f'<svg viewBox="0 0 {_WIDTH} {y}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'

@@ -1,0 +1,312 @@
+"""Explains running out of memory where it happens: what is held, what could still move, what to type.
+
+Beside the data path: the session calls in here when a step ends in an out-of-memory error, on its way up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from offload.devices.memory import DeviceMemory, last_refusal, look
+from offload.diagnostics.html import oom as oom_page
+from offload.diagnostics.report import Count
+from offload.options import Options
+from offload.runtime.engine import Engine
+from offload.units import format_bytes
+
+__all__ = ["Explanation", "Remedy", "Subject", "explain", "is_out_of_memory", "tell"]
+
+log = logging.getLogger("offload")
+
+_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_MIN_TENSOR_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 10
+# Why a saved tensor stayed where no setting would move it; for the other reasons one would.
+_FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage", "pinning failed"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What an explanation asks about: one session, and what its present step has saved so far.
+
+    Parameters
+    ----------
+    model
+        The enabled model, while it lives.
+    engine, options
+        The session's.
+    swapped
+        What has been swapped out since the last forward began.
+    kept
+        What autograd saved since then and stayed, by reason.
+    """
+
+    model: nn.Module | None
+    engine: Engine
+    options: Options
+    swapped: Count
+    kept: Mapping[str, Count]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to type or to do, and what it would bring."""
+
+    line: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a step ran out of memory.
+
+    `str` is what the exception's note says; `html` is the same as a page.
+    """
+
+    error: str
+    where: str
+    memory: DeviceMemory
+    swapped: Count
+    kept: dict[str, Count]
+    resident_bytes: int
+    in_flight_bytes: int
+    verdict: str
+    remedies: tuple[Remedy, ...] = field(default=())
+
+    @property
+    def movable_bytes(self) -> int:
+        """Of what was saved in this step and stayed: bytes that another setting would move."""
+        return _movable_bytes(self.kept)
+
+    def saved_rows(self) -> list[tuple[str, str, str]]:
+        """What autograd saved in this step: reason, amount, and whether it can move."""
+        rows = [("swapped out", _words(self.swapped), "moved")] if self.swapped.tensors else []
+        for reason, count in sorted(self.kept.items(), key=lambda item: -item[1].nbytes):
+            rows.append((f"kept: {reason}", _words(count), "cannot move" if reason in _FIXED else "could move"))
+        return rows
+
+    def __str__(self) -> str:
+        rows = [(name, text) for name, text in self.memory.rows()]
+        rows += [(name, f"{amount}  ({can})") for name, amount, can in self.saved_rows()]
+        if self.resident_bytes:
+            leaving = f", {format_bytes(self.in_flight_bytes)} of it still leaving" if self.in_flight_bytes else ""
+            rows.append(("swapped, on the device now", format_bytes(self.resident_bytes) + leaving))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"offload: out of memory in {self.where}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
+        lines.append(self.verdict)
+        for remedy in self.remedies:
+            lines += [f"  {remedy.line}", f"      {remedy.why}"]
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """A self-contained page that says the same, with a picture of the memory."""
+        return oom_page.render(
+            where=self.where,
+            error=self.error,
+            parts=self.memory.parts(self.resident_bytes, self.movable_bytes),
+            memory_rows=self.memory.rows(),
+            saved_rows=self.saved_rows(),
+            verdict=self.verdict,
+            remedies=[(remedy.line, remedy.why) for remedy in self.remedies],
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a device or on the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
+
+
+def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
+    """Explain an out-of-memory error in a note on the exception (in the log before Python 3.11) and, asked to, a page.
+
+    Any other exception, and one that was explained before, is left alone. Never raises: the caller's exception is what
+    matters.
+    """
+    if not is_out_of_memory(error):
+        return
+    earlier = getattr(error, "offload_explanation", None)
+    try:
+        explanation = earlier if isinstance(earlier, Explanation) else explain(error, subject)
+        if earlier is None:
+            error.offload_explanation = explanation  # type: ignore[attr-defined]
+            _note(error, str(explanation))
+        if path is not None:
+            Path(path).write_text(explanation.html(), encoding="utf-8")
+            _note(error, f"offload: explained with a picture in {path}")
+    except (MemoryError, OSError, RuntimeError) as problem:
+        log.warning("running out of memory could not be explained: %s", problem)
+
+
+def _note(error: BaseException, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        log.error("%s", text)
+
+
+def explain(error: BaseException, subject: Subject) -> Explanation:
+    """Why `error`, an out-of-memory error, came.
+
+    Parameters
+    ----------
+    error
+        As it was caught, with its traceback.
+    subject
+        The session whose step it was.
+    """
+    engine = subject.engine
+    asked = asked_bytes(str(error))
+    memory = last_refusal(engine.device, asked) or look(engine.device, asked)
+    kept = {reason: count for reason, count in subject.kept.items() if count.tensors}
+    movable = _movable_bytes(kept)
+    leaving = engine.resident.now
+    return Explanation(
+        error=f"{type(error).__name__}: {error}",
+        where=place_of(error.__traceback__, subject.model),
+        memory=memory,
+        swapped=subject.swapped,
+        kept=kept,
+        resident_bytes=leaving,
+        in_flight_bytes=engine.in_flight_bytes,
+        verdict=_verdict(memory, movable, leaving, is_saved=bool(kept) or bool(leaving)),
+        remedies=tuple(_remedies(memory, kept, subject.options, engine)),
+    )
+
+
+def asked_bytes(message: str) -> int | None:
+    """How much an out-of-memory error says was asked for; None where it does not say."""
+    match = re.search(r"[Tt]ried to allocate ([0-9.]+) ?(bytes|B|KiB|MiB|GiB|TiB)?", message)
+    if match is None:
+        match = re.search(r"Unable to allocate ([0-9.]+) (bytes|B|KiB|MiB|GiB|TiB)", message)
+    if match is None:
+        return None
+    units = ("KiB", "MiB", "GiB", "TiB")
+    return int(float(match[1].rstrip(".")) * (1024 ** (units.index(match[2]) + 1) if match[2] in units else 1))
+
+
+def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
+    """Where in a training step a traceback ends: forward, backward, optimizer or elsewhere; with the module's name."""
+    names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
+    where = "the caller's own code, outside of the model (the loss, the batch, an evaluation)"
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module = frame.f_globals.get("__name__", "")
+        holder = frame.f_locals.get("self")
+        called = (module, frame.f_code.co_name)  # a GPU's backward runs in a thread that has no caller
+        if called == ("offload.runtime.hooks", "unpack") or (
+            module == "torch.autograd" and called[1] in ("backward", "grad")
+        ):
+            where = "backward"
+        elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
+            where = "the optimizer's step"
+        elif id(holder) in names and isinstance(holder, nn.Module):
+            name = names[id(holder)]
+            where = f"forward of {name} ({type(holder).__name__})" if name else "forward of the model"
+        traceback = traceback.tb_next
+    return where
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _movable_bytes(kept: Mapping[str, Count]) -> int:
+    return sum(count.nbytes for reason, count in kept.items() if reason not in _FIXED)
+
+
+def _words(count: Count) -> str:
+    return f"{format_bytes(count.nbytes)} in {count.tensors} tensors"
+
+
+def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool) -> str:
+    short = memory.short_bytes
+    rest = max(memory.used_bytes - movable - leaving, 0)
+    others = f"{format_bytes(rest)} are parameters, gradients, optimizer state, temporaries and other data"
+    if memory.asked_bytes is not None and memory.asked_bytes > memory.total_bytes:
+        return (
+            f"Nothing can make this fit: one tensor of {format_bytes(memory.asked_bytes)} was asked for, and there are "
+            f"{format_bytes(memory.total_bytes)} in all. Use a smaller batch, or a smaller layer."
+        )
+    if not is_saved:
+        return f"Offloading cannot lower this peak: nothing saved for backward is on the device now; {others}."
+    could = f"{format_bytes(movable)} of what autograd saved in this step could still move"
+    if leaving:
+        could += f" and {format_bytes(leaving)} of swapped tensors are still or again on the device"
+    if short is None:
+        return f"Offloading {'can lower' if movable else 'does what it can for'} this peak: {could}; {others}."
+    if movable + leaving >= short:
+        return f"Offloading can lower this peak: {format_bytes(short)} are short, and {could}; {others}."
+    return f"Offloading alone is not enough: {format_bytes(short)} are short, and only {could}; {others}."
+
+
+def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> list[Remedy]:
+    found = []
+    call = _enable_line(memory, kept, options, engine)
+    if call is not None:
+        found.append(call)
+    unused = memory.reserved_bytes - memory.used_bytes
+    if memory.is_cuda and memory.asked_bytes is not None and unused >= memory.asked_bytes:
+        why = f"{format_bytes(unused)} are reserved by torch but free, in pieces that are too small"
+        found.append(Remedy("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py", why))
+    short = memory.short_bytes or 0
+    for process in memory.processes:
+        if process.nbytes >= max(short, 1 << 28):
+            found.append(
+                Remedy(f"end process {process.pid} ({process.name})", f"it holds {format_bytes(process.nbytes)}")
+            )
+    why = "halves what is saved for backward; the gradients of two halves, each loss divided by 2, add up to the same"
+    found.append(Remedy("halve the batch, and call optimizer.step() after every second one", why))
+    return found
+
+
+def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> Remedy | None:
+    """The call of `offload.enable` that moves more than the present one; None where there is no such call."""
+
+    def stayed(*reasons: str) -> int:
+        return sum(kept[reason].nbytes for reason in reasons if reason in kept)
+
+    small, excluded, unhoused = map(stayed, ("small", "excluded", "host limit"))
+    unchosen = _movable_bytes(kept) - small - excluded - unhoused
+    back_early = options.lookahead_nodes != 1 and engine.resident.now > engine.in_flight_bytes
+    small = small if options.min_tensor_bytes > _SMALL_BYTES else 0
+    if not (options.n_tensors == 0 or unchosen or back_early or small >= _MIN_TENSOR_BYTES or excluded or unhoused):
+        return None
+    limit = _limit_to_plan(memory, options) if options.n_tensors is None and unchosen else None
+    arguments: dict[str, object] = {"memory_limit": limit} if limit else {"n_tensors": -1, "lb": 1}
+    if small >= _MIN_TENSOR_BYTES:
+        arguments["min_tensor_bytes"] = "64KiB"
+    elif options.min_tensor_bytes != _MIN_TENSOR_BYTES:
+        arguments["min_tensor_bytes"] = options.min_tensor_bytes
+    if options.exclude and not excluded:
+        arguments["exclude"] = options.exclude
+    if unhoused:
+        arguments["host_limit"] = f"{-(-(options.host_limit + unhoused) >> 30)}GiB"
+    if options.spill_dir and engine.device.type == "cuda":
+        arguments["spill_dir"] = options.spill_dir
+    words = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
+    moved = unchosen + small + excluded + unhoused
+    why = "moves what it can" if options.n_tensors == 0 else "brings tensors back later, so that fewer are here at once"
+    why = f"moves up to {format_bytes(moved)} more" if moved else why
+    why = "plans the fastest step that stays below it, or refuses beforehand" if limit else why
+    return Remedy(f"offload.enable(model, {words})", why + "; the step takes longer")
+
+
+def _limit_to_plan(memory: DeviceMemory, options: Options) -> str | None:
+    """The `memory_limit` that the device has room for, less a margin for fragments; None where planning has no say."""
+    if not memory.is_cuda:
+        return None  # a process holds more than its tensors
+    room = 0.95 * (memory.total_bytes - memory.foreign_bytes)
+    if options.memory_limit is not None:
+        room = min(room, 0.9 * options.memory_limit)
+    return f"{int(room * 10 / (1 << 30)) / 10}GiB" if room >= 0.1 * (1 << 30) else None

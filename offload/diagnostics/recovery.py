@@ -1,0 +1,82 @@
+"""After running out of memory in a notebook: gives back what the dead step still holds.
+
+Beside the data path: undoes nothing that is enabled.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from offload.devices import allocator
+from offload.devices.memory import look
+from offload.runtime.stores import engines
+
+__all__ = ["recover"]
+
+log = logging.getLogger("offload")
+
+
+def recover() -> dict[str, int]:
+    """Give back the memory that an exception left behind, so that the next cell can run.
+
+    A notebook keeps the last exception, its traceback keeps every frame, and the frames keep the step's tensors. This
+    forgets that exception, collects garbage, waits for copies under way and empties the caches of torch and of every
+    enabled engine. Models stay enabled; tensors that the notebook's own variables hold stay as they are.
+
+    Returns
+    -------
+    dict of str to int
+        By device, bytes that are free again: ``"cpu"`` and, where CUDA is in use, ``"cuda:0"`` and so on.
+
+    Examples
+    --------
+    >>> import offload
+    >>> freed = offload.recover()
+    >>> freed["cpu"] >= 0
+    True
+    """
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        devices += [torch.device("cuda", ordinal) for ordinal in range(torch.cuda.device_count())]
+    before = {str(device): _held(device) for device in devices}
+    _forget_exceptions()
+    gc.collect()
+    for engine in engines():
+        engine.drain()
+        engine.store.trim()
+    torch.cuda.empty_cache()  # nothing where CUDA is not in use
+    allocator.release_free_memory()
+    freed = {str(device): max(before[str(device)] - _held(device), 0) for device in devices}
+    log.info("freed %s", ", ".join(f"{nbytes} bytes of {name}" for name, nbytes in freed.items()))
+    return freed
+
+
+def _held(device: torch.device) -> int:
+    memory = look(device)
+    return memory.reserved_bytes if memory.is_cuda else memory.used_bytes
+
+
+def _forget_exceptions() -> None:
+    """Drop what the interpreter and IPython keep of the last exception, and what its frames hold."""
+    kept = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "InteractiveTB"):
+        shell.InteractiveTB.tb = None
+    seen: set[int] = set()
+    while kept:
+        error = kept.pop()
+        if not isinstance(error, BaseException) or id(error) in seen:
+            continue
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        kept += [error.__cause__, error.__context__]

@@ -1,0 +1,296 @@
+"""Watches one training step while it runs: when modules compute, when they wait, when bytes move, how much is there.
+
+On the data path only while a step is recorded: its round stands in the graph nodes in place of the plain one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from offload.diagnostics.html import timeline as timeline_page
+from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
+from offload.runtime.engine import Engine, SwappedView
+from offload.runtime.hooks import Packed, Policy, Round
+
+__all__ = ["StepRecording", "WatchedRound"]
+
+COPIES_MAX = 100_000
+MARKS_MAX = 1_000_000
+WAIT_SECONDS_MIN = 50e-6  # less is the engine's own work, not a wait
+
+
+class Clock:
+    """Moments of the compute stream: the host's time on the CPU, events on a GPU, which computes what it is told later.
+
+    A GPU's moments are known after `resolve`, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._anchor: torch.cuda.Event | None = None
+        self.start = time.perf_counter()
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+            self._anchor = self._event()
+            self._anchor.synchronize()
+            self.start = time.perf_counter()
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def now(self) -> Any:
+        """This moment, to be given to `seconds` later."""
+        return time.perf_counter() if self._device is None else self._event()
+
+    def finish(self) -> None:
+        """Wait until every moment has come."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, moment: Any) -> float:
+        """Seconds from the start."""
+        if self._anchor is None:
+            return float(moment) - self.start
+        return float(self._anchor.elapsed_time(moment)) * 1e-3
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """One moment: what begins or ends then."""
+
+    kind: str  # enter, exit (of a module); pack, packed; unpack, unpacked; backward end; optimizer, optimizer end
+    moment: Any
+    name: str
+    memory: tuple[int, int, int]
+
+
+class WatchedRound(Round):
+    """A round that notes when it packs and unpacks."""
+
+    def __init__(self, policy: Policy, recording: StepRecording) -> None:
+        super().__init__(policy)
+        self._recording = recording
+        self._module_of: dict[int, str] = {}
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """What the graph node shall hold instead of `tensor`; noted."""
+        recording = self._recording
+        recording.mark("pack")
+        packed = super().pack(tensor)
+        recording.mark("packed")
+        held = packed[0]
+        self._module_of[id(held)] = recording.running_module()
+        if isinstance(held, SwappedView):
+            recording.name_ticket(held.ticket_id, recording.running_module())
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """The tensor that `pack` was given, as it was; noted."""
+        recording = self._recording
+        node = torch._C._current_autograd_node()
+        if node is None:  # somebody looks at grad_fn's attributes outside of backward
+            return super().unpack(packed)
+        recording.backward_runs()
+        module = self._module_of.get(id(packed[0]), "")
+        recording.mark("unpack", f"{node.name()} of {module}" if module else node.name())
+        tensor = super().unpack(packed)
+        recording.mark("unpacked")
+        return tensor
+
+
+class StepRecording:
+    """One recorded step; `offload.Session.timeline` makes it. Also a context manager: written when it is left.
+
+    Parameters
+    ----------
+    model
+        Whose modules are named.
+    engine
+        Whose copies are shown.
+    device
+        Where it computes.
+    tier
+        What is below, in words.
+    path
+        Where to write: ``.html`` for people, ``.json`` for Perfetto.
+    """
+
+    def __init__(
+        self, model: nn.Module, engine: Engine, device: torch.device, tier: str, path: str | os.PathLike[str]
+    ) -> None:
+        self.path = Path(path)
+        if self.path.suffix not in (".html", ".json"):
+            raise ValueError(f"timeline: write a path that ends in .html or, for Perfetto, .json, not {str(path)!r}")
+        self._engine = engine
+        self._device = device
+        self._tier = tier
+        self._marks: list[_Mark] = []
+        self._tickets: dict[int, str] = {}
+        self._local = threading.local()
+        self._forwards = 0
+        self._entered = False
+        self._backward_noted = False
+        self.is_on = True
+        self._hooks: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            self._hooks += self._watch(module, name or type(module).__name__)
+        self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self.mark("optimizer")))
+        self._hooks.append(register_optimizer_step_post_hook(lambda *_: self.mark("optimizer end")))
+        engine.store.record_copies(COPIES_MAX)
+        self._clock = Clock(device)
+        self.mark("start")
+
+    def __enter__(self) -> StepRecording:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    # -- what a round and the session report ----------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A forward pass begins. Without a `with` block, the second one ends the recording."""
+        self._forwards += 1
+        if self._forwards > 1 and not self._entered:
+            self.finish()
+
+    def mark(self, kind: str, name: str = "") -> None:
+        """Note this moment."""
+        if self.is_on and len(self._marks) < MARKS_MAX:
+            engine = self._engine
+            memory = (_bytes_in_use(self._device), engine.resident.now, engine.unswapped.now)
+            self._marks.append(_Mark(kind, self._clock.now(), name, memory))
+
+    def running_module(self) -> str:
+        """Name of the innermost module that runs in this thread now."""
+        stack: list[str] = getattr(self._local, "stack", [])
+        return stack[-1] if stack else ""
+
+    def name_ticket(self, ticket_id: int, module: str) -> None:
+        """Say whose bytes a ticket moves."""
+        self._tickets[ticket_id] = module
+
+    def backward_runs(self) -> None:
+        """Backward runs in this thread; have its end noted."""
+        if self.is_on and not self._backward_noted:
+            self._backward_noted = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self.mark("backward end")
+        self._backward_noted = False
+
+    def _watch(self, module: nn.Module, name: str) -> list[RemovableHandle]:
+        def enter(module: nn.Module, args: Any) -> None:
+            stack = self._local.__dict__.setdefault("stack", [])
+            stack.append(name)
+            self.mark("enter", name)
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            stack = self._local.__dict__.get("stack", [])
+            if stack:
+                stack.pop()
+            self.mark("exit", name)
+
+        return [
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """End the recording and write it; nothing happens the second time."""
+        if not self.is_on:
+            return
+        self.mark("end")
+        self.is_on = False
+        for hook in self._hooks:
+            hook.remove()
+        self._clock.finish()
+        self._engine.drain()
+        copies = self._engine.store.take_copies()
+        self._engine.store.record_copies(0)
+        step = self._step(copies)
+        text = json.dumps(step.to_chrome()) if self.path.suffix == ".json" else timeline_page.render(step)
+        self.path.write_text(text, encoding="utf-8")
+        self._marks.clear()
+
+    def _step(self, copies: list[tuple[str, int, int, float, float]]) -> StepTimeline:
+        times = [self._clock.seconds(mark.moment) for mark in self._marks]
+        seconds = times[-1] if times else 0.0
+        lanes = {"out": "copy out", "in": "copy in", "spill": "disk", "fill": "disk"}
+        moved = []
+        for kind, ticket_id, nbytes, begin, end in copies:
+            start, stop = max(begin - self._clock.start, 0.0), min(end - self._clock.start, seconds)
+            if stop > start:
+                moved.append(Span(lanes[kind], kind, self._tickets.get(ticket_id, ""), start, stop, nbytes))
+        memory = tuple(MemorySample(at, *mark.memory) for at, mark in zip(times, self._marks, strict=True))
+        waits = self._waits(times)
+        return StepTimeline(
+            device=str(self._device),
+            tier=self._tier,
+            memory_label="allocated by torch" if self._device.type == "cuda" else "resident set of the process",
+            seconds=seconds,
+            spans=(*without(self._compute(times), waits), *waits, *sorted(moved, key=lambda span: span.start)),
+            memory=memory,
+        )
+
+    def _compute(self, times: list[float]) -> list[Span]:
+        """The innermost module in forward, the graph node that last asked for a tensor in backward, the optimizer."""
+        spans: list[Span] = []
+        running: list[str] = []
+        node, since = "", 0.0
+        for at, mark in zip(times, self._marks, strict=True):
+            if mark.kind in ("enter", "exit"):
+                if running and at > since:
+                    spans.append(Span("compute", "forward", running[-1], since, at))
+                since = at
+                if mark.kind == "enter":
+                    running.append(mark.name)
+                elif running:
+                    running.pop()
+            elif mark.kind in ("unpack", "backward end", "end"):
+                if node and at > since:
+                    spans.append(Span("compute", "backward", node, since, at))
+                node, since = (mark.name if mark.kind == "unpack" else ""), at
+            elif mark.kind == "optimizer":
+                since = at
+            elif mark.kind == "optimizer end":
+                spans.append(Span("compute", "optimizer", "step", since, at))
+        return merged(spans)
+
+    def _waits(self, times: list[float]) -> list[Span]:
+        spans = []
+        for (at, mark), (until, after) in itertools.pairwise(zip(times, self._marks, strict=True)):
+            ends = {"pack": "packed", "unpack": "unpacked"}.get(mark.kind)
+            if ends == after.kind and until - at >= WAIT_SECONDS_MIN:
+                name = "before a copy-out" if mark.kind == "pack" else mark.name
+                spans.append(Span("waiting", "wait", name, at, until))
+        return spans
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_allocated flattens all of it first
+        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,173 @@
+"""One recorded step as spans on lanes and memory over time, and its form for Perfetto.
+
+Beside the data path. Pure: `offload.diagnostics.step_recording` fills it, `offload.diagnostics.html.timeline` draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from offload.units import format_bytes, format_seconds
+
+__all__ = ["LANES", "MemorySample", "Span", "StepTimeline", "merged", "without"]
+
+LANES = ("compute", "waiting", "copy out", "copy in", "disk")
+
+
+class Span(NamedTuple):
+    """Something that took time: on which lane, of which kind, called what, from when to when, moving how much.
+
+    `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"wait"``, ``"out"``, ``"in"``, ``"spill"`` or
+    ``"fill"``; times are seconds from the start of the recording.
+    """
+
+    lane: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    nbytes: int = 0
+
+
+class MemorySample(NamedTuple):
+    """Bytes at one moment: in use on the device, swapped storages on it, the same had they stayed."""
+
+    at: float
+    in_use: int
+    resident: int
+    unswapped: int
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """What one training step did.
+
+    Parameters
+    ----------
+    device, tier : str
+        What computed, and what is below it.
+    memory_label : str
+        What `in_use` of the samples counts.
+    seconds : float
+        Length of the recording.
+    spans : tuple of Span
+        Of all lanes; those of one lane in order.
+    memory : tuple of MemorySample
+        In order.
+
+    Examples
+    --------
+    >>> step = StepTimeline("cpu", "disk", "resident set", 1.0, (Span("copy out", "out", "fc", 0.1, 0.3, 200),), ())
+    >>> step.busy_seconds("copy out"), step.moved_bytes("out")
+    (0.2, 200)
+    """
+
+    device: str
+    tier: str
+    memory_label: str
+    seconds: float
+    spans: tuple[Span, ...]
+    memory: tuple[MemorySample, ...]
+
+    def on(self, lane: str) -> list[Span]:
+        """The spans of a lane."""
+        return [span for span in self.spans if span.lane == lane]
+
+    def busy_seconds(self, lane: str) -> float:
+        """How long something was under way on a lane."""
+        total, until = 0.0, 0.0
+        for span in sorted(self.on(lane), key=lambda each: each.start):
+            total += max(span.end - max(span.start, until), 0.0)
+            until = max(until, span.end)
+        return round(total, 12)
+
+    def moved_bytes(self, kind: str) -> int:
+        """Bytes of all spans of a kind."""
+        return sum(span.nbytes for span in self.spans if span.kind == kind)
+
+    def summary(self) -> list[str]:
+        """What it shows, in sentences."""
+        waited = self.busy_seconds("waiting")
+        share = waited / self.seconds if self.seconds else 0.0
+        lines = [f"{format_seconds(self.seconds)} on {self.device}, {self.tier} below it."]
+        lines.append(f"Compute waited {format_seconds(waited)} for copies ({share:.1%}).")
+        for lane, kind, words in (("copy out", "out", "out"), ("copy in", "in", "back")):
+            busy = self.busy_seconds(lane)
+            if busy:
+                moved = self.moved_bytes(kind)
+                lines.append(f"{format_bytes(moved)} went {words} in {format_seconds(busy)}, {_rate(moved, busy)}.")
+        if self.memory:
+            most = max(sample.resident for sample in self.memory)
+            unswapped = max(sample.unswapped for sample in self.memory)
+            lines.append(
+                f"Of what was swapped, at most {format_bytes(most)} at a time instead of {format_bytes(unswapped)}."
+            )
+        return lines
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The step as trace events, which ui.perfetto.dev and chrome://tracing open."""
+        events: list[dict[str, Any]] = [
+            {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"offload, {self.device}"}}
+        ]
+        for number, lane in enumerate(LANES):
+            events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": lane}})
+            events.append(
+                {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": number, "args": {"sort_index": number}}
+            )
+        for span in self.spans:
+            about = {
+                "name": span.name or span.kind,
+                "cat": span.kind,
+                "ph": "X",
+                "pid": 1,
+                "tid": LANES.index(span.lane),
+            }
+            times = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            events.append({**about, **times, "args": {"bytes": span.nbytes} if span.nbytes else {}})
+        for sample in self.memory:
+            values = {self.memory_label: sample.in_use}
+            events.append({"name": "memory", "ph": "C", "pid": 1, "ts": sample.at * 1e6, "args": values})
+            saved = {"on the device": sample.resident, "had they stayed": sample.unswapped}
+            events.append({"name": "swapped tensors", "ph": "C", "pid": 1, "ts": sample.at * 1e6, "args": saved})
+        return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"tier": self.tier}}
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{format_bytes(nbytes / seconds)}/s"
+
+
+def merged(spans: Sequence[Span], gap_seconds: float = 0.0) -> list[Span]:
+    """Join neighbours of one lane that have the same kind and name and are no more than `gap_seconds` apart."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.kind, last.name) == (span.kind, span.name)
+            and span.start - last.end <= gap_seconds
+        ):
+            joined[-1] = last._replace(end=max(span.end, last.end), nbytes=last.nbytes + span.nbytes)
+        else:
+            joined.append(span)
+    return joined
+
+
+def without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
+    """What is left of `spans` outside of `holes`; both in order, and neither overlapping among themselves."""
+    left: list[Span] = []
+    first = 0
+    for span in spans:
+        start = span.start
+        while first < len(holes) and holes[first].end <= span.start:
+            first += 1
+        for hole in holes[first:]:
+            if hole.start >= span.end:
+                break
+            if hole.start > start:
+                left.append(span._replace(start=start, end=hole.start))
+            start = max(start, hole.end)
+        if start < span.end:
+            left.append(span._replace(start=start))
+    return left

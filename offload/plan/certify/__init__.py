@@ -1,0 +1,1 @@
+"""How far a plan can be from the fastest one: exact solutions and bounds from integer programs."""

@@ -1,0 +1,81 @@
+"""What is on the device before a step begins: parameters, gradients, and the state of the optimizers that step them.
+
+Beside the data path: the planner adds it to what a recorded step allocates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from offload.runtime.engine import Engine, has_storage
+from offload.runtime.weak import weakly
+
+__all__ = ["HeldBytes", "HeldMemory"]
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What is on the device before a step begins, in bytes."""
+
+    state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.state + self.gradients
+
+
+class HeldMemory:
+    """Looks at one model and at the optimizers that were seen to step its parameters."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model = weakref.ref(model)
+        self._engine = engine
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._before_step: Callable[[], None] | None = None
+        self._hook = register_optimizer_step_pre_hook(weakly(self._optimizer_steps))
+        weakref.finalize(self, self._hook.remove).atexit = False
+
+    def on_optimizer_step(self, call: Callable[[], None]) -> None:
+        """Have a bound method called before any optimizer steps: backward is over then."""
+        self._before_step = weakly(call)
+
+    def close(self) -> None:
+        """Listen to optimizers no longer."""
+        self._hook.remove()
+
+    def look(self) -> HeldBytes:
+        """What is there now. On CUDA all that torch has allocated; else what is known of model and optimizers."""
+        model = self._model()
+        parameters = list(model.parameters()) if model is not None else []
+        gradients = _bytes_of(parameter.grad for parameter in parameters)
+        if self._engine.device.type == "cuda":
+            return HeldBytes(torch.cuda.memory_allocated(self._engine.device) - gradients, gradients)
+        buffers = list(model.buffers()) if model is not None else []
+        states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
+        states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
+        return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._before_step is not None:
+            self._before_step()
+        if optimizer in self._optimizers:
+            return
+        model = self._model()
+        own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._optimizers.add(optimizer)
+
+
+def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
+    plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
+    return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())

@@ -1,0 +1,300 @@
+"""Watches one step, forward and backward: what autograd saves, who asks for it when, and for a plan also how long.
+
+On the data path: a signature's first step is recorded here; later steps follow the schedule made of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.plan.trace import Node, SavedTensor, Trace
+from offload.profiling.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
+from offload.profiling.model_state import HeldBytes
+from offload.runtime.engine import Engine, Lease, LeaseReference, has_storage
+from offload.runtime.executor import Stopwatch
+from offload.runtime.schedule import SavedEntry, StepOrder
+from offload.torch_compat.compiled import is_compiled_node
+
+_ROOT = "forward"
+# What runs when a module is called. Hooks would show it too, but torch.compile traces those: its graphs would break.
+_CALLS = frozenset((nn.Module.__call__.__code__, nn.Module._call_impl.__code__))
+
+
+class Recorder:
+    """Takes down one forward pass and the backward pass over it: the order of events alone.
+
+    Everything moves, and comes back on demand.
+    """
+
+    caps_in_flight = True
+
+    def __init__(self) -> None:
+        self.order = StepOrder()
+        self._leases: dict[int, LeaseReference] = {}
+        self._autograd_node: object = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether backward has asked for something."""
+        return bool(self.order.uses)
+
+    def watches(self, pack_index: int) -> bool:
+        """Every unpack is told."""
+        return True
+
+    def begin(self) -> None:
+        """A hook begins."""
+
+    def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
+        """Everything moves."""
+        self.order.entries[pack_index] = SavedEntry(pack_index, nbytes, packed=self._node)
+        return None
+
+    def need(self, pack_index: int) -> int:
+        """The later saved, the sooner needed, as a guess."""
+        return 2**32 - pack_index
+
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave."""
+        self._leases[pack_index] = reference
+        self._advance()
+        self.order.node_after_pack[pack_index] = self._node
+
+    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+        """Another view of a storage saved before."""
+        first = next((i for i, reference in self._leases.items() if reference() is lease), None)
+        if first is not None:
+            self.order.duplicates[pack_index] = first
+            self._advance()
+            self.order.node_after_pack[pack_index] = self._node
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return  # somebody looks at grad_fn's attributes outside of backward
+        identity = (node.name(), id(node))  # not the node: it would be kept alive
+        if identity != self._autograd_node:
+            self._autograd_node = identity
+            self._advance()
+            self.order.backward_nodes.append(self._node)
+            if is_compiled_node(identity[0]):
+                self.order.compiled_nodes.add(self._node)
+        self.order.uses.append((self._node, pack_index))
+        entry = self.order.entry_of(pack_index)
+        if entry is not None:
+            entry.first_use = self._node if entry.first_use is None else entry.first_use
+            entry.last_use = self._node
+
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
+
+    @property
+    def _node(self) -> int:
+        return self.order.node_count - 1
+
+    def _advance(self) -> None:
+        self.order.node_count += 1
+
+
+@dataclass
+class Group:
+    """All that was saved of one storage: it leaves and comes back as one."""
+
+    alive: StorageWeakRef
+    place: int
+    entries: list[int] = field(default_factory=list)  # pack indices
+    last_forward: int | None = None  # node after which nobody but the engine held it
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A recorded step that can be planned.
+
+    Attributes
+    ----------
+    trace
+        With the bytes that were there at its beginning counted in `base_bytes`.
+    gradient_bytes
+        By node: of `base_bytes`, the gradients that the step itself had made before.
+    members
+        Pack indices of each of the trace's tensors, by id.
+    held
+        What was there at its beginning.
+    knows_temporaries
+        Whether allocations could be watched.
+    """
+
+    order: StepOrder
+    trace: Trace
+    members: Mapping[int, Sequence[int]]
+    gradient_bytes: Sequence[int]
+    held: HeldBytes
+    knows_temporaries: bool
+
+
+class Profiler(Recorder):
+    """Records a step that is to be planned: also its times, its memory and its modules' names.
+
+    It needs the least memory there is: each storage has left before the pack returns.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, held: HeldBytes) -> None:
+        super().__init__()
+        self.stopwatch = Stopwatch(engine)
+        self._engine = engine
+        self._held = held
+        self._model = weakref.ref(model)
+        self._gradient_places: set[int] = set()
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self.rounds_since = 0  # that began after this one
+        self._watched_to_the_end: bool | None = None  # not known before it is stopped
+        self._names = [_ROOT]
+        self._module = _ROOT  # whose hook runs now
+        self._pack_names: dict[int, str] = {}
+        self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
+        self._all_groups: list[Group] = []
+        self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
+        weakref.finalize(self, self._memory.stop).atexit = False
+        self._memory.node(0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step is over, backward included."""
+        return self.stopwatch.finished
+
+    def stop(self) -> bool:
+        """Watch allocations no longer. False where another thread has to do it."""
+        if self._watched_to_the_end is None:
+            self._watched_to_the_end = self.finished
+        model = self._model()
+        if model is not None and not self._gradient_places:
+            made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            self._gradient_places = {self._engine.place_of(gradient) for gradient in made if has_storage(gradient)}
+        return self._memory.stop()
+
+    def watches(self, pack_index: int) -> bool:
+        """Every unpack is told."""
+        self._note_module(pack_index)
+        return True
+
+    def begin(self) -> None:
+        """A hook begins."""
+        self.stopwatch.begin()
+
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave: wait until it is gone."""
+        self._note_module(pack_index)
+        identity = self._engine.identity(tensor)
+        group = self._groups.get(identity)
+        if group is None or group.last_forward is not None:
+            group = self._groups[identity] = Group(self._engine.watch_storage(tensor), self._engine.place_of(tensor))
+            self._all_groups.append(group)
+        group.entries.append(pack_index)
+        self._memory.saved(group.entries[0])
+        lease = reference()
+        assert lease is not None
+        lease.record.leave()
+        super().swapped(pack_index, reference, tensor)
+
+    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+        """Another view of a storage saved before."""
+        self._note_module(pack_index)
+        super().swapped_again(pack_index, lease)
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+        self.stopwatch.end(None)
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
+        self.stopwatch.begin()
+        self.stopwatch.listen_for_the_end()
+        self._module = self._pack_names.get(pack_index, _ROOT)
+        super().unpacking(pack_index)
+
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
+        self.stopwatch.end(pack_index)
+
+    def _advance(self) -> None:
+        for identity, group in list(self._groups.items()):
+            if group.alive.expired():  # type: ignore[no-untyped-call]
+                group.last_forward = self._node
+                del self._groups[identity]
+        super()._advance()
+        node = self._node
+        self.stopwatch.arrive(node)
+        self._memory.node(node)
+        self._names.append(self._module)
+
+    def _note_module(self, pack_index: int) -> None:
+        """Name this pack after the model's innermost module whose call is running in this thread."""
+        frame: FrameType | None = sys._getframe(1)
+        self._module = _ROOT
+        while frame is not None and self._module == _ROOT:
+            if frame.f_code in _CALLS:
+                self._module = self._module_names.get(id(frame.f_locals.get("self"))) or _ROOT
+            frame = frame.f_back
+        self._pack_names[pack_index] = self._module
+
+    def profile(self) -> Profile | None:
+        """What was recorded. None where the step is not over yet."""
+        node_count = self.order.node_count
+        measured = self.stopwatch.measured(node_count)
+        if measured is None or not self.stop():
+            return None
+        members: dict[int, Sequence[int]] = {}
+        saved = []
+        for group in self._all_groups:
+            row = self._saved_bytes(group)
+            if row is not None:
+                members[row.id] = tuple(group.entries)
+                saved.append(row)
+        found = self._memory.footprint(saved, self._gradient_places, node_count)
+        knows = self._memory.complete and bool(self._watched_to_the_end)
+        backward = set(self.order.backward_nodes)
+        trace = Trace(
+            nodes=tuple(
+                Node(name, seconds, number in backward)
+                for number, (name, seconds) in enumerate(zip(self._names, measured.node_seconds, strict=True))
+            ),
+            base_bytes=tuple(self._held.total + nbytes for nbytes in found.others),
+            tensors=tuple(
+                SavedTensor(row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_use, row.last_use)
+                for row in saved
+            ),
+            source=f"recorded on {self._engine.device}, torch {torch.__version__}",
+        )
+        return Profile(self.order, trace, members, found.gradients, self._held, knows)
+
+    def _saved_bytes(self, group: Group) -> SavedBytes | None:
+        """What a group means for memory; None where moving it frees nothing, because somebody else holds it too."""
+        entries = [self.order.entries[pack_index] for pack_index in group.entries]
+        last = self.order.node_count - 1
+        first_use = min((e.first_use for e in entries if e.first_use is not None), default=last)
+        last_use = max((e.last_use for e in entries if e.last_use is not None), default=last)
+        packed = max(entry.packed for entry in entries)
+        last_forward = group.last_forward
+        if last_forward is None or not packed <= max(last_forward, packed) < first_use:
+            return None
+        return SavedBytes(
+            id=group.entries[0],
+            place=group.place,
+            nbytes=sum(entry.nbytes for entry in entries),
+            packed=packed,
+            last_forward=max(last_forward, packed),
+            first_use=first_use,
+            last_use=last_use,
+        )

@@ -1,0 +1,307 @@
+"""Where a round is in its schedule: what is due now, and how long everything really took.
+
+On the data path: hooks tell every pack and unpack; the course has storages released and brought back in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offload.diagnostics.report import Counts
+from offload.runtime.engine import Engine, Lease, LeaseReference
+from offload.runtime.schedule import Schedule
+
+
+class Follower(Protocol):
+    """Who listens to a round's hooks."""
+
+    def watches(self, pack_index: int) -> bool:
+        """Whether the unpack of a tensor that stayed is to be told."""
+
+    @property
+    def caps_in_flight(self) -> bool:
+        """Whether sources that wait for their copy-out are to be few, by the engine's own limit."""
+
+    def begin(self) -> None:
+        """A hook that may wait begins."""
+
+    def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
+        """Why this storage stays; None: it moves."""
+
+    def need(self, pack_index: int) -> int:
+        """Rank for the disk: the larger, the later it is needed."""
+
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave."""
+
+    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+        """Another view was saved of a storage that has begun to leave."""
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
+
+    def unpacked(self, pack_index: int) -> None:
+        """It is there; the hook is about to return."""
+
+
+class Idle:
+    """Follows nothing: everything moves, and comes back on demand."""
+
+    caps_in_flight = True
+
+    def watches(self, pack_index: int) -> bool:
+        """Nothing is watched."""
+        return False
+
+    def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
+        """Nothing stays."""
+        return None
+
+    def need(self, pack_index: int) -> int:
+        """The later saved, the sooner needed, as a guess."""
+        return 2**32 - pack_index
+
+    def begin(self) -> None: ...
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None: ...
+    def swapped_again(self, pack_index: int, lease: Lease) -> None: ...
+    def packed(self, pack_index: int) -> None: ...
+    def unpacking(self, pack_index: int) -> None: ...
+    def unpacked(self, pack_index: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step really took, in seconds from its beginning."""
+
+    starts: tuple[float, ...]  # by node
+    node_seconds: tuple[float, ...]  # by node, without the time that hooks took
+    waits: dict[int, float]  # by pack index: how long backward waited for it
+    stall_seconds: float  # that hooks took in all
+    hook_seconds: float  # of the processor that hooks took, waiting not included; zero on a CUDA device
+    step_seconds: float
+
+
+class Stopwatch:
+    """Notes when nodes begin and how long hooks hold them up."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._nodes: dict[int, Any] = {}
+        self._pauses: list[tuple[int, int | None, Any, Any]] = []  # (node, pack index, from, to)
+        self._begin: Any = None
+        self._end: Any = None
+        self._node = 0
+        self._listening = False
+        self._busy = 0.0
+        self._hook_seconds = 0.0
+        self.arrive(0, engine.mark())
+
+    def begin(self) -> None:
+        """A hook begins."""
+        self._begin = self._engine.mark()
+        self._busy = self._engine.busy_seconds()
+
+    def arrive(self, node: int, mark: Any = None) -> None:
+        """A node begins, at the beginning of the present hook."""
+        self._node = node
+        self._nodes.setdefault(node, self._begin if mark is None else mark)
+
+    def end(self, pack_index: int | None) -> None:
+        """The hook that began last is about to return."""
+        self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
+        self._hook_seconds += self._engine.busy_seconds() - self._busy
+
+    def listen_for_the_end(self) -> None:
+        """Have the end of the backward pass noted, where one is running."""
+        if not self._listening and torch._C._current_autograd_node() is not None:
+            self._listening = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._end = self._engine.mark()
+
+    @property
+    def finished(self) -> bool:
+        """Whether backward has come to its end."""
+        return self._end is not None
+
+    def measured(self, node_count: int) -> Measured | None:
+        """The durations of `node_count` nodes; None where the step is not over. A node not seen took no time."""
+        if self._end is None:
+            return None
+        flat = [*self._nodes.values(), self._end]
+        for _, _, begin, end in self._pauses:
+            flat += (begin, end)
+        seconds = self._engine.seconds_since(flat[0], flat)
+        if seconds is None:
+            return None
+        at = dict(zip(self._nodes, seconds, strict=False))
+        whole = seconds[len(self._nodes)]
+        rest = iter(seconds[len(self._nodes) + 1 :])
+        pauses = [0.0] * node_count
+        first_pause = [0.0] * node_count
+        waits: dict[int, float] = {}
+        for node, pack_index, _, _ in self._pauses:
+            begin, end = next(rest), next(rest)
+            if node < node_count:
+                if begin <= at[node]:
+                    first_pause[node] = end - begin
+                pauses[node] += end - begin
+            if pack_index is not None:
+                waits[pack_index] = waits.get(pack_index, 0.0) + end - begin
+        arrivals = [whole] * (node_count + 1)
+        for node in reversed(range(node_count)):
+            arrivals[node] = at.get(node, arrivals[node + 1])
+        node_seconds = [max(0.0, arrivals[k + 1] - arrivals[k] - pauses[k]) for k in range(node_count)]
+        starts = [arrivals[k] + first_pause[k] for k in range(node_count)]
+        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), self._hook_seconds, whole)
+
+
+class Course:
+    """One round on its way through a schedule."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        engine: Engine,
+        counts: Counts,
+        reason: str,
+        deviate: Callable[[], None],
+        stopwatch: Stopwatch | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.stopwatch = stopwatch
+        self._engine = engine
+        self._counts = counts
+        self._reason = reason
+        self._deviate = deviate
+        self.on_course = True
+        self._watched = schedule.watched
+        self._leases: dict[int, LeaseReference] = {}
+        self._node = 0
+        self._next_release = 0
+        self._next_return = 0
+        self._used: set[int] = set()
+        self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
+
+    @property
+    def caps_in_flight(self) -> bool:
+        """A plan says itself when each has to have left."""
+        return self.schedule.plan is None or not self.on_course
+
+    def watches(self, pack_index: int) -> bool:
+        """Whether the unpack of a tensor that stayed moves the schedule on."""
+        return pack_index in self._watched
+
+    def begin(self) -> None:
+        """A hook that may wait begins."""
+        if self.stopwatch is not None:
+            self.stopwatch.begin()
+
+    def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
+        """Why this storage stays; None: it moves, by plan or because the step has left its course."""
+        if not self.on_course:
+            return None
+        schedule = self.schedule
+        if pack_index in schedule.order.duplicates:
+            return self._reason
+        if not schedule.expects(pack_index, nbytes):
+            self._leave()  # another branch than the recorded one: go on by demand
+            return None
+        return None if pack_index in schedule.swapped else self._reason
+
+    def need(self, pack_index: int) -> int:
+        """Rank for the disk: the larger, the later it is needed."""
+        entry = self.schedule.order.entries.get(pack_index)
+        if entry is None:
+            return 2**32 - pack_index
+        return 2**32 if entry.first_use is None else entry.first_use
+
+    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave."""
+        self._leases[pack_index] = reference
+
+    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+        """Another view of it was saved: nothing is due."""
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return: do what is due at the node that now begins."""
+        self._acted = pack_index in self.schedule.swapped
+        if self.on_course and self.schedule.plan is not None:
+            node = self.schedule.order.node_after_pack.get(pack_index)
+            if node is not None:
+                self._arrive(node)
+        if self._acted and self.stopwatch is not None:
+            self.stopwatch.end(None)
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack: do what is due at the node that now begins."""
+        if self.stopwatch is not None:
+            self.stopwatch.begin()
+            self.stopwatch.listen_for_the_end()
+        self._acted = pack_index in self.schedule.swapped
+        if not self.on_course:
+            return
+        node = self._watched.get(pack_index)
+        if node is None:
+            if pack_index in self.schedule.swapped:  # the recorded backward saw a part of the graph only
+                self._deviate()
+            return
+        if node < self._node:
+            self._start_over(node, pack_index)
+        self._used.add(pack_index)
+        self._arrive(node)
+
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
+        if self._acted and self.stopwatch is not None:
+            self.stopwatch.end(pack_index)
+
+    def _arrive(self, node: int) -> None:
+        if node > self._node and self.stopwatch is not None:
+            self.stopwatch.arrive(node)
+        self._node = node
+        releases, returns = self.schedule.releases, self.schedule.returns
+        while self._next_release < len(releases) and releases[self._next_release][0] <= node:
+            reference = self._leases.get(releases[self._next_release][1])
+            self._next_release += 1
+            self._acted = True
+            lease = reference() if reference is not None else None
+            if lease is not None:
+                lease.record.leave()
+        while self._next_return < len(returns) and returns[self._next_return][0] <= node:
+            pack_index = returns[self._next_return][2]
+            self._next_return += 1
+            self._acted = True
+            self._begin_return(pack_index)
+
+    def _start_over(self, node: int, pack_index: int) -> None:
+        """Backward went back: a second pass over a retained graph, or another order than the recorded one."""
+        if pack_index not in self._used:
+            self._deviate()
+        self._used.clear()
+        returns = self.schedule.returns
+        self._next_return = next((i for i, (_, use, _) in enumerate(returns) if use >= node), len(returns))
+
+    def _begin_return(self, pack_index: int) -> None:
+        reference = self._leases.get(pack_index)
+        lease = reference() if reference is not None else None
+        if lease is None:
+            return
+        try:
+            if lease.record.begin_return():
+                self._counts.prefetched += 1
+        except (torch.OutOfMemoryError, MemoryError):
+            self._counts.prefetches_without_memory += 1  # asked for again on demand, when there may be room
+
+    def _leave(self) -> None:
+        self.on_course = False
+        self._watched = {}
+        self._deviate()

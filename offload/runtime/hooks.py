@@ -1,0 +1,189 @@
+"""Autograd's pack and unpack. They decide nothing: the session says what may move, the engine moves it.
+
+On the data path: a `Round` is one forward pass and the backward passes over it. Its pack stands in every graph node
+that the pass creates; its unpack answers when backward asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from offload._core import PinningFailed
+from offload.diagnostics.report import Counts
+from offload.options import Options
+from offload.runtime.engine import Engine, Lease, StorageKey, SwappedView, raise_changed
+from offload.runtime.executor import Follower, Idle
+
+# What a graph node holds in a saved tensor's place: the tensor without its history and its version, or a swapped view
+# and None; and the pack's number where the schedule or the recorder wants to hear of its unpack.
+Packed = tuple[Any, "int | None", "int | None"]
+
+_STRIDED = torch.strided
+_PLAIN = (Tensor, Parameter)
+
+
+class Policy(Protocol):
+    """What a round asks before it moves a tensor; the session answers."""
+
+    options: Options
+    engine: Engine
+    counts: Counts
+
+    def supports(self, tensor: Tensor) -> bool:
+        """Whether the engine can move tensors of this kind."""
+
+    def why_held(self, tensor: Tensor) -> str | None:
+        """Who holds this storage anyway, so that moving it would free nothing; None where nobody is known to."""
+
+    def is_excluded(self) -> bool:
+        """Whether the module now running in this thread is to be left alone."""
+
+    def warn_once(self, error: Exception) -> None:
+        """Say that the store could not take a tensor."""
+
+    def explain(self, error: BaseException) -> None:
+        """Note on `error`, where it says that memory ran out, why."""
+
+
+class Round:
+    """One forward pass and the backward passes over it.
+
+    Until `attach` its packs move, but nothing is prefetched.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._engine = policy.engine
+        self._min_nbytes = policy.options.min_tensor_bytes
+        self._counts = policy.counts
+        self.policy = policy
+        self.attached = False
+        self._follower: Follower = Idle()
+        self._packs = 0
+        self._kept: set[StorageKey] = set()
+        self.hooks: weakref.ref[RoundHooks] | None = None  # these are on while the round's forward runs
+
+    def attach(self, follower: Follower) -> None:
+        """Let `follower` listen from here on; packs are numbered from here."""
+        self.attached = True
+        self._follower = follower
+        self._packs = 0
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """What the graph node shall hold instead of `tensor`."""
+        index = self._packs
+        self._packs = index + 1
+        if type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
+            nbytes = tensor.nbytes
+            if nbytes < self._min_nbytes and not tensor._is_view():
+                return self._keep(tensor, index, "small", nbytes)
+            if type(tensor) is Parameter or type(tensor._base) is Parameter:
+                return self._keep(tensor, index, "parameter", nbytes)
+            follower = self._follower
+            follower.begin()
+            packed = self._pack_candidate(tensor, index, nbytes)
+            follower.packed(index)
+            return packed
+        return self._keep(tensor, index, "unsupported kind", 0)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """The tensor that `pack` was given, as it was.
+
+        Raises
+        ------
+        RuntimeError
+            It was changed in place since.
+        OSError
+            Its bytes could not be read back; a later call tries again.
+        """
+        held, version, index = packed
+        if index is not None:
+            self._follower.unpacking(index)
+        if version is None:
+            self._engine.collect()
+            try:
+                tensor: Tensor = held.restore()
+            except (MemoryError, RuntimeError) as error:
+                self.policy.explain(error)
+                raise
+        else:
+            tensor = held
+            if tensor._version != version:
+                raise_changed(tensor.type(), tensor.shape, tensor._version, version)
+        if index is not None:
+            self._follower.unpacked(index)
+        return tensor
+
+    def _keep(self, tensor: Tensor, index: int, reason: str, nbytes: int) -> Packed:
+        count = self._counts[reason]
+        count.tensors += 1
+        count.nbytes += nbytes
+        watched = index if self._follower.watches(index) else None
+        # A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version, watched
+
+    def _pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
+        policy = self.policy
+        if nbytes == 0:
+            return self._keep(tensor, index, "small", 0)
+        if not policy.supports(tensor):
+            return self._keep(tensor, index, "unsupported kind", nbytes)
+        if self._engine.is_untracked_part(tensor):
+            return self._keep(tensor, index, "view of a larger storage", nbytes)
+        key = self._engine.key_of(tensor)
+        lease = self._engine.find(tensor, key)
+        if lease is not None:
+            return self._pack_duplicate(tensor, index, lease)
+        if key[3] < self._min_nbytes:
+            small = tensor.untyped_storage().nbytes() < self._min_nbytes
+            return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
+        reason = policy.why_held(tensor) or ("excluded" if policy.is_excluded() else None)
+        reason = reason or self._follower.reason_to_keep(index, key[3])
+        if reason is not None:
+            again = key in self._kept  # a storage that is saved twice takes its bytes once
+            self._kept.add(key)
+            return self._keep(tensor, index, reason, 0 if again else nbytes)
+        try:
+            lease = self._engine.swap_out(tensor, key, self._follower.need(index))
+        except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
+            policy.warn_once(error)
+            return self._keep(tensor, index, "host limit", nbytes)
+        except PinningFailed as error:
+            policy.warn_once(error)
+            return self._keep(tensor, index, "pinning failed", nbytes)
+        self._follower.swapped(index, self._engine.watch(lease), tensor)
+        if self._follower.caps_in_flight:
+            self._engine.limit_in_flight()
+        self._counts.swapped.tensors += 1
+        self._counts.swapped.nbytes += key[3]
+        return SwappedView.of(tensor, lease), None, index
+
+    def _pack_duplicate(self, tensor: Tensor, index: int, lease: Lease) -> Packed:
+        count = self._counts.duplicates
+        count.tensors += 1
+        count.nbytes += tensor.nbytes
+        self._follower.swapped_again(index, lease)
+        return SwappedView.of(tensor, lease), None, index
+
+
+class RoundHooks(saved_tensors_hooks):
+    """A round's hooks, which may come off before the round is over: where nothing is to move they only cost time."""
+
+    def __init__(self, current: Round) -> None:
+        super().__init__(current.pack, current.unpack)
+        self.is_bare = False
+
+    def take_off(self) -> None:
+        """Have autograd save as it does by itself from here on; these hooks must be the innermost."""
+        self.is_bare = True
+        super().__exit__()
+
+    def __exit__(self, *args: object) -> None:
+        if not self.is_bare:
+            super().__exit__(*args)
+        self.is_bare = False

@@ -1,0 +1,66 @@
+"""Which store a session's bytes go to: one per process and device, hence one spill file, as long as wishes agree.
+
+On the data path: between a session and its engine; engines are told apart, stores are shared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+
+import torch
+
+from offload import _core
+from offload.options import Options
+from offload.runtime.engine import LANE_NICENESS, Engine
+
+__all__ = ["engines", "make_engine", "make_store"]
+
+_stores: weakref.WeakValueDictionary[tuple[int, str, str, int], _core.SwapStore] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def make_engine(device: torch.device, options: Options) -> Engine:
+    """An engine of its own over the store that sessions with the same wishes share.
+
+    Raises
+    ------
+    OSError
+        The spill file cannot be made.
+    RuntimeError
+        The CUDA driver refuses.
+    """
+    limit = options.host_limit if options.host_limit_is_given else 0
+    # The pid: what a forked child inherits is no store to it.
+    key = (os.getpid(), str(device), os.path.realpath(options.spill_dir) if options.spill_dir else "", limit)
+    with _lock:
+        store = _stores.get(key)
+        if store is None:
+            store = _stores[key] = make_store(device, options)
+    engine = Engine(store, device)
+    _engines.add(engine)
+    return engine
+
+
+def make_store(device: torch.device, options: Options) -> _core.SwapStore:
+    """A store that is shared with nobody. Raises what `make_engine` raises."""
+    lanes = _core.HostDriver(niceness=LANE_NICENESS)
+    if device.type == "cpu":
+        return _core.SwapStore.direct(lanes, options.spill_dir)
+    driver = _core.cuda_driver(device.index or 0)
+    return _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
+
+
+def engines() -> list[Engine]:
+    """Those that are alive: of enabled models, and of graphs that outlive theirs."""
+    return list(_engines)
+
+
+@atexit.register
+def _quiesce_at_exit() -> None:
+    """No copy may read a tensor that interpreter shutdown is about to free."""
+    for engine in engines():
+        engine.store.quiesce()

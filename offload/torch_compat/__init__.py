@@ -1,0 +1,1 @@
+"""Private interfaces of torch, used here and nowhere else."""
