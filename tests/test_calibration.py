@@ -21,19 +21,20 @@ import torch
 from faults.inject import inject_fault
 
 from offload import _core
-from offload.profiling import calibration
+from offload.devices import processor_use
+from offload.profiling import calibration, link_measurement
 from offload.profiling.calibration import Calibration, calibrate
 
 CPU = torch.device("cpu")
-taken_by_others = calibration._taken_by_others
+used_by_others = processor_use.used_by_others
 FOUND = Calibration("cpu", "disk", 4e9, 5e9, 2e9, 3e9, 2e-5, 1e-10)
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BLOCK_BYTES_MAX", 1 << 20)
-    monkeypatch.setattr(calibration, "ROUND_SECONDS", 0.01)
-    monkeypatch.setattr(calibration, "_taken_by_others", lambda: nullcontext(lambda: 0.0))  # whatever else runs here
+    monkeypatch.setattr(link_measurement, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(calibration, "used_by_others", lambda: nullcontext(lambda: 0.0))  # whatever else runs here
 
 
 @contextmanager
@@ -130,8 +131,8 @@ def test_what_was_measured_long_ago_is_measured_anew(tmp_path: Path) -> None:
 def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = calibration._taken_by_others
-    monkeypatch.setattr(calibration, "_taken_by_others", taken_by_others)
+    alone = calibration.used_by_others
+    monkeypatch.setattr(calibration, "used_by_others", used_by_others)
     store, spill_dir = make_store("direct", tmp_path)
     cache = tmp_path / "cache"
     with a_neighbour():
@@ -141,7 +142,7 @@ def test_what_is_measured_beside_a_neighbour_stays_in_this_process(
     copies = store.stats()["out_copies"]
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == found
     assert store.stats()["out_copies"] == copies
-    monkeypatch.setattr(calibration, "_taken_by_others", alone)
+    monkeypatch.setattr(calibration, "used_by_others", alone)
     anew = calibrate(store, CPU, spill_dir, cache_dir=cache, fresh=True)
     assert len(list(cache.iterdir())) == 1
     assert calibrate(store, CPU, spill_dir, cache_dir=cache) == anew
@@ -167,8 +168,8 @@ def test_who_computed_is_told_apart(
     """A second on one processor."""
     times = tmp_path / "stat"
     now = [0]
-    monkeypatch.setattr(calibration, "PROCESSOR_TIMES", times)
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: float(now[0])))
+    monkeypatch.setattr(processor_use, "PROCESSOR_TIMES", times)
+    monkeypatch.setattr(processor_use, "time", SimpleNamespace(perf_counter=lambda: float(now[0])))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setattr(os, "times", lambda: SimpleNamespace(user=100 + own_seconds * now[0]))
 
@@ -178,14 +179,14 @@ def test_who_computed_is_told_apart(
         times.write_text("".join(f"{line.format(ticks)}\n" for line in lines))
 
     come_to(0)
-    with taken_by_others() as others:
+    with used_by_others() as others:
         come_to(1)
     assert others() == pytest.approx(fraction, nan_ok=True)
 
 
 def test_where_nobody_counts_the_processors_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_taken_by_others", taken_by_others)
-    monkeypatch.setattr(calibration, "PROCESSOR_TIMES", tmp_path / "missing")
+    monkeypatch.setattr(calibration, "used_by_others", used_by_others)
+    monkeypatch.setattr(processor_use, "PROCESSOR_TIMES", tmp_path / "missing")
     store, spill_dir = make_store("direct", tmp_path)
     calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -17,7 +17,7 @@ from offload import _core
 from offload.cli import checkup, doctor
 from offload.cli import main as cli
 from offload.cli.checkup import Finding, examine
-from offload.profiling import calibration
+from offload.profiling import calibration, link_measurement
 
 SECTIONS = {"versions", "driver", "devices", "host memory", "disk", "self-test"}
 
@@ -25,8 +25,8 @@ SECTIONS = {"versions", "driver", "devices", "host memory", "disk", "self-test"}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(calibration, "BLOCK_BYTES_MAX", 1 << 20)
-    monkeypatch.setattr(calibration, "ROUND_SECONDS", 0.01)
-    monkeypatch.setattr(calibration, "_taken_by_others", lambda: nullcontext(lambda: 0.0))  # whatever else runs here
+    monkeypatch.setattr(link_measurement, "ROUND_SECONDS", 0.01)
+    monkeypatch.setattr(calibration, "used_by_others", lambda: nullcontext(lambda: 0.0))  # whatever else runs here
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OFFLOAD_SPILL_DIR", str(tmp_path))
 

@@ -152,7 +152,7 @@ def test_the_report_counts_the_training_s_copies_alone(tmp_path, monkeypatch):
     monkeypatch.undo()  # the link is measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     alone = nullcontext(lambda: 0.0)  # whatever else runs here
-    monkeypatch.setattr("offload.profiling.calibration._taken_by_others", lambda: alone)
+    monkeypatch.setattr("offload.profiling.calibration.used_by_others", lambda: alone)
     model, optimizer = make()
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         train(model, optimizer, [256] * 3)

@@ -11,11 +11,9 @@ import logging
 import math
 import os
 import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,26 +21,18 @@ from typing import Any
 import torch
 
 from offload import __version__, _core
+from offload.devices.processor_use import used_by_others
 from offload.options import free_disk_bytes
 from offload.plan import Link
-from offload.runtime.engine import Engine, Lease
+from offload.profiling.link_measurement import BLOCK_BYTES_MIN, measure
 
 __all__ = ["Calibration", "calibrate"]
 
 log = logging.getLogger("offload")
 
 BLOCK_BYTES_MAX = 16 << 20
-BLOCK_BYTES_MIN = 4096
-COPIES_IN_FLIGHT = 2  # a direction
-ROUNDS = 3
-ROUND_SECONDS = 0.1
-SECONDS_MAX = 1.5
-SMALL_COPIES = 32
 KEPT_SECONDS_MAX = 900.0  # how long a result is read again: what others do to the machine changes
 OTHERS_FRACTION_MAX = 0.1  # of the processors' time: beside programs that take more, a result tells of them
-PROCESSOR_TIMES = Path("/proc/stat")
-POLL_SECONDS = 5e-5
-POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
 
 
 _not_written: dict[Path, tuple[float, Calibration]] = {}  # what this process has measured on a busy machine, and when
@@ -180,8 +170,18 @@ def calibrate(
         kept = _of_this_process(path) or _load(path, key)
         if kept is not None:
             return kept
-    with _taken_by_others() as others:
-        found = _measure(store, device, block_bytes)
+    with used_by_others() as others:
+        rates = measure(store, device, block_bytes)
+    found = Calibration(
+        device=_device_name(device),
+        tier="disk" if _is_direct(store) else "pinned RAM",
+        out_bandwidth=rates.out,
+        in_bandwidth=rates.into,
+        out_bandwidth_both=rates.out_both,
+        in_bandwidth_both=rates.in_both,
+        latency_seconds=rates.latency_seconds,
+        processor_seconds=rates.processor_seconds,
+    )
     if not others() <= OTHERS_FRACTION_MAX:
         log.info("the measured link is not kept: other programs use the processors, or nobody tells whether they do")
         _not_written[path] = time.monotonic(), found
@@ -203,197 +203,6 @@ def _is_direct(store: _core.SwapStore) -> bool:
 def _block_bytes(store: _core.SwapStore, spill_dir: str) -> int:
     room = free_disk_bytes(spill_dir) if _is_direct(store) else int(store.stats()["pool_max_bytes"])
     return max(min(BLOCK_BYTES_MAX, room // 8 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN), BLOCK_BYTES_MIN)
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
-def _measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> Calibration:
-    deadline = time.perf_counter() + SECONDS_MAX
-    engine = Engine(store, device)
-    try:
-        latency = _small_copy_seconds(engine)
-        traffic = _Traffic(engine, _affordable(engine, block_bytes))
-        rates: list[tuple[float, ...]] = []
-        while not rates or (len(rates) < ROUNDS and time.perf_counter() < deadline - 3 * ROUND_SECONDS):
-            rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
-        traffic.close()
-    finally:
-        engine.drain()
-    columns = list(zip(*rates, strict=True))
-    out, _, _, _, into, _, out_both, in_both, _ = map(statistics.median, columns)
-    out_processor, in_processor = min(columns[2]), min(columns[5])  # a neighbour only adds
-    return Calibration(
-        device=_device_name(device),
-        tier="disk" if _is_direct(store) else "pinned RAM",
-        out_bandwidth=out,
-        in_bandwidth=into,
-        out_bandwidth_both=out_both,
-        in_bandwidth_both=in_both,
-        latency_seconds=max(latency - BLOCK_BYTES_MIN / max(out, into), 0.0),
-        processor_seconds=out_processor + in_processor,
-    )
-
-
-def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
-    """A tensor whose pages are there and whose bytes do not compress away."""
-    return torch.arange(nbytes // 8, dtype=torch.int64, device=engine.device).mul_(0x9E3779B97F4A7C1)
-
-
-def _out(engine: Engine, source: torch.Tensor) -> Lease:
-    return engine.swap_out(source, Engine.key_of(source), 0)
-
-
-def _has_left(lease: Lease) -> bool:
-    """Whether its copy-out has ended; raises where it failed."""
-    ticket = lease.record.ticket
-    if not ticket.out_done():
-        return False
-    if ticket.state == "failed":
-        raise OSError(f"a copy-out failed while the link was measured: {ticket.failure}")
-    return True
-
-
-def _has_arrived(lease: Lease) -> bool:
-    return lease.record.ticket.in_done()
-
-
-def _await_all(leases: list[Lease], has_ended: Callable[[Lease], bool]) -> None:
-    for lease in leases:
-        while not has_ended(lease):
-            time.sleep(0)
-
-
-def _small_copy_seconds(engine: Engine) -> float:
-    """What one of many queued copies of one page takes, in the slower direction."""
-    outs, ins = [], []
-    for _ in range(ROUNDS):
-        sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(SMALL_COPIES)]
-        begun = time.perf_counter()
-        leases = [_out(engine, source) for source in sources]
-        _await_all(leases, _has_left)
-        outs.append(time.perf_counter() - begun)
-        engine.drain()
-        del sources
-        begun = time.perf_counter()
-        for lease in leases:
-            lease.record.begin_return()
-        _await_all(leases, _has_arrived)
-        ins.append(time.perf_counter() - begun)
-        for lease in leases:
-            lease.record.bring_back()
-    return max(statistics.median(outs), statistics.median(ins)) / SMALL_COPIES
-
-
-def _affordable(engine: Engine, block_bytes: int) -> int:
-    """The largest block, at most `block_bytes`, that there is room for and that leaves within half a round."""
-    while True:
-        try:
-            begun = time.perf_counter()
-            _await_all([_out(engine, _filled(engine, block_bytes))], _has_left)
-            seconds = time.perf_counter() - begun
-        except MemoryError:  # torch.OutOfMemoryError is not one
-            if block_bytes <= BLOCK_BYTES_MIN:
-                raise
-            seconds = math.inf
-        except torch.OutOfMemoryError as error:
-            if block_bytes <= BLOCK_BYTES_MIN:
-                raise MemoryError(str(error)) from None
-            seconds = math.inf
-        engine.drain()
-        if seconds <= ROUND_SECONDS / 2 or block_bytes <= BLOCK_BYTES_MIN:
-            return block_bytes
-        block_bytes = max(block_bytes // 4 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN, BLOCK_BYTES_MIN)
-
-
-def _other_threads_seconds() -> float:
-    return time.process_time() - time.thread_time()
-
-
-@contextmanager
-def _taken_by_others() -> Iterator[Callable[[], float]]:
-    """What other programs took of this thread's processors within, as a fraction of their time; NaN where none tells.
-
-    Of what they computed, and of what a hypervisor gave to others: what the kernel does may be for this process.
-    """
-    fraction = math.nan
-    processors = os.sched_getaffinity(0)
-    begun, used_begun = time.perf_counter(), _seconds_of_others(processors)
-    try:
-        yield lambda: fraction
-    finally:
-        seconds = (time.perf_counter() - begun) * len(processors)
-        fraction = (_seconds_of_others(processors) - used_begun) / seconds
-
-
-def _seconds_of_others(processors: set[int]) -> float:
-    try:
-        lines = [line.split() for line in PROCESSOR_TIMES.read_text(encoding="ascii").splitlines() if line]
-    except OSError as error:
-        log.info("nobody tells what other programs take of the processors: %s", error)
-        return math.nan
-    names = {f"cpu{each}" for each in processors}
-    ticks = [sum(map(int, line[1:3] + line[8:9])) for line in lines if line[0] in names]  # user, nice; steal
-    if len(ticks) != len(names) or not any(ticks):  # one has gone, or a sandbox counts nothing
-        return math.nan
-    return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user
-
-
-class _Traffic:
-    """Copies of equal blocks, `COPIES_IN_FLIGHT` kept under way in each direction asked for."""
-
-    def __init__(self, engine: Engine, block_bytes: int) -> None:
-        self._engine = engine
-        self._block_bytes = block_bytes
-        self._sources = [_filled(engine, block_bytes) for _ in range(COPIES_IN_FLIGHT)]
-        self._parked = [_out(engine, _filled(engine, block_bytes)) for _ in range(COPIES_IN_FLIGHT)]
-        _await_all(self._parked, _has_left)
-        engine.drain()
-
-    def rates(self, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
-        """Bytes per second out and in, over at least one copy in each direction asked for, 0 for the other.
-
-        The third: what a byte took of the processors, beside this thread, in seconds of one.
-        """
-        begun, processors_begun = time.perf_counter(), _other_threads_seconds()
-        leaving = [_out(self._engine, source) for source in self._sources] if out else []
-        arriving = list(self._parked) if into else []
-        for lease in arriving:
-            lease.record.begin_return()
-        copies, last = [0, 0], [begun, begun]
-        while True:
-            enough = time.perf_counter() - begun >= ROUND_SECONDS
-            if enough and (copies[0] or not out) and (copies[1] or not into):
-                break
-            for at in range(len(leaving)):
-                if _has_left(leaving[at]):
-                    copies[0] += 1
-                    last[0] = time.perf_counter()
-                    leaving.pop(at)  # first: the same bytes may have one lease only
-                    leaving.insert(at, _out(self._engine, self._sources[at]))
-            for lease in arriving:
-                if _has_arrived(lease):
-                    lease.record.bring_back()
-                    copies[1] += 1
-                    last[1] = time.perf_counter()
-                    lease.record.begin_return()
-            time.sleep(POLL_SECONDS if self._block_bytes >= POLL_BYTES_MIN else 0)
-        _await_all(leaving, _has_left)
-        _await_all(arriving, _has_arrived)
-        for lease in arriving:
-            lease.record.bring_back()
-        moved = [count * self._block_bytes for count in copies]
-        ended = [copies[0] + len(leaving), copies[1] + len(arriving)]
-        return (
-            moved[0] / (last[0] - begun) if copies[0] else 0.0,
-            moved[1] / (last[1] - begun) if copies[1] else 0.0,
-            (_other_threads_seconds() - processors_begun) / (sum(ended) * self._block_bytes),
-        )
-
-    def close(self) -> None:
-        """Free the blocks below."""
-        self._parked.clear()
-        self._sources.clear()
 
 
 # -- keeping ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,53 @@
+"""What other programs take of this process's processors, as the kernel counts it.
+
+Beside the data path: a measurement beside a busy neighbour is not kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["used_by_others"]
+
+log = logging.getLogger("offload")
+
+PROCESSOR_TIMES = Path("/proc/stat")
+
+
+@contextmanager
+def used_by_others() -> Iterator[Callable[[], float]]:
+    """Measure the share of this thread's processors that other programs use inside the block.
+
+    Yields
+    ------
+    callable
+        Call it after the block: a fraction of the processors' time, NaN where the system does not tell. It counts user
+        time and time stolen by a hypervisor; kernel time may be spent for this process and is not counted.
+    """
+    fraction = math.nan
+    processors = os.sched_getaffinity(0)
+    begun, used_begun = time.perf_counter(), _seconds_of_others(processors)
+    try:
+        yield lambda: fraction
+    finally:
+        seconds = (time.perf_counter() - begun) * len(processors)
+        fraction = (_seconds_of_others(processors) - used_begun) / seconds
+
+
+def _seconds_of_others(processors: set[int]) -> float:
+    try:
+        lines = [line.split() for line in PROCESSOR_TIMES.read_text(encoding="ascii").splitlines() if line]
+    except OSError as error:
+        log.info("this system does not tell what other programs use of the processors: %s", error)
+        return math.nan
+    names = {f"cpu{each}" for each in processors}
+    ticks = [sum(map(int, line[1:3] + line[8:9])) for line in lines if line[0] in names]  # user, nice; steal
+    if len(ticks) != len(names) or not any(ticks):  # one has gone, or a sandbox counts nothing
+        return math.nan
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user

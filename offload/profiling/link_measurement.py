@@ -1,0 +1,216 @@
+"""Measures how fast copies are between a device and the tier below it, through the engine's own path.
+
+Beside the data path: `calibration.py` keeps what is found here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from offload import _core
+from offload.runtime.engine import Engine, Lease
+
+__all__ = ["LinkRates", "measure"]
+
+BLOCK_BYTES_MIN = 4096
+COPIES_IN_FLIGHT = 2  # a direction
+ROUNDS = 3
+ROUND_SECONDS = 0.1
+SECONDS_MAX = 1.5
+SMALL_COPIES = 32
+POLL_SECONDS = 5e-5
+POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What `measure` found: medians over its rounds.
+
+    Attributes
+    ----------
+    out, into, out_both, in_both : float
+        Bytes per second out of and into device memory, while the other direction rests and while it is busy.
+    latency_seconds : float
+        What a copy takes on top of its bytes.
+    processor_seconds : float
+        What a byte takes of the processors, out and back, in seconds of one.
+    """
+
+    out: float
+    into: float
+    out_both: float
+    in_both: float
+    latency_seconds: float
+    processor_seconds: float
+
+
+def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> LinkRates:
+    """Copy blocks of at most `block_bytes` out of `device` and back: each direction alone, then both.
+
+    Raises
+    ------
+    OSError
+        The disk below refuses the copies.
+    MemoryError
+        There is no room for even the smallest blocks.
+    """
+    deadline = time.perf_counter() + SECONDS_MAX
+    engine = Engine(store, device)
+    try:
+        latency = _small_copy_seconds(engine)
+        traffic = _Traffic(engine, _affordable(engine, block_bytes))
+        rates: list[tuple[float, ...]] = []
+        while not rates or (len(rates) < ROUNDS and time.perf_counter() < deadline - 3 * ROUND_SECONDS):
+            rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
+        traffic.close()
+    finally:
+        engine.drain()
+    columns = list(zip(*rates, strict=True))
+    out, _, _, _, into, _, out_both, in_both, _ = map(statistics.median, columns)
+    out_processor, in_processor = min(columns[2]), min(columns[5])  # a neighbour only adds
+    return LinkRates(
+        out=out,
+        into=into,
+        out_both=out_both,
+        in_both=in_both,
+        latency_seconds=max(latency - BLOCK_BYTES_MIN / max(out, into), 0.0),
+        processor_seconds=out_processor + in_processor,
+    )
+
+
+def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
+    """A tensor whose pages are there and whose bytes do not compress away."""
+    return torch.arange(nbytes // 8, dtype=torch.int64, device=engine.device).mul_(0x9E3779B97F4A7C1)
+
+
+def _out(engine: Engine, source: torch.Tensor) -> Lease:
+    return engine.swap_out(source, Engine.key_of(source), 0)
+
+
+def _has_left(lease: Lease) -> bool:
+    """Whether its copy-out has ended; raises where it failed."""
+    ticket = lease.record.ticket
+    if not ticket.out_done():
+        return False
+    if ticket.state == "failed":
+        raise OSError(f"a copy-out failed while the link was measured: {ticket.failure}")
+    return True
+
+
+def _has_arrived(lease: Lease) -> bool:
+    return lease.record.ticket.in_done()
+
+
+def _await_all(leases: list[Lease], has_ended: Callable[[Lease], bool]) -> None:
+    for lease in leases:
+        while not has_ended(lease):
+            time.sleep(0)
+
+
+def _small_copy_seconds(engine: Engine) -> float:
+    """What one of many queued copies of one page takes, in the slower direction."""
+    outs, ins = [], []
+    for _ in range(ROUNDS):
+        sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(SMALL_COPIES)]
+        begun = time.perf_counter()
+        leases = [_out(engine, source) for source in sources]
+        _await_all(leases, _has_left)
+        outs.append(time.perf_counter() - begun)
+        engine.drain()
+        del sources
+        begun = time.perf_counter()
+        for lease in leases:
+            lease.record.begin_return()
+        _await_all(leases, _has_arrived)
+        ins.append(time.perf_counter() - begun)
+        for lease in leases:
+            lease.record.bring_back()
+    return max(statistics.median(outs), statistics.median(ins)) / SMALL_COPIES
+
+
+def _affordable(engine: Engine, block_bytes: int) -> int:
+    """The largest block, at most `block_bytes`, that there is room for and that leaves within half a round."""
+    while True:
+        try:
+            begun = time.perf_counter()
+            _await_all([_out(engine, _filled(engine, block_bytes))], _has_left)
+            seconds = time.perf_counter() - begun
+        except MemoryError:  # torch.OutOfMemoryError is not one
+            if block_bytes <= BLOCK_BYTES_MIN:
+                raise
+            seconds = math.inf
+        except torch.OutOfMemoryError as error:
+            if block_bytes <= BLOCK_BYTES_MIN:
+                raise MemoryError(str(error)) from None
+            seconds = math.inf
+        engine.drain()
+        if seconds <= ROUND_SECONDS / 2 or block_bytes <= BLOCK_BYTES_MIN:
+            return block_bytes
+        block_bytes = max(block_bytes // 4 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN, BLOCK_BYTES_MIN)
+
+
+def _other_threads_seconds() -> float:
+    return time.process_time() - time.thread_time()
+
+
+class _Traffic:
+    """Copies of equal blocks, `COPIES_IN_FLIGHT` kept under way in each direction asked for."""
+
+    def __init__(self, engine: Engine, block_bytes: int) -> None:
+        self._engine = engine
+        self._block_bytes = block_bytes
+        self._sources = [_filled(engine, block_bytes) for _ in range(COPIES_IN_FLIGHT)]
+        self._parked = [_out(engine, _filled(engine, block_bytes)) for _ in range(COPIES_IN_FLIGHT)]
+        _await_all(self._parked, _has_left)
+        engine.drain()
+
+    def rates(self, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
+        """Bytes per second out and in, over at least one copy in each direction asked for, 0 for the other.
+
+        The third: what a byte took of the processors, beside this thread, in seconds of one.
+        """
+        begun, processors_begun = time.perf_counter(), _other_threads_seconds()
+        leaving = [_out(self._engine, source) for source in self._sources] if out else []
+        arriving = list(self._parked) if into else []
+        for lease in arriving:
+            lease.record.begin_return()
+        copies, last = [0, 0], [begun, begun]
+        while True:
+            enough = time.perf_counter() - begun >= ROUND_SECONDS
+            if enough and (copies[0] or not out) and (copies[1] or not into):
+                break
+            for at in range(len(leaving)):
+                if _has_left(leaving[at]):
+                    copies[0] += 1
+                    last[0] = time.perf_counter()
+                    leaving.pop(at)  # first: the same bytes may have one lease only
+                    leaving.insert(at, _out(self._engine, self._sources[at]))
+            for lease in arriving:
+                if _has_arrived(lease):
+                    lease.record.bring_back()
+                    copies[1] += 1
+                    last[1] = time.perf_counter()
+                    lease.record.begin_return()
+            time.sleep(POLL_SECONDS if self._block_bytes >= POLL_BYTES_MIN else 0)
+        _await_all(leaving, _has_left)
+        _await_all(arriving, _has_arrived)
+        for lease in arriving:
+            lease.record.bring_back()
+        moved = [count * self._block_bytes for count in copies]
+        ended = [copies[0] + len(leaving), copies[1] + len(arriving)]
+        return (
+            moved[0] / (last[0] - begun) if copies[0] else 0.0,
+            moved[1] / (last[1] - begun) if copies[1] else 0.0,
+            (_other_threads_seconds() - processors_begun) / (sum(ended) * self._block_bytes),
+        )
+
+    def close(self) -> None:
+        """Free the blocks below."""
+        self._parked.clear()
+        self._sources.clear()
