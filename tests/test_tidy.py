@@ -4,38 +4,33 @@ import ast
 import re
 from pathlib import Path
 
+import house
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "offload"
 SOURCES = sorted((ROOT / "csrc").glob("*.[ch]*"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
+GRAPH = house.import_graph(PACKAGE)
 ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref\(")
-# Layers from the bottom up: a module may import from its own layer and from those below.
-LAYERS = [
-    {"units", "weak", "control_group", "processes", "compiled", "refusals", "page", "_core"},
-    {"trace", "allocator", "device_memory", "oom_page", "timeline", "verdict"},
-    {"timeline_page", "report_page"},
-    {"plan"},
-    {"engine", "report", "options", "forward_wrapper"},
-    {"allocations", "calibration", "held", "oom", "schedule", "stores"},
-    {"course"},
-    {"hooks", "profiler", "activations"},
-    {"planning", "step_recording"},
-    {"placement"},
-    {"assessment"},
-    {"answers"},
+# Rooms from the bottom up: a module may import from its own room and from those below.
+ROOMS = [
+    {"units", "_core"},
+    {"torch_compat", "plan"},
+    {"devices"},
+    {"options"},
+    {"runtime"},
+    {"profiling"},
+    {"control"},
+    {"diagnostics"},
     {"session"},
-    {"recovery", "accumulate", "feed"},
     {"__init__"},
-    {"integrations"},
-    {"checkup"},
-    {"doctor", "plan_page", "demo_model", "demo_memory", "demo_page"},
-    {"plan_cli", "demo_worker"},
-    {"demo"},
+    {"contrib", "integrations", "demo"},
     {"cli"},
     {"__main__"},
 ]
+TOP = {"__init__", "__main__", "options", "session", "units"}
+LINES_MAX = 400
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -49,9 +44,8 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return found
 
 
-def layer_of(path: Path) -> str:
-    inside = path.relative_to(PACKAGE)
-    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+def room_of(module: str) -> str:
+    return module.split(".")[0] or "__init__"
 
 
 def test_the_data_plane_knows_no_torch_and_no_toolkit():
@@ -77,27 +71,35 @@ def test_the_planner_is_pure(path):
     for name in imported_modules(ast.parse(path.read_text())):
         assert not name.startswith("torch"), (path, name)
         if name.startswith("offload."):
-            assert name.startswith(("offload.plan", "offload.plan.trace", "offload.units")), (path, name)
+            assert name.startswith(("offload.plan", "offload.units")), (path, name)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_addresses_stay_in_the_engine(path):
-    if path.name != "engine.py":
+def test_addresses_stay_in_the_runtime(path):
+    if path.parent.name != "runtime":
         assert not ADDRESSES.search(path.read_text())
 
 
-def test_every_module_has_a_layer():
-    assert {layer_of(path) for path in MODULES} <= set().union(*LAYERS)
+def test_every_module_has_a_room():
+    assert {room_of(module) for module in GRAPH} <= set().union(*ROOMS)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == TOP
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_imports_upward(path):
-    rank = {name: number for number, names in enumerate(LAYERS) for name in names}
-    own = rank[layer_of(path)]
-    for name in imported_modules(ast.parse(path.read_text())):
-        parts = name.split(".")
-        if parts[0] == "offload" and len(parts) > 1 and parts[1] in rank:
-            assert rank[parts[1]] <= own, f"{path.name} imports {name}, which is above it"
+@pytest.mark.parametrize("module", GRAPH)
+def test_no_room_imports_from_above(module):
+    rank = {name: number for number, names in enumerate(ROOMS) for name in names}
+    for name in GRAPH[module]:
+        assert rank[room_of(name)] <= rank[room_of(module)], f"{module} imports {name}, which is above it"
+
+
+def test_no_imports_form_a_cycle():
+    assert house.cycles(GRAPH) == []
+    assert house.cycles(house.rooms(GRAPH)) == []
+
+
+@pytest.mark.parametrize("path", [*MODULES, *SOURCES], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= LINES_MAX
 
 
 @pytest.mark.parametrize("path", [*MODULES, *SOURCES], ids=lambda p: str(p.relative_to(ROOT)))
@@ -117,7 +119,7 @@ def test_nothing_is_swallowed_or_printed(path):
             broad = ast.unparse(node.type) in ("Exception", "BaseException")
             reraises = any(isinstance(each, ast.Raise) for each in ast.walk(node))
             assert not broad or reraises, f"{path}:{node.lineno}: swallows everything"
-        is_front = path.stem in ("demo", "demo_worker", "doctor", "cli", "plan_cli", "__main__")
+        is_front = path.parent.name in ("cli", "demo")
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
             assert is_front, f"{path}:{node.lineno}: the library never prints"
 
