@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from offload.profiling import allocations
 from offload.profiling.allocations import DeviceAllocations, HostAllocations, SavedBytes
+from offload.torch_compat import allocation_profile
 
 MiB = 1 << 20
 
@@ -122,7 +122,7 @@ def test_no_operator_is_recorded(monkeypatch):
             names.append(event.name)
         return []
 
-    monkeypatch.setattr(allocations, "_events", seen)
+    monkeypatch.setattr(allocation_profile, "_events", seen)
     watched = HostAllocations()
     watched.node(0)
     with record_function("a user's own"):

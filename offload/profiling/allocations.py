@@ -6,26 +6,19 @@ device the caching allocator's statistics are read whenever a node begins.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch._C._profiler import RecordScope
-from torch.autograd import profiler
-from torch.autograd.profiler import profile, record_function
+
+from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 
 log = logging.getLogger("offload")
 
-_MARK = "offload: node "
-_SAVED = "offload: saved "
-_LOG_ERRORS = 2
+_NODE = f"{MARK_PREFIX}node "
+_SAVED = f"{MARK_PREFIX}saved "
 
 
 @dataclass(frozen=True)
@@ -56,69 +49,42 @@ class HostAllocations:
     It belongs to the thread that starts it, and cannot be had while somebody else is profiling in this process.
     """
 
-    _one = threading.Lock()  # torch crashes where two threads profile at a time
-
     def __init__(self) -> None:
         self.complete = False
-        self._thread = threading.current_thread()  # not its number, which another gets when it has ended
-        self._has_strayed = False
-        self._is_profiling = False
+        self._profile = AllocationProfile.start()
+        self._other_threads = False
         self._events: list[tuple[str, int, int]] = []
-        if torch._C._autograd._profiler_enabled() or _is_profiling_in_python() or not self._one.acquire(blocking=False):
+        if self._profile is None:
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
-            return
-        self._quiet = _Quiet()
-        try:
-            wanted = profile(use_cpu=True, profile_memory=True)
-            config = wanted.config()  # type: ignore[no-untyped-call]
-            torch._C._autograd._prepare_profiler(config, wanted.kineto_activities)
-            # Marks, and no operators: a recurrent network runs 100,000 a step, each of which would take 1.5 KB.
-            scopes = {RecordScope.USER_SCOPE}
-            torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
-            self._is_profiling = True
-        except BaseException:
-            self._let_go()
-            raise
 
     def node(self, number: int) -> None:
         """A node begins."""
-        if threading.current_thread() is not self._thread:
-            self._has_strayed = True  # what is allocated there is not told here
-        if self._is_profiling:
-            with record_function(f"{_MARK}{number}"):
-                pass
+        if self._profile is not None:
+            if self._profile.is_of_another_thread:
+                self._other_threads = True  # what is allocated there is not recorded
+            self._profile.mark(f"{_NODE}{number}")
 
     def saved(self, tensor_id: int) -> None:
         """A storage was saved; it is alive."""
-        if self._is_profiling:
-            with record_function(f"{_SAVED}{tensor_id}"):
-                pass
+        if self._profile is not None:
+            self._profile.mark(f"{_SAVED}{tensor_id}")
 
     def stop(self) -> bool:
         """End it. False where that has to wait for the thread that began it."""
-        if not self._is_profiling:
+        if self._profile is None:
             return True
-        if threading.current_thread() is not self._thread:
-            if self._thread.is_alive():
-                return False
-            self._let_go()  # torch's profile has gone with its thread: there is nothing to end or to read
+        if self._profile.is_of_another_thread and self._profile.thread_is_alive:
+            return False
+        found = self._profile.stop()
+        self._profile = None
+        if found is None:
+            log.info(
+                "another profiler was started, or a thread has ended: the bytes of temporaries stay unknown to the plan"
+            )
             return True
-        if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
-            log.info("another profiler was started: the bytes of temporaries stay unknown to the plan")
-            self._let_go()  # it has taken this one's place, and to end this one would end it
-            return True
-        try:
-            found = torch._C._autograd._disable_profiler()
-        finally:
-            self._let_go()
-        self._events = list(_events(found.experimental_event_tree()))
-        self.complete = not self._has_strayed
+        self._events = [_numbered(kind, which, nbytes) for kind, which, nbytes in found]
+        self.complete = not self._other_threads
         return True
-
-    def _let_go(self) -> None:
-        self._is_profiling = False
-        self._quiet.end()
-        self._one.release()
 
     def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
         """What none of `saved` accounts for; finds their `produced`.
@@ -217,56 +183,10 @@ def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocatio
     return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
 
 
-def _is_profiling_in_python() -> bool:
-    """Whether anybody but this module has a profiler on, in any thread, by torch's Python interface."""
-    return bool(profiler._is_profiler_enabled)
-
-
-def _events(tree: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
-    """The marks, allocations and frees of a profile, in order of time: (kind, number or address, bytes)."""
-    found: list[tuple[int, str, int, int]] = []
-    pending = list(reversed(tree))
-    while pending:
-        event = pending.pop()
-        pending.extend(reversed(event.children))
-        kind, about = event.typed
-        if kind.name == "Allocation":
-            if about.device.type == "cpu":
-                action = "alloc" if about.alloc_size > 0 else "free"
-                found.append((event.start_time_ns, action, about.ptr, abs(about.alloc_size)))
-        elif event.name.startswith(_MARK):
-            found.append((event.start_time_ns, "node", int(event.name.removeprefix(_MARK)), 0))
-        elif event.name.startswith(_SAVED):
-            found.append((event.start_time_ns, "saved", int(event.name.removeprefix(_SAVED)), 0))
-    found.sort(key=lambda row: row[0])  # stable: at the same nanosecond in the order of the tree
-    for _, kind_name, which, nbytes in found:
-        yield kind_name, which, nbytes
-
-
-class _Quiet:
-    """Keeps the profiler's own log lines, which are not the user's business, off standard error.
-
-    It announces itself, and while it watches memory it warns of every block that is older than itself.
-    """
-
-    def __init__(self) -> None:
-        # Read when the profiler is used first, which is now or has been.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._level = _native_log_level()
-        self._before = self._level.value if self._level is not None else 0
-        if self._level is not None:
-            self._level.value = max(self._before, _LOG_ERRORS)
-
-    def end(self) -> None:
-        """Let it speak again."""
-        if self._level is not None:
-            self._level.value = self._before
-
-
-def _native_log_level() -> ctypes.c_int | None:
-    """Torch's native log level, where this build lets it be set."""
-    library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    try:
-        return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        return None
+def _numbered(kind: str, which: int | str, nbytes: int) -> tuple[str, int, int]:
+    """A mark by its kind and number; an allocation as it is."""
+    for prefix, name in ((_NODE, "node"), (_SAVED, "saved")):
+        if isinstance(which, str) and which.startswith(prefix):
+            return name, int(which.removeprefix(prefix)), 0
+    assert isinstance(which, int)
+    return kind, which, nbytes

@@ -1,0 +1,141 @@
+"""Every allocation on the CPU in one thread, by torch's profiler: private calls that record memory without operators.
+
+Beside the data path, during a recorded step only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import RecordScope
+from torch.autograd import profiler
+from torch.autograd.profiler import profile, record_function
+
+__all__ = ["MARK_PREFIX", "AllocationProfile"]
+
+MARK_PREFIX = "offload: "
+_LOG_ERRORS = 2
+
+
+class AllocationProfile:
+    """Records allocations and marks of the thread that starts it. One at a time in a process: torch crashes on two."""
+
+    _one = threading.Lock()
+
+    @classmethod
+    def start(cls) -> AllocationProfile | None:
+        """Begin to record in this thread. None while anybody in this process is profiling."""
+        if torch._C._autograd._profiler_enabled() or _is_profiling_in_python() or not cls._one.acquire(blocking=False):
+            return None
+        return cls()
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()  # not its number, which another gets when it has ended
+        self._quiet = _QuietLog()
+        try:
+            wanted = profile(use_cpu=True, profile_memory=True)
+            config = wanted.config()  # type: ignore[no-untyped-call]
+            torch._C._autograd._prepare_profiler(config, wanted.kineto_activities)
+            # Marks, and no operators: a recurrent network runs 100,000 a step, each of which would take 1.5 KB.
+            scopes = {RecordScope.USER_SCOPE}
+            torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def is_of_another_thread(self) -> bool:
+        """Whether another thread than this one has started it, and only that one can stop it."""
+        return threading.current_thread() is not self._thread
+
+    @property
+    def thread_is_alive(self) -> bool:
+        """Whether the thread that has started it still runs."""
+        return self._thread.is_alive()
+
+    def mark(self, text: str) -> None:
+        """Note a point in time; `text` begins with `MARK_PREFIX`."""
+        with record_function(text):
+            pass
+
+    def stop(self) -> list[tuple[str, int | str, int]] | None:
+        """End it. None where another profiler has taken its place, or its thread has ended with it.
+
+        Returns
+        -------
+        list of (str, int or str, int)
+            In order of time: ("alloc" or "free", address, bytes) and ("mark", text, 0).
+        """
+        if self.is_of_another_thread:
+            self._end()  # torch's profile has gone with its thread
+            return None
+        if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
+            self._end()  # to stop this one would stop the other
+            return None
+        try:
+            found = torch._C._autograd._disable_profiler()
+        finally:
+            self._end()
+        return list(_events(found.experimental_event_tree()))
+
+    def _end(self) -> None:
+        self._quiet.end()
+        self._one.release()
+
+
+def _is_profiling_in_python() -> bool:
+    """Whether somebody has a profiler on, in any thread, by torch's Python interface."""
+    return bool(profiler._is_profiler_enabled)
+
+
+def _events(tree: Sequence[Any]) -> Iterator[tuple[str, int | str, int]]:
+    found: list[tuple[int, str, int | str, int]] = []
+    pending = list(reversed(tree))
+    while pending:
+        event = pending.pop()
+        pending.extend(reversed(event.children))
+        kind, about = event.typed
+        if kind.name == "Allocation":
+            if about.device.type == "cpu":
+                action = "alloc" if about.alloc_size > 0 else "free"
+                found.append((event.start_time_ns, action, about.ptr, abs(about.alloc_size)))
+        elif event.name.startswith(MARK_PREFIX):
+            found.append((event.start_time_ns, "mark", event.name, 0))
+    found.sort(key=lambda row: row[0])  # stable: at the same nanosecond in the order of the tree
+    for _, kind_name, which, nbytes in found:
+        yield kind_name, which, nbytes
+
+
+class _QuietLog:
+    """Keeps the profiler's own log lines, which are not the user's business, off standard error.
+
+    It announces itself, and while it records memory it warns of every block that is older than itself.
+    """
+
+    def __init__(self) -> None:
+        # Read when the profiler is used first, which is now or has been.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._level = _native_log_level()
+        self._before = self._level.value if self._level is not None else 0
+        if self._level is not None:
+            self._level.value = max(self._before, _LOG_ERRORS)
+
+    def end(self) -> None:
+        """Let it log again."""
+        if self._level is not None:
+            self._level.value = self._before
+
+
+def _native_log_level() -> ctypes.c_int | None:
+    """Torch's native log level, where this build lets it be set."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
