@@ -19,18 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from offload.control import controller as planning
-from offload.control.controller import ByHand, ByPlan, Signature
-from offload.control.device_session import Placement
+from offload.control.controller import PlanController, ProfileListener
+from offload.control.device_session import DeviceSession
+from offload.control.limits import LIMITS
+from offload.control.manual import ManualController
+from offload.control.signature import Signature
 from offload.devices import allocator
 from offload.devices.memory import watch_refusals
+from offload.diagnostics import oom
 from offload.diagnostics.answers import Answers
 from offload.diagnostics.assessment import weigh_process
-from offload.diagnostics.report import Counts, Feed, Report
+from offload.diagnostics.report import Feed, Report
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
 from offload.plan.trace import Trace
 from offload.profiling.calibration import calibrate
+from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import Round, RoundHooks
@@ -42,7 +46,8 @@ from offload.torch_compat import compiled
 
 log = logging.getLogger("offload")
 
-_kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
+_profile_listener: ProfileListener | None = None
+_listened_to: list[tuple[nn.Module, Session]] = []  # enabled within `listen_to_profiles`, kept alive until its end
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
 
@@ -58,31 +63,32 @@ class Session(Answers):
         self._moved = ""  # the latest move that was followed, in words
         self._refused: torch.device | None = None  # where the model is, and no engine could be made
         self._local = threading.local()
-        self._placement = self._place(model, device, options, engine)
+        self._on_device = self._place(model, device, options, engine)
         self._compiled_demand: compiled.Demand | None = None
         self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
         self._enabled = True
-        self._wraps = options.n_tensors != 0 or planning.on_profile is not None
+        self._wraps = options.n_tensors != 0 or _profile_listener is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
             self._wrappers.append(ForwardWrapper(model, self._around_forward))
             modules = dict(model.named_modules())
             for name in options.exclude:
                 self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
 
-    def _place(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> Placement:
+    def _place(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> DeviceSession:
         # Weakly: in a circle with it, a disabled session would keep its store until a collection.
         recorded = weakly(self._note_compiled)
-        return Placement(model, device, options, engine, partial(_measure_link, device, options), recorded)
+        link = partial(_measure_link, device, options)
+        return DeviceSession(model, device, options, engine, link, recorded, _profile_listener, _explain, LIMITS)
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """The device that is swapped from: where the model was at its latest training forward."""
-        return self._placement.device
+        return self._on_device.device
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
@@ -116,7 +122,7 @@ class Session(Answers):
         """What has been moved since `enable`, what has not and why."""
         self._engine.collect()
         kept = {reason: replace(count) for reason, count in self._counts.items() if count.tensors}
-        self._placement.settle()
+        self._on_device.latest()
         return Report(
             verdict=weigh_process(self.verdict()),
             steps=self._counts.steps,
@@ -142,8 +148,8 @@ class Session(Answers):
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest signature; None before its second step, and by hand."""
-        pursuit = self._placement.settle()
-        return pursuit.plan if pursuit is not None else None
+        planned = self._on_device.latest()
+        return planned.plan if planned is not None else None
 
     def trace(self) -> Trace:
         """The latest signature's step as it was profiled, with the durations measured since.
@@ -153,14 +159,14 @@ class Session(Answers):
         RuntimeError
             No step has been profiled: none is over yet, or the engine works by hand.
         """
-        if not isinstance(self._planning, ByPlan):
+        if not isinstance(self._controller, PlanController):
             raise RuntimeError("n_tensors is by hand and profiles nothing; enable without it for a trace")
-        pursuit = self._planning.settle()
-        if pursuit is None:
+        planned = self._controller.latest()
+        if planned is None:
             raise RuntimeError(
                 "no step has been profiled yet: run one forward and backward pass in training mode first"
             )
-        return self._planning.trace(pursuit)
+        return planned.trace()
 
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
@@ -175,7 +181,7 @@ class Session(Answers):
             _sessions.pop(model, None)
         if self._recording is not None:
             self._recording.finish()
-        _close(self._placement)
+        _close(self._on_device)
 
     def __enter__(self) -> Session:
         return self
@@ -190,19 +196,19 @@ class Session(Answers):
 
     @property
     def _options(self) -> Options:
-        return self._placement.options
+        return self._on_device.options
 
     @property
     def _engine(self) -> Engine:
-        return self._placement.engine
+        return self._on_device.engine
 
     @property
     def _counts(self) -> Counts:
-        return self._placement.counts
+        return self._on_device.counts
 
     @property
-    def _planning(self) -> ByHand | ByPlan:
-        return self._placement.planning
+    def _controller(self) -> ManualController | PlanController:
+        return self._on_device.controller
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +220,7 @@ class Session(Answers):
 
     def _is_in_place(self, model: nn.Module) -> bool:
         """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
-        device = self._placement.device
+        device = self._on_device.device
         if not self._misplaced and first_device(model) in (device, None):
             return True
         devices = devices_of(model) or {device}
@@ -225,7 +231,7 @@ class Session(Answers):
 
     def _tell_where(self, devices: set[torch.device]) -> None:
         """Say, once, that the model is on other devices than the engine's."""
-        device, words = self._placement.device, ""
+        device, words = self._on_device.device, ""
         if devices != {device}:
             what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
             words = f"{what}: the model was on {device} and is spread over {named(devices)} now; move it to one device"
@@ -241,7 +247,7 @@ class Session(Answers):
         """Go on where the model is now, with another engine and new plans. False, and said, where that cannot be."""
         if device == self._refused:
             return False
-        before = self._placement
+        before = self._on_device
         try:
             options = check_options(model, check_devices({device}), **self._asked)
             engine = make_engine(device, options)
@@ -251,7 +257,7 @@ class Session(Answers):
                 f"NOTHING IS SWAPPED since the model was moved from {before.device} to {device}: {error}"
             )
             return False
-        self._placement = self._place(model, device, options, engine)
+        self._on_device = self._place(model, device, options, engine)
         self._compiled_demand = None
         self._refused = None
         self._warn_misplaced("")
@@ -269,7 +275,7 @@ class Session(Answers):
         """The round whose hooks are on top in this thread, where it is one of ours."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         current = getattr(top[0], "__self__", None) if top is not None else None
-        return current if isinstance(current, Round) and current.policy is self._placement else None
+        return current if isinstance(current, Round) and current.policy is self._on_device else None
 
     def _is_bare(self) -> bool:
         """Whether the innermost round of this thread has taken its hooks off."""
@@ -279,7 +285,7 @@ class Session(Answers):
 
     @contextmanager
     def _round(self) -> Iterator[Round]:
-        placement = self._placement
+        placement = self._on_device
         current = self._make_round(placement)
         placement.begin_round()
         hooks = RoundHooks(current)
@@ -296,7 +302,7 @@ class Session(Answers):
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies():
-            self._planning.pause()
+            self._controller.end_finished_profiles()
             return nullcontext()
         if self._is_bare():
             return nullcontext()
@@ -317,7 +323,7 @@ class Session(Answers):
             yield
 
     def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        return self._placement.excluded()
+        return self._on_device.excluded()
 
     def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._engine.collect()
@@ -325,16 +331,16 @@ class Session(Answers):
         model = self._model()
         assert model is not None  # its forward is running
         signature = self._signature(args, kwargs)
-        current.attach(self._planning.follower(signature, model))
-        if type(current) is Round and not self._planning.needs_hooks(signature):  # a watched one shows the step anyway
+        current.attach(self._controller.observer(signature, model))
+        if type(current) is Round and not self._controller.needs_hooks(signature):  # a recording shows the step anyway
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are on: the forward that begins runs within them
             hooks.take_off()
             self._counts.bare_steps += 1
         else:
-            self._placement.refresh_parameters()
-            if len(self._placement.devices) > 1:
-                self._tell_where(self._placement.devices)
+            self._on_device.refresh_parameters()
+            if len(self._on_device.devices) > 1:
+                self._tell_where(self._on_device.devices)
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
@@ -387,7 +393,7 @@ class Session(Answers):
             yield f"the plan swaps nothing: hooks are off ({bare})"
         if self._compiled_demand is not None:
             yield str(self._compiled_demand)
-        if isinstance(self._planning, ByPlan) and not self._planning.knows_temporaries:
+        if isinstance(self._controller, PlanController) and not self._controller.knows_temporaries:
             yield (
                 "a step was profiled while another profiler ran, or left before its backward had ended: its "
                 "temporaries are unknown to the plan, and memory_limit does not count them"
@@ -405,7 +411,7 @@ class Session(Answers):
         yield from self._remarks
 
 
-def _close(placement: Placement) -> None:
+def _close(placement: DeviceSession) -> None:
     """Leave a device. What its store has kept is given back where nobody else uses it."""
     placement.close()
     store = placement.engine.store
@@ -419,6 +425,11 @@ def _measure_link(device: torch.device, options: Options) -> Link:
     # Copies of a GPU's memory take no processor that computes.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
+
+
+def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
+    swapped, kept = at.counts.in_round()
+    oom.tell(error, oom.Subject(at.model, at.engine, at.options, swapped, kept), path)
 
 
 def _is_looked_at() -> bool:
@@ -511,8 +522,8 @@ def enable(
     watch_refusals()
     session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
     _sessions[model] = session
-    if planning.on_profile is not None:
-        _kept.append((model, session))
+    if _profile_listener is not None:
+        _listened_to.append((model, session))
     return session
 
 
@@ -532,10 +543,22 @@ def remark(session: Session, text: str) -> None:
         session._remarks.append(text)
 
 
-def settle_all() -> None:
-    """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
-    while _kept:
-        _kept.pop()[1]._placement.settle()  # disabled or not
+@contextmanager
+def listen_to_profiles(listener: ProfileListener) -> Iterator[None]:
+    """Have `listener` called with the profile of every model that is enabled within, before it is planned.
+
+    Every model is profiled then, also one whose tensors are chosen by hand. At the end the last steps are read too:
+    a script of one step has none after it that would.
+    """
+    global _profile_listener
+    before, _profile_listener = _profile_listener, listener
+    try:
+        yield
+        for _, session in _listened_to:
+            session._on_device.latest()  # disabled or not
+    finally:
+        _profile_listener = before
+        _listened_to.clear()
 
 
 def disable(model: nn.Module) -> None:

@@ -2,13 +2,14 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from test_planned_training import assert_equal, batch, enabled, make, train
 from torch import nn
 
-from offload.control import controller as planning
+from offload.control.limits import LIMITS
 from offload.plan import Link
 
 
@@ -16,7 +17,7 @@ from offload.plan import Link
 def costly_swaps(monkeypatch):
     """A link over which no swap is worth its time; what this machine really takes leads to no other plan."""
     monkeypatch.setattr("offload.session._measure_link", lambda device, options: Link(1e3, 1e3, 10.0))
-    monkeypatch.setattr(planning, "REPLANS_MAX", 0)
+    monkeypatch.setattr("offload.session.LIMITS", replace(LIMITS, replans=0))
 
 
 def run_enabled(model, optimizer, count, tmp_path, **knobs):
@@ -27,7 +28,7 @@ def run_enabled(model, optimizer, count, tmp_path, **knobs):
 
 
 def test_a_plan_without_swaps_takes_the_hooks_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "LOOK_AGAIN_STEPS", 5)
+    monkeypatch.setattr("offload.session.LIMITS", replace(LIMITS, replans=0, recheck_steps=5))
     expected, _ = train(*make(), [256] * 12)
     results, report, plan = run_enabled(*make(), 12, tmp_path, max_slowdown=0.05)
     assert_equal(results, expected)

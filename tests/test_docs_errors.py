@@ -23,7 +23,7 @@ LONG_ENOUGH = 12  # a shorter piece says too little to be looked for
 # What no caller of the public interface meets, or what one row of the page tells of for all.
 UNLISTED = {
     "offload/__init__.py": "Python's own words for a name that does not exist",
-    "offload/profiling/calibration.py": "a cached file that cannot be used is measured anew, and that is logged for developers",
+    "offload/profiling/calibration.py": "a cached file that cannot be used is measured again, and that is logged",
     "offload/plan/search.py": "offload.enable and the command line check these before",
     "offload/plan/simulate.py": "offload.enable and the command line check these before",
     "offload/plan/trace.py": "every message names the place in the file, what was expected and what was found",

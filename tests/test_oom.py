@@ -21,7 +21,7 @@ import offload
 from offload.devices import memory as device_memory
 from offload.devices.memory import DeviceMemory, Process
 from offload.diagnostics import oom
-from offload.diagnostics.report import Count
+from offload.runtime.counters import Count
 
 MIB = 1 << 20
 GIB = 1 << 30

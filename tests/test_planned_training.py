@@ -15,7 +15,9 @@ from live_bytes import Peak, tell_blocks
 from torch import nn
 
 import offload
-from offload.control import controller as planning
+from offload.control.controller import PlanController
+from offload.control.limits import LIMITS
+from offload.control.planned_step import _with_earlier_prefetches, _without_slowing
 from offload.plan import InfeasibleLimitError, Link, simulate
 from offload.plan.trace import Trace
 
@@ -366,7 +368,7 @@ def test_a_profiled_forward_that_nobody_differentiates(tmp_path):
             model(batch(256, number)[0])
         train(model, optimizer, [256] * 6)
         assert handle.plan is not None
-        assert handle._placement.settle().profile.knows_temporaries
+        assert handle._on_device.latest().profile.knows_temporaries
         assert not torch.autograd._profiler_enabled()
 
 
@@ -409,7 +411,7 @@ def test_a_step_that_is_never_the_same_is_not_profiled_for_ever(tmp_path):
     expected, _ = run()
     results, handle = run(max_slowdown=1)
     assert_equal(results, expected)
-    assert 2 <= handle.report().profiled_steps <= planning.DEVIATIONS_MAX
+    assert 2 <= handle.report().profiled_steps <= LIMITS.deviations
     handle.disable()
 
 
@@ -432,29 +434,29 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
         planned = [row for row in about["steps_measured"] if not row["profiled"]]
         assert planned
         assert all(0 <= row["paused_seconds"] <= row["seconds"] for row in planned)
-        pursuit = handle._placement.settle()
-        assert len(pursuit.starts) == len(handle.plan.timing.start)
-        assert list(pursuit.starts) == sorted(pursuit.starts)
+        planned = handle._on_device.latest()
+        assert len(planned.starts) == len(handle.plan.timing.start)
+        assert list(planned.starts) == sorted(planned.starts)
         assert "predicted" in str(handle.report())
         assert "leaves at node" in handle.plan.explain()
 
 
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(planning.ByPlan, "_measured_link", lambda self, link: Link(1e6, 1e6))
+    monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e6, 1e6))
     model, optimizer = make()
     with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 12)
-        assert "copy-out is slower than planned with" in caplog.text
+        assert "copy-out is slower than planned" in caplog.text
         assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e6, 1e6)
-        assert 1 <= handle._placement.settle().replans <= planning.REPLANS_MAX
-        assert caplog.text.count("planning anew") <= planning.REPLANS_MAX
+        assert 1 <= handle._on_device.latest().replans <= LIMITS.replans
+        assert caplog.text.count("planning again") <= LIMITS.replans
 
 
 def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, monkeypatch):
     """Copies that are said to take much of the processor make the same step's own computation shorter."""
-    assert planning._quickened((1.0, 3.0), 1.0) == (0.75, 2.25)
-    assert planning._quickened((1.0, 3.0), 100.0) == (0.5, 1.5)
-    assert planning._quickened((0.0,), 1.0) == (0.0,)
+    assert _without_slowing((1.0, 3.0), 1.0) == (0.75, 2.25)
+    assert _without_slowing((1.0, 3.0), 100.0) == (0.5, 1.5)
+    assert _without_slowing((0.0,), 1.0) == (0.0,)
     model, optimizer = make()
     monkeypatch.setattr("offload.session._measure_link", lambda device, options: replace(LINK, byte_seconds=1e-9))
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
@@ -465,18 +467,18 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
         hooks = len(plan.swaps) * plan.link.swap_seconds
         assert plan.overhead_seconds == pytest.approx(moved * 1e-9 + hooks)
         assert hooks > 0
-        (pursuit,) = handle._planning.pursuits.values()
+        (planned,) = [state.planned for state in handle._controller._states.values()]
         steps = [record for record in handle.report().steps_measured if not record.profiled][
-            -len(pursuit.node_seconds) :
+            -len(planned.node_seconds) :
         ]
-        whole = [sum(row) for row in pursuit.node_seconds]
+        whole = [sum(row) for row in planned.node_seconds]
         assert all(mine < record.seconds for mine, record in zip(whole, steps, strict=True))
 
 
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
     monkeypatch.setattr("offload.session._measure_link", lambda device, options: Link(1e3, 1e3))
-    monkeypatch.setattr(planning.ByPlan, "_measured_link", lambda self, link: Link(1e12, 1e12))
+    monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 2)
@@ -494,11 +496,11 @@ def test_a_late_tensor_comes_back_earlier_where_there_is_room(tmp_path):
         plan = handle.plan
         swap = next(s for s in plan.swaps if s.prefetch > s.release)
         late = {swap.id: plan.step_seconds}
-        longer = planning._with_longer_leads(plan, late, plan.unswapped_peak_bytes)
+        longer = _with_earlier_prefetches(plan, late, plan.unswapped_peak_bytes)
         moved = next(s for s in longer.swaps if s.id == swap.id)
         assert moved.prefetch < swap.prefetch
         assert simulate(plan.trace, longer.swaps, plan.link).peak_bytes == longer.peak_bytes
-        tight = planning._with_longer_leads(plan, late, plan.peak_bytes)
+        tight = _with_earlier_prefetches(plan, late, plan.peak_bytes)
         assert tight.peak_bytes <= plan.peak_bytes
 
 
@@ -508,7 +510,7 @@ def test_what_somebody_else_holds_is_no_candidate(tmp_path):
     with enabled(model, spill_dir=tmp_path) as handle:
         x, y = batch(4096, 0)
         nn.functional.cross_entropy(model(x), y).backward()
-        assert x.nbytes in {entry.nbytes for entry in handle._planning.settle().profile.order.entries.values()}
+        assert x.nbytes in {entry.nbytes for entry in handle._controller.latest().profile.order.entries.values()}
         produced_by_input = [t for t in handle.trace().tensors if t.packed == 0]
         assert not produced_by_input
         del x, y

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from offload.control.controller import BLIND_PROFILES_MAX
+from offload.control.limits import LIMITS
 
 TWO_THREADS = """
 import sys, threading
@@ -80,7 +80,7 @@ def test_a_profiler_of_the_user_around_the_profiled_backward(tmp_path):
         assert any("temporaries are unknown" in note for note in handle.report().notes)
         train(model, optimizer, [256] * 3)
         assert handle.plan is not None
-        assert handle._placement.settle().profile.knows_temporaries, "it was profiled again"
+        assert handle._on_device.latest().profile.knows_temporaries, "it was profiled again"
 
 
 def test_a_model_dropped_after_a_forward_leaves_nothing(tmp_path):
@@ -144,7 +144,7 @@ def test_state_in_lists_counts(tmp_path):
         history = sum(tensor.nbytes for tensor in [*state["old_dirs"], *state["old_stps"]])
         parameters = sum(parameter.nbytes for parameter in model.parameters())
         assert history > 0
-        assert handle._placement.held.look().state >= parameters + history
+        assert handle._on_device.held.look().state >= parameters + history
 
 
 def test_the_report_counts_the_training_s_copies_alone(tmp_path, monkeypatch):
@@ -191,7 +191,7 @@ def test_two_models_of_one_step_know_their_temporaries(tmp_path):
             everything.step()
             everything.zero_grad()
         for handle, profiles in (first, 1), (second, 2):
-            assert handle._placement.settle().profile.knows_temporaries
+            assert handle._on_device.latest().profile.knows_temporaries
             assert handle.report().profiled_steps == profiles
             assert handle.plan is not None
 
@@ -201,7 +201,7 @@ def test_profiles_without_temporaries_are_few(tmp_path):
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         with torch.autograd.profiler.profile(use_cpu=True):
             train(model, optimizer, [256] * 6)
-        assert handle.report().profiled_steps == BLIND_PROFILES_MAX
+        assert handle.report().profiled_steps == LIMITS.incomplete_profiles
         assert handle.plan is not None
 
 

@@ -128,8 +128,7 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
         Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 where no plan keeps the limit;
         the script's own where it ends itself before.
     """
-    from offload import session
-    from offload.control import controller as planning
+    from offload.session import listen_to_profiles
 
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))
@@ -145,16 +144,14 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
 
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [args.trace, *script_args], str(Path(args.trace).resolve().parent)
-    planning.on_profile = show
+    output = redirect_stdout(sys.stderr) if args.json else nullcontext()  # a machine reads one document
     try:
-        with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a machine reads one document
+        with output, listen_to_profiles(show):
             runpy.run_path(args.trace, run_name="__main__")
-            session.settle_all()  # a script of one step: nothing asked for its plan yet
     except SystemExit as end:
         if not shown:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
-        planning.on_profile = None
         sys.argv, sys.path[0] = before
     if not shown:
         problem = "finished no training step under offload.enable; call offload.enable(model) before its training loop"

@@ -1,254 +1,83 @@
-"""Who decides what a round follows: a schedule by hand, or a plan that is held to what it promised.
+"""The automatic mode: profiles a signature's first step, plans, and replaces plans that do not keep their promise.
 
-Beside the data path: a session asks at the beginning of every round. Plans are kept per signature.
+Beside the data path: a session asks at the beginning of every step who observes it. The phases: `phase.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import threading
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from typing import Protocol
 
 from torch import nn
 
-from offload.diagnostics.report import Counts, StepRecord
+from offload.control.limits import LIMITS, Limits
+from offload.control.phase import Phase, SignatureState
+from offload.control.planned_step import PlannedStep, most
+from offload.control.signature import Signature
 from offload.options import Options, device_bytes
-from offload.plan import (
-    InfeasibleLimitError,
-    Link,
-    Plan,
-    Swap,
-    fastest_plan,
-    least_memory_plan,
-    make_plan,
-    manual_plan,
-    resident_bytes,
-)
+from offload.plan import InfeasibleLimitError, Link, Plan, fastest_plan, least_memory_plan, manual_plan
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
-from offload.profiling.profiler import Profile, Profiler, Recorder
-from offload.runtime.activations import WeighedCourse, Weights
+from offload.profiling.profiler import Profiler
+from offload.runtime.activations import WeighedCourse
+from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Course, Follower, Idle, Measured, Stopwatch
-from offload.runtime.schedule import Schedule, StepOrder, by_hand, of_plan
-from offload.units import format_seconds
+from offload.runtime.executor import Follower, Idle, Stopwatch
+from offload.runtime.schedule import StepOrder
+
+__all__ = ["Controller", "PlanController", "ProfileListener"]
 
 log = logging.getLogger("offload")
 
-SIGNATURES_MAX = 64
-PROFILES_MIN = 4
-ROUNDS_WATCHED_MAX = 2
-DEVIATIONS_MAX = 4
-BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
-REPLANS_MAX = 5
-LOOK_AGAIN_STEPS = 64  # of a plan without swaps: one of so many is watched still
-MEASUREMENTS_MAX = 5
-MEASUREMENTS_MIN = 3  # of a plan's steps, before it is judged: a neighbour may have slowed one
-_OFF = 0.05  # a prediction that is off by more is worth a new plan
-_FASTER = 0.25
-_LATE_SECONDS = 0.5e-3
-_DEVICE_MEASURED_STEPS = 8
-_HAND_MEASURED_STEPS = 8
 _KEPT = "kept by plan"
+_MEASURED_LINK_SECONDS_MIN = 0.05  # of copies: fewer say too little about the link
 
-# Told of every profiled step before it is planned (trace, link, most bytes that host memory takes), where somebody
-# wants to see the options instead of a run. While it is set nothing is done by hand.
-on_profile: Callable[[Trace, Link, int], None] | None = None
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What tells one kind of step from another: the shapes and kinds of the model's inputs, and the mode."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    kinds: tuple[object, ...]
-
-    input_bytes: int = 0
-
-    def is_within(self, other: Signature) -> bool:
-        """Whether the other is of the same kinds and nowhere smaller."""
-        return self.kinds == other.kinds and all(
-            len(own) == len(theirs) and all(map(operator.le, own, theirs))
-            for own, theirs in zip(self.shapes, other.shapes, strict=True)
-        )
+# Called with every profiled step before it is planned: its trace, the link, most bytes that host memory takes.
+ProfileListener = Callable[[Trace, Link, int], None]
 
 
-class Planning(Protocol):
+class Controller(Protocol):
     """What a session asks."""
 
-    def follower(self, signature: object, model: nn.Module) -> Follower:
-        """Who listens to the round that begins now."""
+    def observer(self, signature: object, model: nn.Module) -> Follower:
+        """Who observes the step that begins now."""
 
     def needs_hooks(self, signature: object) -> bool:
-        """Whether the round that begins now has anything to be told, after `follower` was asked."""
+        """Whether the step that begins now needs hooks at all, after `observer` was asked."""
 
     def forget(self, signature: object) -> None:
-        """This signature behaves otherwise than recorded: record it anew at its next round."""
+        """This signature deviates from its recorded step: record it again at its next one."""
 
-    def pause(self) -> None:
-        """Something else than a step begins: stop watching the steps that are over."""
+    def end_finished_profiles(self) -> None:
+        """Stop recording steps that are over."""
 
-    def stop(self) -> None:
-        """Stop watching whatever is only watched in a step."""
-
-
-@dataclass
-class HandRounds:
-    """One signature by hand: its schedule, and what its steps have really taken."""
-
-    schedule: Schedule
-    weights: Weights
-    rounds: int = 0
-    courses: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))  # still to be read
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    compute_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    late: dict[int, float] = field(default_factory=dict)  # pack index → seconds that the last measured step waited
-
-    def learn(self, counts: Counts) -> None:
-        """Read what the last rounds took."""
-        unread = []
-        for course in self.courses:
-            measured = course.stopwatch.measured(self.schedule.order.node_count) if course.stopwatch else None
-            if measured is None:
-                unread.append(course)
-                continue
-            self.step_seconds.append(measured.step_seconds)
-            self.compute_seconds.append(sum(measured.node_seconds))
-            if course.peak_bytes is not None:
-                self.activation_bytes.append(course.peak_bytes)
-            self.late = late_packs(course, measured)
-            counts.prefetched_late += len(self.late.keys() - course.missed)
-            self.weights = Weights.by_hand(self.schedule, course.held)
-        self.courses.clear()
-        self.courses.extend(unread)
+    def end_profiles(self) -> None:
+        """Stop recording, whether steps are over or not: an optimizer steps, or the session ends."""
 
 
-def late_packs(course: WeighedCourse, measured: Measured) -> dict[int, float]:
-    """Seconds waited, by first pack index, for what came late: begun when backward asked for it, or not there yet."""
-    schedule, waited = course.schedule, dict.fromkeys(course.missed, 0.0)
-    for index, seconds in measured.waits.items():
-        first = schedule.order.duplicates.get(index, index)
-        if first in schedule.swapped:
-            waited[first] = waited.get(first, 0.0) + seconds
-    return {index: seconds for index, seconds in waited.items() if seconds > _LATE_SECONDS or index in course.missed}
+class PlanController:
+    """Holds each signature to its plan.
 
-
-class ByHand:
-    """Swaps `n_tensors`, brings each back `lookahead_nodes` ahead."""
-
-    def __init__(self, options: Options, engine: Engine, counts: Counts, recorded: Callable[[StepOrder], None]) -> None:
-        self._options = options
-        self._engine = engine
-        self._counts = counts
-        self._recorded = recorded
-        self._recorders: OrderedDict[object, Recorder] = OrderedDict()
-        self.schedules: OrderedDict[object, HandRounds] = OrderedDict()
-
-    def follower(self, signature: object, model: nn.Module) -> Follower:
-        """A recorder at a signature's first round, the course of its schedule from then on."""
-        recorder = self._recorders.get(signature)
-        if recorder is not None and recorder.finished:
-            del self._recorders[signature]
-            self._recorded(recorder.order)
-            count, lookahead_nodes = self._options.n_tensors, self._options.lookahead_nodes
-            assert count is not None
-            assert lookahead_nodes is not None
-            schedule = by_hand(recorder.order, count, lookahead_nodes)
-            self.schedules[signature] = HandRounds(schedule, Weights.by_hand(schedule))
-        rounds = self.schedules.get(signature)
-        for table in (self.schedules, self._recorders):
-            while len(table) > SIGNATURES_MAX:
-                table.popitem(last=False)
-        if rounds is None:
-            recorder = self._recorders[signature] = Recorder()
-            return recorder
-        self.schedules.move_to_end(signature)
-        rounds.learn(self._counts)
-        rounds.rounds += 1
-        is_measured = rounds.rounds <= _HAND_MEASURED_STEPS or rounds.rounds % LOOK_AGAIN_STEPS == 0
-        course = WeighedCourse(
-            rounds.schedule,
-            self._engine,
-            self._counts,
-            "n_tensors",
-            lambda: self.forget(signature),
-            Stopwatch(self._engine) if is_measured else None,
-            rounds.weights,
-            finds_held=True,
-        )
-        if is_measured:
-            rounds.courses.append(course)
-        return course
-
-    def needs_hooks(self, signature: object) -> bool:
-        """What is kept by hand is counted."""
-        return True
-
-    def settle(self) -> None:
-        """Read every measurement that is complete."""
-        for rounds in self.schedules.values():
-            rounds.learn(self._counts)
-
-    @property
-    def main(self) -> HandRounds | None:
-        """What is known of the signature with most steps, the latest where several have as many."""
-        return max(reversed(self.schedules.values()), key=lambda each: each.rounds, default=None)
-
-    def forget(self, signature: object) -> None:
-        """Record it anew at its next round."""
-        self.schedules.pop(signature, None)
-
-    def pause(self) -> None:
-        """Nothing is watched but the hooks themselves."""
-
-    def stop(self) -> None:
-        """Nothing is watched but the hooks themselves."""
-
-
-@dataclass
-class Pursuit:
-    """One signature: its profile, its plan, and what its steps have really taken."""
-
-    profile: Profile
-    link: Link
-    held: HeldBytes  # the most that there ever was before a step
-    plan: Plan | None = None
-    schedule: Schedule | None = None
-    replans: int = 0
-    rounds: int = 0
-    courses: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))  # with measurements to be read
-    node_seconds: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    swap_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # in hooks, of a swap
-    starts: tuple[float, ...] = ()  # measured in the last step
-    late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
-    missed: int = 0  # tensors that the last step asked for before they had begun to come back
-    weights: Weights | None = None  # of the plan
-    activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # at peaks
-    refusal: InfeasibleLimitError | None = None  # without its traceback: no plan keeps the limit
-    blind_profiles: int = 0  # so far, the temporaries unknown each time
-
-
-class ByPlan:
-    """Profiles a signature's first round, plans, and plans again where the promise is not kept.
-
-    With `n_tensors` the plan is what is swapped by hand, and only the leads are the planner's.
+    With `n_tensors` the swapped tensors are chosen by hand, and the planner only decides when each is prefetched.
 
     Parameters
     ----------
-    recorded
-        Told of every step that has been recorded.
-    link
-        Measures the link; called at the first plan.
+    on_recorded
+        Called with every step that has been recorded.
+    measure_link
+        Measures the link; called for the first plan.
     held
         What is on the device before a step begins.
+    on_profile
+        Called with every profile before it is planned.
+    limits
+        Bounds and tolerances.
     """
 
     def __init__(
@@ -256,182 +85,147 @@ class ByPlan:
         options: Options,
         engine: Engine,
         counts: Counts,
-        recorded: Callable[[StepOrder], None],
-        link: Callable[[], Link],
+        on_recorded: Callable[[StepOrder], None],
+        measure_link: Callable[[], Link],
         held: Callable[[], HeldBytes],
+        on_profile: ProfileListener | None = None,
+        limits: Limits = LIMITS,
     ) -> None:
         self._options = options
         self._engine = engine
         self._counts = counts
-        self._recorded = recorded
-        self._measure_link = link
+        self._on_recorded = on_recorded
+        self._measure_link = measure_link
         self._held = held
-        self._profilers: OrderedDict[object, Profiler] = OrderedDict()
-        self.pursuits: OrderedDict[object, Pursuit] = OrderedDict()
-        self.latest: Pursuit | None = None
-        self._peculiar: Counter[object] = Counter()  # how often a signature has left its course
+        self._on_profile = on_profile
+        self._limits = limits
+        self._states: OrderedDict[object, SignatureState] = OrderedDict()  # the latest used last
+        self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
 
-    def follower(self, signature: object, model: nn.Module) -> Follower:
-        """A profiler at a signature's first round, the course of its plan from then on.
+    # -- the beginning of a step --------------------------------------------------------------------------------------
+
+    def observer(self, signature: object, model: nn.Module) -> Follower:
+        """A profiler for a signature's first step, an executor of its plan from then on.
 
         Raises
         ------
         InfeasibleLimitError
-            No plan keeps the memory limit; nothing has been run yet.
+            No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
-            self.pause()
-            held = cache(partial(self._held_before, signature))  # hundreds of tensors to look at, seldom for anything
-            for recorded in list(self._profilers):
-                self._begin_pursuit(recorded)
-            pursuit = self.pursuits.get(signature)
-            while len(self.pursuits) > SIGNATURES_MAX:
-                self.pursuits.popitem(last=False)
-            while len(self._profilers) > SIGNATURES_MAX:
-                self._profilers.popitem(last=False)[1].stop()
-            if pursuit is None:
-                larger = self._larger(signature)
-                if larger is not None:
-                    if larger.plan is None or self._outgrown(larger, held):
-                        self._make_plan(larger, held())
-                    return self._course(signature, larger, borrowed=True)
-                return self._profiler(signature, model, held())
-            self.pursuits.move_to_end(signature)
-            if 0 < pursuit.blind_profiles < BLIND_PROFILES_MAX:  # a plan that knows them may be had now
-                return self._profiler(signature, model, held())
-            self._learn(pursuit)
-            if pursuit.plan is None or self._outgrown(pursuit, held) or self._is_off(pursuit):
-                self._make_plan(pursuit, held())
-            return self._course(signature, pursuit)
-
-    def _held_before(self, signature: object) -> HeldBytes:
-        held = self._held()
-        if self._engine.device.type == "cpu" and isinstance(signature, Signature):
-            return replace(held, state=held.state + signature.input_bytes)
-        return held
+            self.end_finished_profiles()
+            self._read_profiles()
+            held = cache(partial(self._held_before, signature))  # hundreds of tensors to look at, and seldom a need to
+            state = self._state(signature)
+            planned = state.planned
+            if planned is None:
+                larger = self._larger(signature, state)
+                return self._record(state, model, held()) if larger is None else self._borrow(signature, larger, held)
+            if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
+                return self._record(state, model, held())  # a complete profile may be had now
+            self._judge(state, planned, held)
+            if state.phase is Phase.PLANNING:
+                self._plan(planned, held())
+                state.enter(Phase.MEASURING)
+            return self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
-        """False where the plan swaps nothing, its steps were measured and want no other, and no limit is to be kept.
+        """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
 
-        A limit is hard: another branch than the planned one has to be noticed as it begins.
+        A limit is hard: a step that deviates from the recorded one must be noticed as it begins.
         """
         with self._lock:
-            pursuit = self.pursuits.get(signature)
-            if pursuit is None or pursuit.plan is None or pursuit.plan.swaps or self._options.memory_limit is not None:
+            state = self._states.get(signature)
+            if state is None or state.planned is None or state.phase is not Phase.UNHOOKED:
                 return True
-            judged = len(pursuit.step_seconds) >= MEASUREMENTS_MIN or not self._measures(pursuit)
-            return not judged or pursuit.rounds % LOOK_AGAIN_STEPS == 0
+            return state.planned.steps % self._limits.recheck_steps == 0
 
-    def _measures(self, pursuit: Pursuit) -> bool:
-        return self._engine.device.type == "cpu" or pursuit.rounds <= _DEVICE_MEASURED_STEPS
+    def _state(self, signature: object) -> SignatureState:
+        state = self._states.setdefault(signature, SignatureState())
+        self._states.move_to_end(signature)
+        while len(self._states) > self._limits.signatures:
+            oldest = self._states.popitem(last=False)[1]
+            if oldest.profiler is not None:
+                oldest.profiler.stop()
+        return state
 
-    def _profiler(self, signature: object, model: nn.Module, held: HeldBytes) -> Follower:
-        """Profile this round, unless an earlier one of the same signature waits for its backward."""
-        for profiler in self._profilers.values():
+    def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> Follower:
+        """Profile this step, unless an earlier one of the same signature still waits for its backward."""
+        for profiler in self._profilers():
             profiler.rounds_since += 1
-            if profiler.rounds_since > ROUNDS_WATCHED_MAX:
-                profiler.stop()  # nobody differentiates it
-        if self._peculiar[signature] >= DEVIATIONS_MAX:
+            if profiler.rounds_since > self._limits.pending_steps:
+                profiler.stop()  # its backward will not come
+        if state.phase is Phase.ON_DEMAND:
             return Idle()
-        pending = self._profilers.get(signature)
-        if pending is not None and pending.rounds_since <= ROUNDS_WATCHED_MAX:
+        if state.profiler is not None and state.profiler.rounds_since <= self._limits.pending_steps:
             return Idle()
+        state.enter(Phase.PROFILING)
         self._counts.profiled_steps += 1
-        profiler = self._profilers[signature] = Profiler(self._engine, model, held)
-        return profiler
+        state.profiler = Profiler(self._engine, model, held)
+        return state.profiler
 
-    def forget(self, signature: object) -> None:
-        """Record it anew at its next round, even where a plan could be borrowed."""
-        with self._lock:
-            self.pursuits.pop(signature, None)
-            self._peculiar[signature] += 1
-            if self._peculiar[signature] == DEVIATIONS_MAX:
-                log.info("a step of one kind never runs twice in the same way: it goes on by demand")
-
-    def pause(self) -> None:
-        """Stop watching the steps that are over."""
-        for profiler in self._profilers.values():
-            if profiler.finished:
-                profiler.stop()
-
-    def stop(self) -> None:
-        """Stop watching, over or not: an optimizer steps, or the session ends."""
-        for profiler in self._profilers.values():
-            profiler.stop()
-
-    def settle(self) -> Pursuit | None:
-        """Read every measurement that is complete; the pursuit of the latest signature that was profiled."""
-        with self._lock:
-            self.pause()
-            for signature in list(self._profilers):
-                self._begin_pursuit(signature)
-            for pursuit in self.pursuits.values():
-                self._learn(pursuit)
-            return self.latest
-
-    @property
-    def main(self) -> Pursuit | None:
-        """What is known of the signature with most planned steps, the latest where several have as many."""
-        return max(reversed(self.pursuits.values()), key=lambda each: each.rounds, default=None)
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether a step of one kind never runs twice in the same way, so that it goes on by demand."""
-        return any(count >= DEVIATIONS_MAX for count in self._peculiar.values())
-
-    @property
-    def knows_temporaries(self) -> bool:
-        """Whether every profile tells the bytes of temporaries."""
-        return all(pursuit.profile.knows_temporaries for pursuit in self.pursuits.values())
-
-    # -- from profile to plan -----------------------------------------------------------------------------------------
-
-    def _begin_pursuit(self, signature: object) -> Pursuit | None:
-        profiler = self._profilers.get(signature)
-        profile = profiler.profile() if profiler is not None else None
-        if profiler is None or profile is None:
-            return None
-        del self._profilers[signature]
-        self._recorded(profile.order)
-        measured = profiler.stopwatch.measured(profile.order.node_count)
-        if measured is not None:
-            self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
-        link = self._measure_link()
-        if measured is not None and profile.trace.tensors:
-            link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
-        pursuit = Pursuit(profile, link, profile.held)
-        if not profile.knows_temporaries:
-            before = self.pursuits.get(signature)
-            pursuit.blind_profiles = 1 + (before.blind_profiles if before is not None else 0)
-        self.latest = self.pursuits[signature] = pursuit
-        if on_profile is not None:
-            on_cpu = self._engine.device.type == "cpu"
-            on_profile(profile.trace, pursuit.link, 0 if on_cpu else self._options.host_limit)
-        return pursuit
-
-    def _make_plan(self, pursuit: Pursuit, held: HeldBytes) -> None:
-        pursuit.held = _most(pursuit.held, held)
-        trace = self.trace(pursuit)
+    def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
+        """Move a planned signature to the phase that its measured steps and the held memory call for."""
+        planned.read_measurements(self._counts)
         limit_bytes = self._options.memory_limit
-        try:
-            plan = self._wanted_plan(trace, pursuit.link)
-        except InfeasibleLimitError as error:
-            pursuit.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
-            raise
-        if pursuit.late:
-            room = limit_bytes if limit_bytes is not None else plan.peak_bytes
-            plan = _with_longer_leads(plan, pursuit.late, room)
-        if pursuit.plan is not None:
-            log.info("planned anew: %s", plan.summary())
-        pursuit.plan, pursuit.refusal = plan, None
-        pursuit.weights = Weights.of_plan(trace, plan.swaps)
-        pursuit.schedule = of_plan(pursuit.profile.order, plan, pursuit.profile.members)
-        pursuit.step_seconds.clear()
-        pursuit.activation_bytes.clear()
-        self.latest = pursuit
+        if planned.plan is None:
+            state.enter(Phase.PLANNING)
+        elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
+            state.enter(Phase.PLANNING, "what is held before a step has grown")
+        elif self._is_off(planned):
+            state.enter(Phase.PLANNING, "measured steps differ from the plan")
+        elif planned.is_measured or not self._measures(planned):
+            without_hooks = not planned.plan.swaps and limit_bytes is None
+            state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
-    def _wanted_plan(self, trace: Trace, link: Link) -> Plan:
+    def _is_off(self, planned: PlannedStep) -> bool:
+        """Whether the last steps differ from the plan enough for a new one. Bounded, logged."""
+        if not planned.is_measured or planned.replans >= self._limits.replans:
+            return False
+        link = self._measured_link(planned.link)
+        if planned.swap_seconds:
+            link = replace(link, swap_seconds=median(planned.swap_seconds))
+        reasons = planned.reasons_to_replan(link)
+        if reasons:
+            planned.replans += 1
+            planned.link = link
+            log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
+        return bool(reasons)
+
+    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> Follower:
+        planned.steps += 1
+        self._latest = planned
+        executor = self._executor(signature, planned, Stopwatch(self._engine) if self._measures(planned) else None)
+        planned.executors.append(executor)
+        return executor
+
+    def _executor(
+        self, signature: object, planned: PlannedStep, stopwatch: Stopwatch | None, *, borrowed: bool = False
+    ) -> WeighedCourse:
+        assert planned.schedule is not None
+        assert planned.weights is not None
+        schedule = replace(planned.schedule, borrowed=True) if borrowed else planned.schedule
+        deviate = partial(self.forget, signature)
+        return WeighedCourse(schedule, self._engine, self._counts, _KEPT, deviate, stopwatch, planned.weights)
+
+    def _measures(self, planned: PlannedStep) -> bool:
+        return self._engine.device.type == "cpu" or planned.steps <= self._limits.device_measured_steps
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _plan(self, planned: PlannedStep, held: HeldBytes) -> None:
+        planned.held = most(planned.held, held)
+        try:
+            plan = self._wanted_plan(planned)
+        except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
+            planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
+            raise
+        planned.follow(plan, self._options.memory_limit)
+        self._latest = planned
+
+    def _wanted_plan(self, planned: PlannedStep) -> Plan:
+        trace, link = planned.trace(), planned.link
         limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
         if self._options.n_tensors is not None:
             room = device_bytes(self._engine.device)
@@ -441,137 +235,31 @@ class ByPlan:
         assert slowdown is not None
         return least_memory_plan(trace, link, slowdown, limit_bytes)
 
-    def _outgrown(self, pursuit: Pursuit, held: Callable[[], HeldBytes]) -> bool:
-        """Whether what is on the device before the step has grown so that the plan would exceed the limit."""
-        limit_bytes, plan = self._options.memory_limit, pursuit.plan
-        if limit_bytes is None or plan is None:
-            return False
-        more = _most(pursuit.held, held()).total - pursuit.held.total
-        return plan.peak_bytes + more > limit_bytes
+    def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
+        """The latest plan of a signature that is nowhere smaller, so that its limit holds; None where none fits.
 
-    def trace(self, pursuit: Pursuit) -> Trace:
-        """The profile's trace with the bytes that are held now and the durations measured since."""
-        trace = pursuit.profile.trace
-        profile, held = pursuit.profile, pursuit.held
-        # Where gradients are there already, those that the profiled step made are not made a second time.
-        own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
-        more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
-        nodes = trace.nodes
-        if pursuit.node_seconds:
-            seconds = [median(column) for column in zip(*pursuit.node_seconds, strict=True)]
-            nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
-        return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
-
-    def _larger(self, signature: object) -> Pursuit | None:
-        """Where many shapes come: the latest plan of a signature that is nowhere smaller, so that its limit holds.
-
-        A loader that yields a new length every time would have every step profiled otherwise.
+        A loader that yields a new length at every step would otherwise have every step profiled.
         """
-        if len(self.pursuits) < PROFILES_MIN or signature in self._peculiar or not isinstance(signature, Signature):
+        planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
+        if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):
             return None
-        for other, pursuit in reversed(self.pursuits.items()):
-            if isinstance(other, Signature) and signature.is_within(other):
-                return pursuit
-        return None
-
-    def _course(self, signature: object, pursuit: Pursuit, borrowed: bool = False) -> Course:
-        assert pursuit.schedule is not None
-        assert pursuit.weights is not None
-        schedule, stopwatch = pursuit.schedule, None
-        if borrowed:
-            self._counts.borrowed_steps += 1
-            schedule = replace(schedule, borrowed=True)
-        else:
-            pursuit.rounds += 1
-            self.latest = pursuit
-            stopwatch = Stopwatch(self._engine) if self._measures(pursuit) else None
-        course = WeighedCourse(
-            schedule,
-            self._engine,
-            self._counts,
-            _KEPT,
-            lambda: self.forget(signature),
-            stopwatch,
-            pursuit.weights,
+        fitting = (
+            each for other, each in reversed(planned) if isinstance(other, Signature) and signature.is_within(other)
         )
-        if not borrowed:
-            pursuit.courses.append(course)
-        return course
+        return next(fitting, None)
 
-    # -- from measurements to a better plan ---------------------------------------------------------------------------
+    def _borrow(self, signature: object, larger: PlannedStep, held: Callable[[], HeldBytes]) -> Follower:
+        limit_bytes = self._options.memory_limit
+        if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
+            self._plan(larger, held())
+        self._counts.borrowed_steps += 1
+        return self._executor(signature, larger, None, borrowed=True)
 
-    def _learn(self, pursuit: Pursuit) -> None:
-        """Read what the last rounds took."""
-        unread = []
-        for course in pursuit.courses:
-            pursuit.missed = len(course.missed)
-            if course.stopwatch is None or not course.on_course:
-                continue
-            measured = course.stopwatch.measured(len(pursuit.profile.trace.nodes))
-            if measured is None:
-                unread.append(course)
-            elif course.schedule is pursuit.schedule:
-                self._take_in(pursuit, measured)
-                self._counts.prefetched_late += len(late_packs(course, measured).keys() - course.missed)
-                if course.peak_bytes is not None:
-                    pursuit.activation_bytes.append(course.peak_bytes)
-        pursuit.courses.clear()
-        pursuit.courses.extend(unread)
-
-    def _take_in(self, pursuit: Pursuit, measured: Measured) -> None:
-        plan = pursuit.plan
-        assert plan is not None
-        record = StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
-        self._counts.steps_measured.append(record)
-        if plan.swaps:
-            pursuit.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
-        # What copies take of the processors while a hook runs is in the hook's time, not in a node's.
-        waiting = plan.step_seconds - plan.compute_seconds
-        in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
-        slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
-        pursuit.node_seconds.append(_quickened(measured.node_seconds, max(0.0, slowed - in_hooks)))
-        pursuit.step_seconds.append(measured.step_seconds)
-        pursuit.starts = measured.starts
-        if log.isEnabledFor(logging.DEBUG):
-            rows = zip(plan.trace.nodes, plan.timing.start, measured.starts, strict=True)
-            for number, (node, predicted, found) in enumerate(rows):
-                log.debug("node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found)
-        owner = {index: tensor for tensor, indices in pursuit.profile.members.items() for index in indices}
-        pursuit.late = {}
-        for index, seconds in measured.waits.items():
-            tensor = owner.get(pursuit.profile.order.duplicates.get(index, index))
-            if tensor is not None and seconds > _LATE_SECONDS:
-                pursuit.late[tensor] = pursuit.late.get(tensor, 0.0) + seconds
-
-    def _is_off(self, pursuit: Pursuit) -> bool:
-        """Whether the last steps kept the promise badly enough for a new plan. Bounded, logged."""
-        plan = pursuit.plan
-        if plan is None or len(pursuit.step_seconds) < MEASUREMENTS_MIN or pursuit.replans >= REPLANS_MAX:
-            return False
-        measured = median(pursuit.step_seconds)
-        link = self._measured_link(pursuit.link)
-        if pursuit.swap_seconds:
-            link = replace(link, swap_seconds=median(pursuit.swap_seconds))
-        compute = median(sum(row) for row in pursuit.node_seconds)
-        reasons = []
-        if abs(measured - plan.expected_seconds) > _OFF * plan.expected_seconds:
-            reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.expected_seconds)}")
-        if abs(compute - plan.compute_seconds) > _OFF * plan.compute_seconds:
-            reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
-        for name, found, known in (
-            ("copy-out", link.out_bandwidth, pursuit.link.out_bandwidth),
-            ("copy-in", link.in_bandwidth, pursuit.link.in_bandwidth),
-        ):
-            if found < (1 - _OFF) * known:
-                reasons.append(f"{name} is slower than planned with")
-            elif found > (1 + _FASTER) * known:
-                reasons.append(f"{name} is faster than planned with: there is memory or time to give back")
-        if not reasons:
-            return False
-        pursuit.replans += 1
-        pursuit.link = link
-        log.info("planning anew (%d of at most %d): %s", pursuit.replans, REPLANS_MAX, "; ".join(reasons))
-        return True
+    def _held_before(self, signature: object) -> HeldBytes:
+        held = self._held()
+        if self._engine.device.type == "cpu" and isinstance(signature, Signature):
+            return replace(held, state=held.state + signature.input_bytes)
+        return held
 
     def _measured_link(self, link: Link) -> Link:
         """The link as the engine's own copies have found it; as it was where too little has been copied."""
@@ -579,38 +267,86 @@ class ByPlan:
         rates = {}
         for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
-            rates[name] = nbytes / seconds if seconds > 0.05 else known
+            rates[name] = nbytes / seconds if seconds > _MEASURED_LINK_SECONDS_MIN else known
         return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
 
+    # -- profiles -----------------------------------------------------------------------------------------------------
 
-def _quickened(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
-    """Durations without what copies have slowed them by, taken off in proportion: at most half of it all."""
-    total = sum(seconds)
-    share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
-    return tuple(each * share for each in seconds)
+    def forget(self, signature: object) -> None:
+        """Record this signature again at its next step, even where a plan could be borrowed."""
+        with self._lock:
+            state = self._state(signature)
+            state.planned = None
+            state.deviations += 1
+            if state.deviations >= self._limits.deviations:
+                if state.deviations == self._limits.deviations:
+                    log.info("steps of one signature never run the same way twice: they swap on demand, without a plan")
+                state.enter(Phase.ON_DEMAND, "steps deviate from the recorded one again and again")
 
+    def _profilers(self) -> Iterator[Profiler]:
+        return (state.profiler for state in list(self._states.values()) if state.profiler is not None)
 
-def _most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
-    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients))
+    def end_finished_profiles(self) -> None:
+        """Stop recording steps that are over."""
+        for profiler in self._profilers():
+            if profiler.finished:
+                profiler.stop()
 
+    def end_profiles(self) -> None:
+        """Stop recording, whether steps are over or not: an optimizer steps, or the session ends."""
+        for profiler in self._profilers():
+            profiler.stop()
 
-def _with_longer_leads(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
-    """Bring each late tensor back earlier by what it was late, as far as the limit leaves room."""
-    trace, starts = plan.trace, plan.timing.start
-    swaps = {swap.id: swap for swap in plan.swaps}
-    for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):
-        swap = swaps.get(tensor_id)
-        if swap is None:
-            continue
-        prefetch = swap.prefetch
-        while prefetch > swap.release and starts[swap.prefetch] - starts[prefetch] < seconds:
-            earlier = Swap(swap.id, swap.release, prefetch - 1)
-            if _peak(trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
-                break
-            prefetch -= 1
-        swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
-    return make_plan(trace, plan.link, tuple(swaps.values()), plan.limit_bytes)
+    def _read_profiles(self) -> None:
+        for state in list(self._states.values()):
+            if state.profiler is not None:
+                self._read_profile(state, state.profiler)
 
+    def _read_profile(self, state: SignatureState, profiler: Profiler) -> None:
+        profile = profiler.profile()
+        if profile is None:
+            return  # its backward is not over
+        state.profiler = None
+        self._on_recorded(profile.order)
+        measured = profiler.stopwatch.measured(profile.order.node_count)
+        link = self._measure_link()
+        if measured is not None:
+            self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
+            if profile.trace.tensors:
+                link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
+        before = state.planned.incomplete_profiles if state.planned is not None else 0
+        incomplete = 0 if profile.knows_temporaries else before + 1
+        self._latest = state.planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
+        state.enter(Phase.PLANNING)
+        if self._on_profile is not None:
+            on_cpu = self._engine.device.type == "cpu"
+            self._on_profile(profile.trace, link, 0 if on_cpu else self._options.host_limit)
 
-def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:
-    return max(resident_bytes(trace, swaps), default=0)
+    # -- what others ask ----------------------------------------------------------------------------------------------
+
+    def latest(self) -> PlannedStep | None:
+        """The latest signature that was profiled or run by plan, every complete measurement read."""
+        with self._lock:
+            self.end_finished_profiles()
+            self._read_profiles()
+            for state in self._states.values():
+                if state.planned is not None:
+                    state.planned.read_measurements(self._counts)
+            return self._latest
+
+    @property
+    def main(self) -> PlannedStep | None:
+        """What is known of the signature with most planned steps, the latest where several have as many."""
+        planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
+        return max(planned, key=lambda each: each.steps, default=None)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether some signature's steps never run the same way twice, so that they swap on demand."""
+        return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
+
+    @property
+    def knows_temporaries(self) -> bool:
+        """Whether every profile tells the bytes of temporaries."""
+        planned = [state.planned for state in self._states.values()]
+        return all(each.profile.knows_temporaries for each in planned if each is not None)

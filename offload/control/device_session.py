@@ -1,6 +1,6 @@
 """One enabled model on one device: its engine, what of the model may move, and who decides what does.
 
-On the data path: every pack asks here before the engine moves a tensor. A model that is moved gets another placement.
+On the data path: every pack asks here before the engine moves a tensor. A moved model gets another one of these.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from offload.control import controller as planning
-from offload.control.controller import ByHand, ByPlan, Pursuit
-from offload.diagnostics import oom
-from offload.diagnostics.report import Counts
+from offload.control.controller import PlanController, ProfileListener
+from offload.control.limits import Limits
+from offload.control.manual import ManualController
+from offload.control.planned_step import PlannedStep
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory
+from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.schedule import StepOrder
 
-__all__ = ["Placement"]
+__all__ = ["DeviceSession"]
 
 log = logging.getLogger("offload")
 
 UNHELD_MAX = 4096
 
 
-class Placement:
+class DeviceSession:
     """Answers what hooks ask (`hooks.Policy`), for the rounds that begin while the model is on this device.
 
     Parameters
@@ -41,8 +42,14 @@ class Placement:
         Where the model is.
     link
         Measures the link; called at the first plan.
-    recorded
-        Told of every step that has been recorded.
+    on_recorded
+        Called with every step that has been recorded.
+    on_profile
+        Called with every profile before it is planned; where it is given, every model is profiled.
+    explain
+        Explains an error that says that memory ran out; a path, where one is given, is where to write a page of it.
+    limits
+        Bounds and tolerances of the controller.
     """
 
     def __init__(
@@ -52,15 +59,19 @@ class Placement:
         options: Options,
         engine: Engine,
         link: Callable[[], Link],
-        recorded: Callable[[StepOrder], None],
+        on_recorded: Callable[[StepOrder], None],
+        on_profile: ProfileListener | None,
+        explain: Callable[[BaseException, DeviceSession, str | os.PathLike[str] | None], None],
+        limits: Limits,
     ) -> None:
         self.device = device
         self.options = options
         self.engine = engine
         self.counts = Counts()
-        self.planning: ByHand | ByPlan
+        self.controller: ManualController | PlanController
         self.held: HeldMemory | None = None
         self.devices = {device}  # of the model's parameters and buffers, at the latest look
+        self._explain = explain
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._parameters: set[int] = set()
@@ -69,23 +80,33 @@ class Placement:
         self._unheld: set[int] = set()
         self._warned: set[type] = set()
         fixed = options.n_tensors == 0 or (options.n_tensors is not None and options.lookahead_nodes is not None)
-        if fixed and planning.on_profile is None:
-            self.planning = ByHand(options, engine, self.counts, recorded)
+        if fixed and on_profile is None:
+            self.controller = ManualController(options, engine, self.counts, on_recorded, limits)
         else:
             self.held = HeldMemory(model, engine)
-            self.planning = ByPlan(options, engine, self.counts, recorded, link, self.held.look)
-            self.held.on_optimizer_step(self.planning.stop)
+            self.controller = PlanController(
+                options, engine, self.counts, on_recorded, link, self.held.look, on_profile, limits
+            )
+            self.held.on_optimizer_step(self.controller.end_profiles)
 
-    def settle(self) -> Pursuit | None:
-        """Read what the last steps have measured; the pursuit of the latest signature, None by hand."""
-        return self.planning.settle() if isinstance(self.planning, ByPlan) else None
+    def latest(self) -> PlannedStep | None:
+        """The latest signature that was planned, its steps' measurements read; None in the manual mode."""
+        if isinstance(self.controller, PlanController):
+            return self.controller.latest()
+        self.controller.read_measurements()
+        return None
 
     def close(self) -> None:
         """Watch nothing any longer, and wait for the copies under way. Its graphs can still be differentiated."""
         if self.held is not None:
             self.held.close()
-        self.planning.stop()
+        self.controller.end_profiles()
         self.engine.drain()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as it is alive."""
+        return self._model()
 
     # -- what hooks ask -----------------------------------------------------------------------------------------------
 
@@ -128,8 +149,7 @@ class Placement:
 
     def explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
         """Note on `error`, where it says that memory ran out, why; and write a page of it where `path` is given."""
-        swapped, kept = self.counts.in_round()
-        oom.tell(error, oom.Subject(self._model(), self.engine, self.options, swapped, kept), path)
+        self._explain(error, self, path)
 
     # -- what the session tells ---------------------------------------------------------------------------------------
 

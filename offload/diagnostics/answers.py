@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from offload.control.device_session import Placement
+from offload.control.device_session import DeviceSession
 from offload.devices.memory import peak_bytes, watch_refusals
 from offload.diagnostics.assessment import Subject, assess, wish
 from offload.diagnostics.step_recording import StepRecording, WatchedRound
@@ -24,7 +24,7 @@ from offload.units import format_bytes, format_seconds
 class Answers:
     """The part of a session that only looks on."""
 
-    _placement: Placement
+    _on_device: DeviceSession
     _model: weakref.ref[nn.Module]
     _enabled: bool
     _misplaced: str
@@ -46,9 +46,9 @@ class Answers:
         ['peak', 'stalled', 'swapped']
         """
         return {
-            "peak": format_bytes(peak_bytes(self._placement.device)),
-            "swapped": format_bytes(self._placement.counts.swapped.nbytes),
-            "stalled": format_seconds(self._placement.engine.store.stats()["stall_seconds"]),
+            "peak": format_bytes(peak_bytes(self._on_device.device)),
+            "swapped": format_bytes(self._on_device.counts.swapped.nbytes),
+            "stalled": format_seconds(self._on_device.engine.store.stats()["stall_seconds"]),
         }
 
     @contextmanager
@@ -75,7 +75,7 @@ class Answers:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            self._placement.explain(error, path)
+            self._on_device.explain(error, path)
             raise
 
     def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
@@ -116,16 +116,16 @@ class Answers:
             raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
         if self._recording is not None and self._recording.is_on:
             raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
-        placement = self._placement
+        placement = self._on_device
         self._recording = StepRecording(model, placement.engine, placement.device, self._tier(), path)
         return self._recording
 
     def verdict(self) -> Verdict:
         """What a planned step needs and takes, as far as it is known by now; `report` begins with it."""
-        placement = self._placement
+        placement = self._on_device
         return assess(
             Subject(
-                placement.planning,
+                placement.controller,
                 placement.options,
                 placement.engine,
                 placement.counts,
@@ -138,9 +138,9 @@ class Answers:
     def __repr__(self) -> str:
         model = self._model()
         name = type(model).__name__ if model is not None else "a model that is gone"
-        state, asked = self.verdict().state(), wish(self._placement.options)
+        state, asked = self.verdict().state(), wish(self._on_device.options)
         return (
-            f"<offload.Session of {name} on {self._placement.device}{'' if asked in state else f', {asked}'}: {state}>"
+            f"<offload.Session of {name} on {self._on_device.device}{'' if asked in state else f', {asked}'}: {state}>"
         )
 
     def _make_round(self, policy: Policy) -> Round:

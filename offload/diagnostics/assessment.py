@@ -11,14 +11,17 @@ from statistics import median
 
 import torch
 
-from offload.control.controller import MEASUREMENTS_MIN, ByHand, ByPlan, HandRounds, Pursuit
+from offload.control.controller import PlanController
+from offload.control.limits import LIMITS
+from offload.control.manual import ManualController, ManualStep
+from offload.control.planned_step import PlannedStep
 from offload.devices import allocator
 from offload.devices.memory import resident_set
-from offload.diagnostics.report import Counts
 from offload.diagnostics.verdict import Verdict
 from offload.options import Options, is_in_memory
 from offload.plan import unswapped_bytes
 from offload.runtime.activations import Weights
+from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.units import format_bytes, parse_bytes, round_up_bytes
 
@@ -33,7 +36,7 @@ _MORE_BYTES = 1 << 20
 class Subject:
     """What a verdict is about: one session."""
 
-    planning: ByHand | ByPlan
+    controller: ManualController | PlanController
     options: Options
     engine: Engine
     counts: Counts
@@ -59,7 +62,7 @@ def wish(options: Options) -> str:
 
 def assess(subject: Subject) -> Verdict:
     """The verdict on the planned steps of a session, as far as they are known."""
-    options, planning, counts = subject.options, subject.planning, subject.counts
+    options, controller, counts = subject.options, subject.controller, subject.counts
     verdict = Verdict("no step", str(subject.engine.device), wish(options), subject.is_disabled)
     if options.n_tensors == 0:
         verdict = replace(verdict, kind="off")
@@ -67,10 +70,10 @@ def assess(subject: Subject) -> Verdict:
         if subject.left_to_checkpoint:
             reason = "the whole model runs inside torch.utils.checkpoint"
             verdict = replace(verdict, kind="unplanned", reason=reason)
-    elif isinstance(planning, ByHand):
-        verdict = _by_hand(verdict, planning.main, counts)
+    elif isinstance(controller, ManualController):
+        verdict = _by_hand(verdict, controller.main, counts)
     else:
-        verdict = _by_plan(verdict, planning, planning.main, subject)
+        verdict = _by_plan(verdict, controller, controller.main, subject)
     return replace(verdict, problems=(*subject.problems, *_problems(verdict, subject)))
 
 
@@ -83,77 +86,77 @@ def weigh_process(verdict: Verdict) -> Verdict:
     return replace(verdict, process_bytes=now, process_bytes_peak=peak, process_reason=allocator.remedy(name))
 
 
-def _by_hand(verdict: Verdict, rounds: HandRounds | None, counts: Counts) -> Verdict:
-    if rounds is None:
+def _by_hand(verdict: Verdict, step: ManualStep | None, counts: Counts) -> Verdict:
+    if step is None:
         reason = f"the first step of a shape is recorded; the next one follows {verdict.wish}"
         return replace(verdict, kind="profiling", reason=reason)
-    entries = rounds.schedule.order.entries
+    entries = step.schedule.order.entries
     if not entries:
         return replace(verdict, kind="nothing to swap", reason=_nothing_can_move(counts))
     return replace(
         verdict,
         kind="by hand",
-        activation_bytes=max(rounds.activation_bytes, default=None),
-        activation_bytes_unswapped=max(rounds.weights.unswapped, default=None),
-        steps_measured=len(rounds.step_seconds),
-        step_seconds=median(rounds.step_seconds) if rounds.step_seconds else None,
-        compute_seconds=median(rounds.compute_seconds) if rounds.compute_seconds else None,
+        activation_bytes=max(step.activation_bytes, default=None),
+        activation_bytes_unswapped=max(step.weights.unswapped, default=None),
+        steps_measured=len(step.step_seconds),
+        step_seconds=median(step.step_seconds) if step.step_seconds else None,
+        compute_seconds=median(step.compute_seconds) if step.compute_seconds else None,
         tensors=len(entries),
-        tensors_swapped=len(rounds.schedule.swapped),
-        late_tensors=len(rounds.late),
-        late_seconds=sum(rounds.late.values()),
+        tensors_swapped=len(step.schedule.swapped),
+        late_tensors=len(step.late),
+        late_seconds=sum(step.late.values()),
     )
 
 
-def _by_plan(verdict: Verdict, planning: ByPlan, pursuit: Pursuit | None, subject: Subject) -> Verdict:
-    if pursuit is None:
-        if planning.gives_up:
+def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep | None, subject: Subject) -> Verdict:
+    if planned is None:
+        if controller.gives_up:
             reason = "the steps never run twice in the same way, so that everything swaps and comes back on demand"
             return replace(verdict, kind="unplanned", reason=reason)
         return replace(verdict, kind="profiling", reason="the first step is not over yet")
-    trace = pursuit.plan.trace if pursuit.plan is not None else planning.trace(pursuit)
-    known = pursuit.node_seconds
+    trace = planned.plan.trace if planned.plan is not None else planned.trace()
+    known = planned.node_seconds
     compute = median(sum(row) for row in known) if known else sum(node.seconds for node in trace.nodes)
     verdict = replace(
         verdict,
         activation_bytes_unswapped=max(Weights.of_plan(trace, ()).unswapped, default=None),
-        step_bytes_unswapped=max(unswapped_bytes(trace), default=0) if pursuit.profile.knows_temporaries else None,
+        step_bytes_unswapped=max(unswapped_bytes(trace), default=0) if planned.profile.knows_temporaries else None,
         compute_seconds=compute,
         tensors=len(trace.tensors),
     )
-    if pursuit.refusal is not None:
-        limits = (pursuit.refusal.limit_bytes, pursuit.refusal.least_limit_bytes)
+    if planned.refusal is not None:
+        limits = (planned.refusal.limit_bytes, planned.refusal.least_limit_bytes)
         return replace(verdict, kind="refused", limit_bytes=limits[0], least_limit_bytes=limits[1])
-    if pursuit.plan is None:
+    if planned.plan is None:
         return replace(verdict, kind="profiling", reason="the next step of this shape follows a plan")
-    return _planned(verdict, pursuit, subject)
+    return _planned(verdict, planned, subject)
 
 
-def _planned(verdict: Verdict, pursuit: Pursuit, subject: Subject) -> Verdict:
-    plan, weights = pursuit.plan, pursuit.weights
+def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdict:
+    plan, weights = planned.plan, planned.weights
     assert plan is not None
     assert weights is not None
     is_by_hand = subject.options.n_tensors is not None and len(plan.trace.tensors) > 0
     return replace(
         verdict,
         kind="by hand" if is_by_hand else "planned" if plan.swaps else "nothing to swap",
-        activation_bytes=max(pursuit.activation_bytes, default=None),
+        activation_bytes=max(planned.activation_bytes, default=None),
         activation_bytes_planned=max(weights.planned, default=None),
-        step_bytes_planned=plan.peak_bytes if pursuit.profile.knows_temporaries else None,
-        steps_measured=len(pursuit.step_seconds),
-        step_seconds=median(pursuit.step_seconds) if pursuit.step_seconds else None,
+        step_bytes_planned=plan.peak_bytes if planned.profile.knows_temporaries else None,
+        steps_measured=len(planned.step_seconds),
+        step_seconds=median(planned.step_seconds) if planned.step_seconds else None,
         step_seconds_planned=plan.expected_seconds,
         tensors_swapped=len(plan.swaps),
-        late_tensors=max(len(pursuit.late), pursuit.missed),
-        late_seconds=sum(pursuit.late.values()),
+        late_tensors=max(len(planned.late), planned.missed),
+        late_seconds=sum(planned.late.values()),
         late_seconds_planned=plan.step_seconds - plan.compute_seconds,
         is_bare=subject.counts.bare_steps > 0,
-        reason=_why_nothing(pursuit, subject),
+        reason=_why_nothing(planned, subject),
     )
 
 
-def _why_nothing(pursuit: Pursuit, subject: Subject) -> str:
-    plan, options = pursuit.plan, subject.options
+def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
+    plan, options = planned.plan, subject.options
     assert plan is not None
     if not plan.trace.tensors:
         return _nothing_can_move(subject.counts)
@@ -186,7 +189,7 @@ def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
     if found is not None and planned is not None and found > (1 + _MORE) * planned + _MORE_BYTES:
         yield f"{format_bytes(found - planned)} more activations in memory than planned"
     seconds, predicted = verdict.step_seconds, verdict.step_seconds_planned
-    if verdict.steps_measured < MEASUREMENTS_MIN:
+    if verdict.steps_measured < LIMITS.measurements_before_judging:
         return  # a neighbour may have slowed one
     if seconds is not None and predicted and seconds > (1 + _SLOWER) * predicted:
         yield f"the step is {seconds / predicted - 1:.0%} slower than predicted"

@@ -19,8 +19,8 @@ from torch import nn
 
 from offload.devices.memory import DeviceMemory, last_refusal, look
 from offload.diagnostics.html import oom as oom_page
-from offload.diagnostics.report import Count
 from offload.options import Options
+from offload.runtime.counters import Count
 from offload.runtime.engine import Engine
 from offload.units import format_bytes
 

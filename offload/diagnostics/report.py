@@ -5,79 +5,16 @@ Beside the data path: sessions count here, and people read it as a table or as a
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
+from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes
 
 LATE_SECONDS = 1e-3
-
-
-@dataclass
-class Count:
-    """So many tensors, of so many bytes in all."""
-
-    tensors: int = 0
-    nbytes: int = 0
-
-    def minus(self, other: Count) -> Count:
-        """What this counts beyond `other`."""
-        return Count(self.tensors - other.tensors, self.nbytes - other.nbytes)
-
-    def to_dict(self) -> dict[str, int]:
-        """As plain numbers."""
-        return {"tensors": self.tensors, "bytes": self.nbytes}
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One step that was measured, from the beginning of forward to the end of backward."""
-
-    profiled: bool  # a signature's first step, which moves everything and waits for it
-    predicted_seconds: float | None
-    seconds: float
-    paused_seconds: float  # of it: within the engine, waiting included
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return dict(vars(self))
-
-
-STEP_RECORDS_MAX = 256
-
-
-class Counts(defaultdict[str, Count]):
-    """What a session's hooks met: by reason for what stayed, and what moved."""
-
-    def __init__(self) -> None:
-        super().__init__(Count)
-        self.swapped = Count()
-        self.duplicates = Count()
-        self.prefetched = 0
-        self.prefetched_late = 0
-        self.loaded_late = 0
-        self.prefetches_without_memory = 0
-        self.steps = 0
-        self.profiled_steps = 0
-        self.borrowed_steps = 0
-        self.bare_steps = 0
-        self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
-        self._swapped_before = Count()
-        self._kept_before: dict[str, Count] = {}
-
-    def begin_round(self) -> None:
-        """A forward pass begins: what follows is `in_round`."""
-        self._swapped_before = replace(self.swapped)
-        self._kept_before = {reason: replace(count) for reason, count in self.items()}
-
-    def in_round(self) -> tuple[Count, dict[str, Count]]:
-        """What has moved since the last forward pass began, and by reason what has stayed."""
-        kept = {reason: count.minus(self._kept_before.get(reason, Count())) for reason, count in self.items()}
-        return self.swapped.minus(self._swapped_before), kept
 
 
 @dataclass

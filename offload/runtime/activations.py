@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.diagnostics.report import Counts
 from offload.plan import Swap
 from offload.plan.trace import Trace
+from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, LeaseReference
 from offload.runtime.executor import Course, Stopwatch
 from offload.runtime.schedule import Schedule

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.diagnostics.report import Counts
+from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, Lease, LeaseReference
 from offload.runtime.schedule import Schedule
 

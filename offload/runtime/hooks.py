@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from offload._core import PinningFailed
-from offload.diagnostics.report import Counts
 from offload.options import Options
+from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, Lease, StorageKey, SwappedView, raise_changed
 from offload.runtime.executor import Follower, Idle
 

@@ -82,7 +82,7 @@ def test_ragged_last_batch(offloaded):
     """Each shape has a schedule of its own: neither costs the other its prefetches."""
     shapes = [(16, 64), (16, 64), (5, 64)] * 3
     handle = offloaded.compare(lambda *args: train(*args, shapes=shapes), make=Net)
-    assert len(handle._planning.schedules) == 2
+    assert len(handle._controller.schedules) == 2
     if offloaded.setup.settles:
         assert handle.report().prefetched > 0
 

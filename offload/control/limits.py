@@ -1,0 +1,64 @@
+"""How much the controller may try, and what it takes for a deviation.
+
+Beside the data path: a plain table, so that a test can replace it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LIMITS", "Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and tolerances of the controllers.
+
+    Attributes
+    ----------
+    signatures
+        Signatures whose plans are kept; beyond it the one unused for longest goes.
+    borrow_from
+        Signatures with a plan before a new one may run on the plan of a larger one.
+    pending_steps
+        Steps that may begin before a profiled one has run its backward; after that nobody watches it any more.
+    deviations
+        Deviations of a signature from its recorded step before it runs without a plan.
+    incomplete_profiles
+        Profiles of a signature that may miss its temporaries (another profiler was running) before one is planned with.
+    replans
+        New plans for a signature whose steps were measured.
+    recheck_steps
+        Of the steps of a plan without swaps, one in so many is still checked.
+    measurements, measurements_before_judging
+        Measured steps that are kept, and how many there have to be before a plan is judged: a neighbour may have
+        slowed one.
+    device_measured_steps
+        Steps that are measured on an accelerator, where every mark is an event.
+    manual_measured_steps
+        Steps that are measured in the manual mode; after them one in `recheck_steps`.
+    tolerance
+        Relative error of a prediction that calls for a new plan.
+    faster_link
+        How much faster than planned the link has to be to call for a new plan.
+    late_seconds
+        A shorter wait for a tensor is not called late.
+    """
+
+    signatures: int = 64
+    borrow_from: int = 4
+    pending_steps: int = 2
+    deviations: int = 4
+    incomplete_profiles: int = 3
+    replans: int = 5
+    recheck_steps: int = 64
+    measurements: int = 5
+    measurements_before_judging: int = 3
+    device_measured_steps: int = 8
+    manual_measured_steps: int = 8
+    tolerance: float = 0.05
+    faster_link: float = 0.25
+    late_seconds: float = 0.5e-3
+
+
+LIMITS = Limits()

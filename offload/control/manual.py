@@ -1,0 +1,167 @@
+"""The manual mode: the first step of a signature is recorded, later ones swap what `n_tensors` and `lb` say.
+
+Beside the data path: a session asks at the beginning of every step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from offload.control.limits import LIMITS, Limits
+from offload.control.planned_step import late_packs
+from offload.options import Options
+from offload.profiling.profiler import Recorder
+from offload.runtime.activations import WeighedCourse, Weights
+from offload.runtime.counters import Counts
+from offload.runtime.engine import Engine
+from offload.runtime.executor import Follower, Stopwatch
+from offload.runtime.schedule import Schedule, StepOrder, by_hand
+
+__all__ = ["ManualController", "ManualStep"]
+
+
+@dataclass
+class ManualStep:
+    """One signature: its schedule, and what its steps have really taken.
+
+    Attributes
+    ----------
+    limits
+        Tolerances, and how many measurements are kept.
+    schedule, weights
+        What its steps follow, and its bytes of activations by node.
+    steps
+        Steps that followed it.
+    executors
+        Of steps whose measurements are still to be read.
+    step_seconds, compute_seconds, activation_bytes
+        Of the last measured steps: duration, computation in it, most activations in memory.
+    late
+        Seconds that the last measured step waited, by pack index.
+    """
+
+    limits: Limits
+    schedule: Schedule
+    weights: Weights
+    steps: int = 0
+    executors: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))
+    step_seconds: deque[float] = field(init=False)
+    compute_seconds: deque[float] = field(init=False)
+    activation_bytes: deque[int] = field(init=False)
+    late: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.step_seconds = deque(maxlen=self.limits.measurements)
+        self.compute_seconds = deque(maxlen=self.limits.measurements)
+        self.activation_bytes = deque(maxlen=self.limits.measurements)
+
+    def read_measurements(self, counts: Counts) -> None:
+        """Take in what the last steps took, as far as the device has come, and count it."""
+        unread = []
+        for executor in self.executors:
+            stopwatch = executor.stopwatch
+            measured = stopwatch.measured(self.schedule.order.node_count) if stopwatch is not None else None
+            if measured is None:
+                unread.append(executor)
+                continue
+            self.step_seconds.append(measured.step_seconds)
+            self.compute_seconds.append(sum(measured.node_seconds))
+            if executor.peak_bytes is not None:
+                self.activation_bytes.append(executor.peak_bytes)
+            self.late = late_packs(executor, measured, self.limits.late_seconds)
+            counts.prefetched_late += len(self.late.keys() - executor.missed)
+            self.weights = Weights.by_hand(self.schedule, executor.held)
+        self.executors.clear()
+        self.executors.extend(unread)
+
+
+class ManualController:
+    """Swaps `n_tensors` storages and prefetches each `lookahead_nodes` backward nodes ahead.
+
+    Parameters
+    ----------
+    on_recorded
+        Called with every step that has been recorded.
+    limits
+        Bounds and tolerances.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        engine: Engine,
+        counts: Counts,
+        on_recorded: Callable[[StepOrder], None],
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._limits = limits
+        self._options = options
+        self._engine = engine
+        self._counts = counts
+        self._on_recorded = on_recorded
+        self._recorders: OrderedDict[object, Recorder] = OrderedDict()
+        self.schedules: OrderedDict[object, ManualStep] = OrderedDict()
+
+    def observer(self, signature: object, model: nn.Module) -> Follower:
+        """A recorder for a signature's first step, an executor of its schedule from then on."""
+        recorder = self._recorders.get(signature)
+        if recorder is not None and recorder.finished:
+            del self._recorders[signature]
+            self._on_recorded(recorder.order)
+            count, lookahead_nodes = self._options.n_tensors, self._options.lookahead_nodes
+            assert count is not None
+            assert lookahead_nodes is not None
+            schedule = by_hand(recorder.order, count, lookahead_nodes)
+            self.schedules[signature] = ManualStep(self._limits, schedule, Weights.by_hand(schedule))
+        step = self.schedules.get(signature)
+        for table in (self.schedules, self._recorders):
+            while len(table) > self._limits.signatures:
+                table.popitem(last=False)
+        if step is None:
+            recorder = self._recorders[signature] = Recorder()
+            return recorder
+        self.schedules.move_to_end(signature)
+        step.read_measurements(self._counts)
+        step.steps += 1
+        is_measured = step.steps <= self._limits.manual_measured_steps or step.steps % self._limits.recheck_steps == 0
+        executor = WeighedCourse(
+            step.schedule,
+            self._engine,
+            self._counts,
+            "n_tensors",
+            lambda: self.forget(signature),
+            Stopwatch(self._engine) if is_measured else None,
+            step.weights,
+            finds_held=True,
+        )
+        if is_measured:
+            step.executors.append(executor)
+        return executor
+
+    def needs_hooks(self, signature: object) -> bool:
+        """Always: the tensors that stay are counted."""
+        return True
+
+    def read_measurements(self) -> None:
+        """Read every measurement that is complete."""
+        for step in self.schedules.values():
+            step.read_measurements(self._counts)
+
+    @property
+    def main(self) -> ManualStep | None:
+        """What is known of the signature with most steps, the latest where several have as many."""
+        return max(reversed(self.schedules.values()), key=lambda each: each.steps, default=None)
+
+    def forget(self, signature: object) -> None:
+        """Record this signature again at its next step."""
+        self.schedules.pop(signature, None)
+
+    def end_finished_profiles(self) -> None:
+        """Nothing is watched but the hooks themselves."""
+
+    def end_profiles(self) -> None:
+        """Nothing is watched but the hooks themselves."""

@@ -1,0 +1,243 @@
+"""One signature under a plan: its profile, its plan, and what its steps have really taken.
+
+Beside the data path: pure bookkeeping; the controller decides what follows from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from offload.control.limits import Limits
+from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
+from offload.plan.trace import Trace
+from offload.profiling.model_state import HeldBytes
+from offload.profiling.profiler import Profile
+from offload.runtime.activations import WeighedCourse, Weights
+from offload.runtime.counters import Counts, StepRecord
+from offload.runtime.executor import Measured
+from offload.runtime.schedule import Schedule, of_plan
+from offload.units import format_seconds
+
+__all__ = ["PlannedStep", "late_packs", "most"]
+
+log = logging.getLogger("offload")
+
+
+@dataclass
+class PlannedStep:
+    """A signature whose step has been profiled.
+
+    Attributes
+    ----------
+    limits
+        Tolerances, and how many measurements are kept.
+    profile
+        Its recorded step.
+    link
+        The link to plan with, as calibrated or as the engine's own copies showed it.
+    held
+        The most bytes that model, gradients and optimizers took before a step.
+    plan, schedule
+        What its steps follow; None before the first of them.
+    incomplete_profiles
+        Profiles so far, this one included, that miss the step's temporaries; 0 where this one is complete.
+    steps, replans
+        Steps that followed a plan, and new plans made since the first.
+    executors
+        Of steps whose measurements are still to be read.
+    node_seconds, step_seconds, swap_seconds
+        Measured in the last steps: each node's duration, the step's, and what hooks took per swap.
+    starts
+        When each node of the last measured step began, in seconds after the first.
+    late
+        Seconds that the last measured step waited, by tensor id.
+    missed
+        Tensors that the last step needed before their prefetch had begun.
+    weights
+        Bytes of activations by node, as planned.
+    activation_bytes
+        The most activations in memory in each of the last measured steps.
+    refusal
+        Why no plan keeps the limit, where none does.
+    """
+
+    limits: Limits
+    profile: Profile
+    link: Link
+    held: HeldBytes
+    incomplete_profiles: int = 0
+    plan: Plan | None = None
+    schedule: Schedule | None = None
+    steps: int = 0
+    replans: int = 0
+    executors: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))
+    node_seconds: deque[tuple[float, ...]] = field(init=False)
+    step_seconds: deque[float] = field(init=False)
+    swap_seconds: deque[float] = field(init=False)
+    activation_bytes: deque[int] = field(init=False)
+    starts: tuple[float, ...] = ()
+    late: dict[int, float] = field(default_factory=dict)
+    missed: int = 0
+    weights: Weights | None = None
+    refusal: InfeasibleLimitError | None = None
+
+    def __post_init__(self) -> None:
+        self.node_seconds = deque(maxlen=self.limits.measurements)
+        self.step_seconds = deque(maxlen=self.limits.measurements)
+        self.swap_seconds = deque(maxlen=self.limits.measurements)
+        self.activation_bytes = deque(maxlen=self.limits.measurements)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether enough steps of the present plan have been measured to judge it."""
+        return len(self.step_seconds) >= self.limits.measurements_before_judging
+
+    def trace(self) -> Trace:
+        """The profile's trace with the bytes that are held now and the durations measured since."""
+        trace = self.profile.trace
+        profile, held = self.profile, self.held
+        # Where gradients exist already, those that the profiled step allocated are not allocated a second time.
+        own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
+        more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
+        nodes = trace.nodes
+        if self.node_seconds:
+            seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
+            nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
+        return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
+
+    def follow(self, plan: Plan, limit_bytes: int | None) -> None:
+        """Have the next steps follow `plan`, with tensors that came late prefetched earlier within `limit_bytes`."""
+        if self.late:
+            plan = _with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
+        if self.plan is not None:
+            log.info("new plan: %s", plan.summary())
+        self.plan, self.refusal = plan, None
+        self.weights = Weights.of_plan(plan.trace, plan.swaps)
+        self.schedule = of_plan(self.profile.order, plan, self.profile.members)
+        self.step_seconds.clear()
+        self.activation_bytes.clear()
+
+    def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
+        """Whether the plan would break the limit with what is held now."""
+        more = most(self.held, held).total - self.held.total
+        return self.plan is not None and self.plan.peak_bytes + more > limit_bytes
+
+    def read_measurements(self, counts: Counts) -> None:
+        """Take in what the last steps took, as far as the device has come, and count it."""
+        unread = []
+        for executor in self.executors:
+            self.missed = len(executor.missed)
+            if executor.stopwatch is None or not executor.on_course:
+                continue
+            measured = executor.stopwatch.measured(len(self.profile.trace.nodes))
+            if measured is None:
+                unread.append(executor)
+            elif executor.schedule is self.schedule:
+                counts.steps_measured.append(self._take_in(measured))
+                late = late_packs(executor, measured, self.limits.late_seconds)
+                counts.prefetched_late += len(late.keys() - executor.missed)
+                if executor.peak_bytes is not None:
+                    self.activation_bytes.append(executor.peak_bytes)
+        self.executors.clear()
+        self.executors.extend(unread)
+
+    def _take_in(self, measured: Measured) -> StepRecord:
+        plan = self.plan
+        assert plan is not None
+        if plan.swaps:
+            self.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
+        # What copies take of the processors while a hook runs is in the hook's time, not in a node's.
+        waiting = plan.step_seconds - plan.compute_seconds
+        in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
+        slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
+        self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
+        self.step_seconds.append(measured.step_seconds)
+        self.starts = measured.starts
+        if log.isEnabledFor(logging.DEBUG):
+            rows = zip(plan.trace.nodes, plan.timing.start, measured.starts, strict=True)
+            for number, (node, predicted, found) in enumerate(rows):
+                log.debug("node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found)
+        self.late = self._late_seconds(measured)
+        return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
+
+    def _late_seconds(self, measured: Measured) -> dict[int, float]:
+        owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
+        late: dict[int, float] = {}
+        for index, seconds in measured.waits.items():
+            tensor = owner.get(self.profile.order.duplicates.get(index, index))
+            if tensor is not None and seconds > self.limits.late_seconds:
+                late[tensor] = late.get(tensor, 0.0) + seconds
+        return late
+
+    def reasons_to_replan(self, link: Link) -> list[str]:
+        """In which ways the measured steps and `link`, as found since, differ from what the plan says."""
+        plan = self.plan
+        assert plan is not None
+        measured = median(self.step_seconds)
+        compute = median(sum(row) for row in self.node_seconds)
+        reasons = []
+        if abs(measured - plan.expected_seconds) > self.limits.tolerance * plan.expected_seconds:
+            reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.expected_seconds)}")
+        if abs(compute - plan.compute_seconds) > self.limits.tolerance * plan.compute_seconds:
+            reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
+        for name, found, known in (
+            ("copy-out", link.out_bandwidth, self.link.out_bandwidth),
+            ("copy-in", link.in_bandwidth, self.link.in_bandwidth),
+        ):
+            if found < (1 - self.limits.tolerance) * known:
+                reasons.append(f"{name} is slower than planned")
+            elif found > (1 + self.limits.faster_link) * known:
+                reasons.append(f"{name} is faster than planned, so a better plan may exist")
+        return reasons
+
+
+def late_packs(executor: WeighedCourse, measured: Measured, least_seconds: float) -> dict[int, float]:
+    """Seconds waited for each tensor that came late, by its first pack index.
+
+    Late are tensors whose prefetch had not begun when backward needed them, and those it waited for longer than
+    `least_seconds`.
+    """
+    schedule, waited = executor.schedule, dict.fromkeys(executor.missed, 0.0)
+    for index, seconds in measured.waits.items():
+        first = schedule.order.duplicates.get(index, index)
+        if first in schedule.swapped:
+            waited[first] = waited.get(first, 0.0) + seconds
+    return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in executor.missed}
+
+
+def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
+    """The larger of each figure."""
+    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients))
+
+
+def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
+    """Durations less what copies have added to them, taken off in proportion: at most half of the total."""
+    total = sum(seconds)
+    share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
+    return tuple(each * share for each in seconds)
+
+
+def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
+    """Prefetch each late tensor earlier by what it was late, as far as the limit leaves room."""
+    trace, starts = plan.trace, plan.timing.start
+    swaps = {swap.id: swap for swap in plan.swaps}
+    for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):
+        swap = swaps.get(tensor_id)
+        if swap is None:
+            continue
+        prefetch = swap.prefetch
+        while prefetch > swap.release and starts[swap.prefetch] - starts[prefetch] < seconds:
+            earlier = Swap(swap.id, swap.release, prefetch - 1)
+            if _peak(trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
+                break
+            prefetch -= 1
+        swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
+    return make_plan(trace, plan.link, tuple(swaps.values()), plan.limit_bytes)
+
+
+def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:
+    return max(resident_bytes(trace, swaps), default=0)

@@ -1,0 +1,38 @@
+"""What tells one kind of training step from another.
+
+Beside the data path: plans are kept per signature.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+__all__ = ["Signature"]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The shapes and kinds of the model's inputs, and the mode.
+
+    Attributes
+    ----------
+    shapes
+        Of the tensors among the inputs, in elements.
+    kinds
+        Their dtypes and whether they require gradients; the bools and Nones among the inputs; whether autocast is on.
+    input_bytes
+        Bytes of the input tensors.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    kinds: tuple[object, ...]
+
+    input_bytes: int = 0
+
+    def is_within(self, other: Signature) -> bool:
+        """Whether the other has inputs of the same kinds, and none is smaller than ours in any dimension."""
+        return self.kinds == other.kinds and all(
+            len(own) == len(theirs) and all(map(operator.le, own, theirs))
+            for own, theirs in zip(self.shapes, other.shapes, strict=True)
+        )
