@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C._profiler import RecordScope
@@ -56,19 +56,24 @@ class HostAllocations:
     It belongs to the thread that starts it, and cannot be had while somebody else is profiling in this process.
     """
 
-    _one = threading.Lock()  # torch crashes where two threads profile at a time
+    _one: ClassVar[dict[str, HostAllocations]] = {}  # who profiles: torch crashes where two threads do at a time
 
     def __init__(self) -> None:
         self.complete = False
         self._thread = threading.current_thread()  # not its number, which another gets when it has ended
         self._has_strayed = False
         self._is_profiling = False
+        self._quiet: _Quiet | None = None
         self._events: list[tuple[str, int, int]] = []
-        if torch._C._autograd._profiler_enabled() or _is_profiling_in_python() or not self._one.acquire(blocking=False):
+
+    def begin(self) -> None:
+        """Watch what this thread allocates from here on."""
+        is_free = not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python()
+        if not is_free or self._one.setdefault("now", self) is not self:
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
             return
-        self._quiet = _Quiet()
         try:
+            self._quiet = _Quiet()
             wanted = profile(use_cpu=True, profile_memory=True)
             config = wanted.config()  # type: ignore[no-untyped-call]
             torch._C._autograd._prepare_profiler(config, wanted.kineto_activities)
@@ -77,6 +82,8 @@ class HostAllocations:
             torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
             self._is_profiling = True
         except BaseException:
+            if torch._C._autograd._profiler_enabled():  # an interrupt came when it had just begun
+                torch._C._autograd._disable_profiler()
             self._let_go()
             raise
 
@@ -97,6 +104,7 @@ class HostAllocations:
     def stop(self) -> bool:
         """End it. False where that has to wait for the thread that began it."""
         if not self._is_profiling:
+            self._let_go()
             return True
         if threading.current_thread() is not self._thread:
             if self._thread.is_alive():
@@ -117,8 +125,10 @@ class HostAllocations:
 
     def _let_go(self) -> None:
         self._is_profiling = False
-        self._quiet.end()
-        self._one.release()
+        if self._one.get("now") is self:
+            if self._quiet is not None:
+                self._quiet.end()
+            del self._one["now"]
 
     def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
         """What none of `saved` accounts for; finds their `produced`.
@@ -175,9 +185,13 @@ class DeviceAllocations:
     def __init__(self, device: torch.device) -> None:
         self.complete = True
         self._device = device
-        self._base_bytes = torch.cuda.memory_allocated(device)
+        self._base_bytes = 0
         self._peaks: list[int] = []
-        torch.cuda.reset_peak_memory_stats(device)
+
+    def begin(self) -> None:
+        """Watch what is allocated from here on."""
+        self._base_bytes = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def node(self, number: int) -> None:
         """A node begins."""
@@ -213,7 +227,7 @@ class DeviceAllocations:
 
 
 def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocations:
-    """Begin to watch what this thread allocates on `device`."""
+    """What can watch the allocations on `device`; it is still to begin."""
     return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
 
 

@@ -9,20 +9,20 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.compiled import is_compiled_node
 from offload.course import Stopwatch
-from offload.engine import Engine, Lease, LeaseReference, has_storage
+from offload.engine import Engine, Lease, LeaseReference, StorageWatch, has_storage
 from offload.held import HeldBytes
 from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
-from offload.weak import weakly
+from offload.weak import weakly, when_gone
 
 _ROOT = "forward"
 
@@ -111,7 +111,7 @@ class Recorder:
 class Group:
     """All that was saved of one storage: it leaves and comes back as one."""
 
-    alive: StorageWeakRef
+    alive: StorageWatch
     place: int
     entries: list[int] = field(default_factory=list)  # pack indices
     last_forward: int | None = None  # node after which nobody but the engine held it
@@ -162,15 +162,15 @@ class Profiler(Recorder):
         self._names = [_ROOT]
         self._running: list[str] = []
         self._thread = threading.get_ident()
-        self._module_hooks = [
-            register_module_forward_pre_hook(weakly(self._enter_module)),
-            register_module_forward_hook(weakly(self._leave_module), always_call=True),
-        ]
+        self._module_hooks: list[RemovableHandle] = []
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
-        self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
-        weakref.finalize(self, _unwatch, self._module_hooks, self._memory).atexit = False
+        self._memory = watch_allocations(engine.device)
+        when_gone(self, partial(_unwatch, self._module_hooks, self._memory, self._all_groups))
+        self._module_hooks.append(register_module_forward_pre_hook(weakly(self._enter_module)))
+        self._module_hooks.append(register_module_forward_hook(weakly(self._leave_module), always_call=True))
+        self._memory.begin()
         self._memory.node(0)
 
     @property
@@ -239,7 +239,7 @@ class Profiler(Recorder):
 
     def _advance(self) -> None:
         for identity, group in list(self._groups.items()):
-            if group.alive.expired():  # type: ignore[no-untyped-call]
+            if group.alive.expired():
                 group.last_forward = self._node
                 del self._groups[identity]
         super()._advance()
@@ -312,7 +312,9 @@ class Profiler(Recorder):
         )
 
 
-def _unwatch(hooks: list[RemovableHandle], memory: HostAllocations | DeviceAllocations) -> None:
+def _unwatch(hooks: list[RemovableHandle], memory: HostAllocations | DeviceAllocations, groups: list[Group]) -> None:
     while hooks:
         hooks.pop().remove()
+    for group in groups:
+        group.alive.close()
     memory.stop()

@@ -27,23 +27,24 @@ from offload.device_memory import watch_refusals
 from offload.engine import Engine, has_storage
 from offload.forward_wrapper import ForwardWrapper
 from offload.held import HeldMemory
-from offload.hooks import Round, RoundHooks
+from offload.hooks import Round, RoundHooks, top_round
 from offload.options import Options, check_options, is_in_memory
 from offload.plan import Link, Plan
 from offload.planning import ByHand, ByPlan, Pursuit, Signature
 from offload.refusals import check_model, hooks_allowed
 from offload.report import Counts, Feed, Report
 from offload.schedule import StepOrder
-from offload.stores import make_engine, make_store
+from offload.stores import engines, make_engine, make_store
 from offload.trace import Trace
-from offload.weak import weakly
+from offload.weak import Living, weakly, work_off
 
 log = logging.getLogger("offload")
 
 UNHELD_MAX = 4096
 
 _kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_sessions: Living[Session] = Living()
+_idle: list[Session] = []  # that wrap nothing, so that no model holds them
 
 
 class Session(Answers):
@@ -137,6 +138,7 @@ class Session(Answers):
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
+        work_off()
         self.engine.collect()
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
         pursuit = self.settle()
@@ -205,14 +207,13 @@ class Session(Answers):
         if self._held is not None:
             self._held.close()
         self._planning.stop()
-        model = self._model()
-        if model is not None:
-            _sessions.pop(model, None)
+        if self in _idle:
+            _idle.remove(self)
         if self._recording is not None:
             self._recording.finish()
         self.engine.drain()
         store = self.engine.store
-        if not any(session.engine.store is store for session in list(_sessions.values())):
+        if not any(session.engine.store is store for session in _in_force()):
             store.quiesce()
             store.trim()
 
@@ -272,9 +273,8 @@ class Session(Answers):
 
     def _current_round(self) -> Round | None:
         """The round whose hooks are on top in this thread, where it is one of ours."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        current = getattr(top[0], "__self__", None) if top is not None else None
-        return current if isinstance(current, Round) and current.policy is self else None
+        current = top_round()
+        return current if current is not None and current.policy is self else None
 
     def _is_bare(self) -> bool:
         """Whether the innermost round of this thread has taken its hooks off."""
@@ -297,9 +297,11 @@ class Session(Answers):
             self.explain(error)
             raise
         finally:
+            hooks.__exit__()  # once more: an interrupt may have come while they went on or off
             self._local.hooks = around
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        work_off()
         if not self._applies():
             self._planning.pause()
             return nullcontext()
@@ -330,7 +332,8 @@ class Session(Answers):
             self._local.excluded -= 1
 
     def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.engine.collect()
+        for engine in {self.engine, *engines()}:  # they share stores: what one still holds, another may need
+            engine.collect()
         self.counts.steps += 1
         model = self._model()
         assert model is not None  # its forward is running
@@ -423,6 +426,11 @@ def _measure_link(device: torch.device, options: Options) -> Link:
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
 
 
+def _in_force(sessions: Iterable[Session] = _sessions) -> list[Session]:
+    """Of some sessions, those whose model is alive and enabled."""
+    return [each for each in sessions if each._enabled and each._model() is not None]
+
+
 def _checkpoint_is_innermost() -> bool:
     """Whether non-reentrant checkpointing listens already; hooks of ours inside would undo it."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -491,7 +499,9 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
-    device = check_model(model, _sessions.keys())
+    work_off()
+    _idle[:] = _in_force(_idle)
+    device = check_model(model, [found for each in _in_force() if (found := each._model()) is not None])
     options = check_options(
         model,
         device,
@@ -506,7 +516,9 @@ def enable(
     )
     watch_refusals()
     session = compiled.untraced(Session, model, device, options, make_engine(device, options))
-    _sessions[model] = session
+    _sessions.add(session)
+    if not session._wraps:
+        _idle.append(session)
     if planning.on_profile is not None:
         _kept.append((model, session))
     return session
@@ -514,7 +526,8 @@ def enable(
 
 def session_of(model: nn.Module) -> Session | None:
     """The session of a model on which `enable` is in force; None where it is not."""
-    return _sessions.get(model)
+    work_off()
+    return next((each for each in _in_force() if each._model() is model), None)
 
 
 def settle_all() -> None:
@@ -525,6 +538,6 @@ def settle_all() -> None:
 
 def disable(model: nn.Module) -> None:
     """Undo `enable` on this model; nothing happens where it is not enabled."""
-    session = _sessions.get(model)
+    session = session_of(model)
     if session is not None:
         session.disable()

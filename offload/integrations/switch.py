@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.report import Report
 from offload.session import Session, enable, session_of
+from offload.weak import work_off
 
 log = logging.getLogger("offload")
 
@@ -149,6 +150,7 @@ class Switched:
 
     def report(self) -> Report:
         """What the current run, or the last one, has moved."""
+        work_off()
         return self._switch.report()
 
     def undo(self) -> None:
