@@ -37,18 +37,19 @@ from offload.profiling.calibration import calibrate
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.forward_wrapper import ForwardWrapper
-from offload.runtime.hooks import Round, RoundHooks
+from offload.runtime.hooks import Round, RoundHooks, top_round
 from offload.runtime.refusals import check_devices, check_model, devices_of, first_device, hooks_allowed, named
 from offload.runtime.schedule import StepOrder
-from offload.runtime.stores import make_engine, make_store
-from offload.runtime.weak import weakly
+from offload.runtime.stores import engines, make_engine, make_store
+from offload.runtime.weak import Living, weakly, work_off
 from offload.torch_compat import compiled
 
 log = logging.getLogger("offload")
 
 _profile_listener: ProfileListener | None = None
 _listened_to: list[tuple[nn.Module, Session]] = []  # enabled within `listen_to_profiles`, kept alive until its end
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_sessions: Living[Session] = Living()
+_idle: list[Session] = []  # that wrap nothing, so that no model holds them
 
 
 class Session(Answers):
@@ -120,6 +121,7 @@ class Session(Answers):
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
+        work_off()
         self._engine.collect()
         kept = {reason: replace(count) for reason, count in self._counts.items() if count.tensors}
         self._on_device.latest()
@@ -176,9 +178,8 @@ class Session(Answers):
         for wrapper in reversed(self._wrappers):
             wrapper.undo()
         self._wrappers.clear()
-        model = self._model()
-        if model is not None:
-            _sessions.pop(model, None)
+        if self in _idle:
+            _idle.remove(self)
         if self._recording is not None:
             self._recording.finish()
         _close(self._on_device)
@@ -273,9 +274,8 @@ class Session(Answers):
 
     def _current_round(self) -> Round | None:
         """The round whose hooks are on top in this thread, where it is one of ours."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        current = getattr(top[0], "__self__", None) if top is not None else None
-        return current if isinstance(current, Round) and current.policy is self._on_device else None
+        current = top_round()
+        return current if current is not None and current.policy is self._on_device else None
 
     def _is_bare(self) -> bool:
         """Whether the innermost round of this thread has taken its hooks off."""
@@ -298,9 +298,11 @@ class Session(Answers):
             placement.explain(error)
             raise
         finally:
+            hooks.__exit__()  # once more: an interrupt may have come while they went on or off
             self._local.hooks = around
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        work_off()
         if not self._applies():
             self._controller.end_finished_profiles()
             return nullcontext()
@@ -326,7 +328,8 @@ class Session(Answers):
         return self._on_device.excluded()
 
     def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._engine.collect()
+        for engine in {self._engine, *engines()}:  # they share stores: what one still holds, another may need
+            engine.collect()
         self._counts.steps += 1
         model = self._model()
         assert model is not None  # its forward is running
@@ -415,7 +418,7 @@ def _close(placement: DeviceSession) -> None:
     """Leave a device. What its store has kept is given back where nobody else uses it."""
     placement.close()
     store = placement.engine.store
-    if not any(session._engine.store is store for session in list(_sessions.values())):
+    if not any(session._engine.store is store for session in _in_force()):
         store.quiesce()
         store.trim()
 
@@ -436,6 +439,11 @@ def _is_looked_at() -> bool:
     """Whether TorchScript traces this forward, or torch.export does, with tensors that hold nothing: it is no step."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return fake is not None or torch._C._is_tracing()
+
+
+def _in_force(sessions: Iterable[Session] = _sessions) -> list[Session]:
+    """Of some sessions, those whose model is alive and enabled."""
+    return [each for each in sessions if each._enabled and each._model() is not None]
 
 
 def _checkpoint_is_innermost() -> bool:
@@ -517,11 +525,15 @@ def enable(
         "host_limit": host_limit,
         "spill_dir": spill_dir,
     }
-    device = check_model(model, _sessions.keys())
+    work_off()
+    _idle[:] = _in_force(_idle)
+    device = check_model(model, [found for each in _in_force() if (found := each._model()) is not None])
     options = check_options(model, device, **asked)
     watch_refusals()
     session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
-    _sessions[model] = session
+    _sessions.add(session)
+    if not session._wraps:
+        _idle.append(session)
     if _profile_listener is not None:
         _listened_to.append((model, session))
     return session
@@ -529,7 +541,8 @@ def enable(
 
 def session_of(model: nn.Module) -> Session | None:
     """The session of a model on which `enable` is in force; None where it is not."""
-    return _sessions.get(model)
+    work_off()
+    return next((each for each in _in_force() if each._model() is model), None)
 
 
 def watch(session: Session, feed: Feed) -> None:
@@ -563,6 +576,6 @@ def listen_to_profiles(listener: ProfileListener) -> Iterator[None]:
 
 def disable(model: nn.Module) -> None:
     """Undo `enable` on this model; nothing happens where it is not enabled."""
-    session = _sessions.get(model)
+    session = session_of(model)
     if session is not None:
         session.disable()

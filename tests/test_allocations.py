@@ -22,6 +22,7 @@ def place(tensor):
 
 def test_temporaries_and_what_is_saved_are_told_apart():
     watched = HostAllocations()
+    watched.begin()
     watched.node(0)
     first = empty(4)
     watched.saved(7)
@@ -46,6 +47,7 @@ def test_temporaries_and_what_is_saved_are_told_apart():
 
 def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
     watched = HostAllocations()
+    watched.begin()
     watched.node(0)
     watched.node(1)
     made = empty(4)
@@ -61,6 +63,7 @@ def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
 def test_spans_count_for_their_own_bytes_only():
     """What of a storage no span covers stays with the rest."""
     watched = HostAllocations()
+    watched.begin()
     watched.node(0)
     whole = empty(9)
     watched.saved(1)
@@ -74,6 +77,7 @@ def test_spans_count_for_their_own_bytes_only():
 
 def test_an_address_that_comes_back_is_another_storage():
     watched = HostAllocations()
+    watched.begin()
     watched.node(0)
     old = empty(3)
     where = place(old)
@@ -91,6 +95,7 @@ def test_an_address_that_comes_back_is_another_storage():
 def test_another_profiler_comes_first(caplog):
     with caplog.at_level("INFO", "offload"), profile(use_cpu=True):
         watched = HostAllocations()
+        watched.begin()
         watched.node(0)
         assert watched.stop()
     assert not watched.complete
@@ -100,6 +105,7 @@ def test_another_profiler_comes_first(caplog):
 
 def test_it_ends_where_it_began():
     watched = HostAllocations()
+    watched.begin()
     answers = []
     thread = threading.Thread(target=lambda: answers.append(watched.stop()))
     thread.start()
@@ -124,6 +130,7 @@ def test_no_operator_is_recorded(monkeypatch):
 
     monkeypatch.setattr(allocation_profile, "_events", seen)
     watched = HostAllocations()
+    watched.begin()
     watched.node(0)
     with record_function("a user's own"):
         made = empty(4) + 1
@@ -136,6 +143,7 @@ def test_no_operator_is_recorded(monkeypatch):
 def test_it_is_quiet(capfd):
     block = empty(1)
     watched = HostAllocations()
+    watched.begin()
     del block  # older than the profile: torch would warn
     watched.stop()
     assert capfd.readouterr().err == ""
@@ -161,6 +169,7 @@ class Device:
 def test_device_peaks_by_node(monkeypatch):
     device = Device(monkeypatch)
     watched = DeviceAllocations(torch.device("cuda", 0))
+    watched.begin()
     watched.node(0)
     device.change(4)  # saved at the end of node 0, and gone in node 1
     watched.node(1)
@@ -183,6 +192,7 @@ def test_device_peaks_by_node(monkeypatch):
 def test_a_short_device_step(monkeypatch, events):
     device = Device(monkeypatch)
     watched = DeviceAllocations(torch.device("cuda", 0))
+    watched.begin()
     for number in range(events):
         watched.node(number)
     device.change(3)

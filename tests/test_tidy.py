@@ -31,6 +31,19 @@ ROOMS = [
 ]
 TOP = {"__init__", "__main__", "options", "session", "units"}
 LINES_MAX = 400
+# What runs Python code when an object dies, and weak references, which may.
+REFERENCES = {"weakref.ref", "weakref.proxy", "weakref.ReferenceType"}
+RUN_PYTHON_CODE = {
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "WeakSet",
+    "WeakMethod",
+    "finalize",
+    "StorageWeakRef",
+    "TensorWeakRef",
+    "WeakTensorKeyDictionary",
+    "WeakIdKeyDictionary",
+}
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -122,6 +135,40 @@ def test_nothing_is_swallowed_or_printed(path):
         is_front = path.parent.name in ("cli", "demo")
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
             assert is_front, f"{path}:{node.lineno}: the library never prints"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_python_code_runs_where_its_exceptions_are_lost(path):
+    """The handler of a signal may raise in any Python code, and Python drops what is raised as an object dies.
+
+    So nothing of ours runs there: no finalizer, no callback of a weak reference but an append to a queue, and none of
+    the standard library's containers and references that have such callbacks.
+    """
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.name != "__del__", f"{where}: a finalizer"
+        named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert ast.unparse(node) != "gc.callbacks" if isinstance(node, ast.Attribute) else True, where
+        assert named not in RUN_PYTHON_CODE, f"{where}: {named} runs Python code when an object dies"
+        if isinstance(node, ast.ClassDef):
+            references = [base for base in node.bases if ast.unparse(base).partition("[")[0] in REFERENCES]
+            assert not references or not [each for each in node.body if isinstance(each, ast.FunctionDef)], where
+        if isinstance(node, ast.Call) and _makes_reference(node, tree):
+            given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+            assert all(ast.unparse(each).endswith(".append") for each in given), f"{where}: a callback in Python"
+
+
+def _makes_reference(call, tree):
+    """Whether this makes a weak reference, or one of this module's own kinds of them."""
+    own = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).partition("[")[0] in REFERENCES for base in node.bases)
+    }
+    return ast.unparse(call.func).partition("[")[0] in REFERENCES | own
 
 
 def test_names_are_nouns():

@@ -171,6 +171,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
     memory = last_refusal(engine.device, asked) or look(engine.device, asked)
     kept = {reason: count for reason, count in subject.kept.items() if count.tensors}
     movable = _movable_bytes(kept)
+    engine.collect()
     leaving = engine.resident.now
     return Explanation(
         error=f"{type(error).__name__}: {error}",

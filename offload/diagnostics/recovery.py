@@ -16,6 +16,7 @@ import torch
 from offload.devices import allocator
 from offload.devices.memory import look
 from offload.runtime.stores import engines
+from offload.runtime.weak import work_off
 
 __all__ = ["recover"]
 
@@ -47,6 +48,7 @@ def recover() -> dict[str, int]:
     before = {str(device): _held(device) for device in devices}
     _forget_exceptions()
     gc.collect()
+    work_off()
     for engine in engines():
         engine.drain()
         engine.store.trim()

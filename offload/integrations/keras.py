@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
 from torch import nn
 
 from offload.integrations.switch import CallWrapper, Switched, nothing_around
+from offload.runtime.weak import when_gone
 from offload.session import Session
 
 
@@ -36,8 +38,9 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     Notes
     -----
     An exception in a step, in a validation or in another callback undoes everything at once. One from a data set or
-    from another callback's `on_train_begin` does when the frame of `fit` is gone, or at the next `fit` with this
-    callback; in a notebook, which keeps the last exception and its frames, so does `offload.recover()`.
+    from another callback's `on_train_begin` does at the next call of the model or of offload, once the frame of `fit`
+    is gone, or at the next `fit` with this callback; in a notebook, which keeps the last exception and its frames, so
+    does `offload.recover()`.
 
     Examples
     --------
@@ -83,7 +86,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 self._wrappers.append(CallWrapper(fit, name, nothing_around, self.undo))
             self._wrappers.append(CallWrapper(model, "evaluate", nothing_around, self.undo))
             self._fit = weakref.ref(fit)
-            weakref.finalize(fit, _undo_if_alive, weakref.ref(self), weakref.ref(handle)).atexit = False
+            when_gone(fit, partial(_undo_if_alive, weakref.ref(self), weakref.ref(handle)))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Undo it."""

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from offload.diagnostics.report import Report
+from offload.runtime.weak import work_off
 from offload.session import Session, enable, session_of
 
 log = logging.getLogger("offload")
@@ -149,6 +150,7 @@ class Switched:
 
     def report(self) -> Report:
         """What the current run, or the last one, has moved."""
+        work_off()
         return self._switch.report()
 
     def undo(self) -> None:

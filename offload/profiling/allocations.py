@@ -51,32 +51,35 @@ class HostAllocations:
 
     def __init__(self) -> None:
         self.complete = False
-        self._profile = AllocationProfile.start()
+        self._profile = AllocationProfile()
         self._other_threads = False
         self._events: list[tuple[str, int, int]] = []
-        if self._profile is None:
+
+    def begin(self) -> None:
+        """Watch what this thread allocates from here on."""
+        if not self._profile.start():
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
 
     def node(self, number: int) -> None:
         """A node begins."""
-        if self._profile is not None:
-            if self._profile.is_of_another_thread:
-                self._other_threads = True  # what is allocated there is not recorded
+        if self._profile.is_of_another_thread:
+            self._other_threads = True  # what is allocated there is not recorded
+        if self._profile.is_on:
             self._profile.mark(f"{_NODE}{number}")
 
     def saved(self, tensor_id: int) -> None:
         """A storage was saved; it is alive."""
-        if self._profile is not None:
+        if self._profile.is_on:
             self._profile.mark(f"{_SAVED}{tensor_id}")
 
     def stop(self) -> bool:
         """End it. False where that has to wait for the thread that began it."""
-        if self._profile is None:
+        if not self._profile.is_on:
+            self._profile.release()
             return True
         if self._profile.is_of_another_thread and self._profile.thread_is_alive:
             return False
         found = self._profile.stop()
-        self._profile = None
         if found is None:
             log.info(
                 "another profiler was started, or a thread has ended: the bytes of temporaries stay unknown to the plan"
@@ -141,9 +144,13 @@ class DeviceAllocations:
     def __init__(self, device: torch.device) -> None:
         self.complete = True
         self._device = device
-        self._base_bytes = torch.cuda.memory_allocated(device)
+        self._base_bytes = 0
         self._peaks: list[int] = []
-        torch.cuda.reset_peak_memory_stats(device)
+
+    def begin(self) -> None:
+        """Watch what is allocated from here on."""
+        self._base_bytes = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def node(self, number: int) -> None:
         """A node begins."""
@@ -179,7 +186,7 @@ class DeviceAllocations:
 
 
 def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocations:
-    """Begin to watch what this thread allocates on `device`."""
+    """What can watch the allocations on `device`; it is still to begin."""
     return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from offload.runtime.engine import Engine, has_storage
-from offload.runtime.weak import weakly
+from offload.runtime.weak import Living, weakly, when_gone
 
 __all__ = ["HeldBytes", "HeldMemory"]
 
@@ -39,10 +39,10 @@ class HeldMemory:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers: Living[torch.optim.Optimizer] = Living()
         self._before_step: Callable[[], None] | None = None
         self._hook = register_optimizer_step_pre_hook(weakly(self._optimizer_steps))
-        weakref.finalize(self, self._hook.remove).atexit = False
+        when_gone(self, self._hook.remove)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Have a bound method called before any optimizer steps: backward is over then."""
@@ -67,7 +67,8 @@ class HeldMemory:
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._before_step is not None:
             self._before_step()
-        if optimizer in self._optimizers:
+        self._engine.collect()  # backward is over: what its graph held goes before the optimizer needs memory
+        if any(each is optimizer for each in self._optimizers):
             return
         model = self._model()
         own = {id(parameter) for parameter in model.parameters()} if model is not None else set()

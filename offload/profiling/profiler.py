@@ -9,18 +9,19 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
 from offload.profiling.model_state import HeldBytes
-from offload.runtime.engine import Engine, Lease, LeaseReference, has_storage
+from offload.runtime.engine import Engine, Lease, LeaseReference, StorageWatch, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import SavedEntry, StepOrder
+from offload.runtime.weak import when_gone
 from offload.torch_compat.compiled import is_compiled_node
 
 _ROOT = "forward"
@@ -112,7 +113,7 @@ class Recorder:
 class Group:
     """All that was saved of one storage: it leaves and comes back as one."""
 
-    alive: StorageWeakRef
+    alive: StorageWatch
     place: int
     entries: list[int] = field(default_factory=list)  # pack indices
     last_forward: int | None = None  # node after which nobody but the engine held it
@@ -165,8 +166,9 @@ class Profiler(Recorder):
         self._pack_names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
-        self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
-        weakref.finalize(self, self._memory.stop).atexit = False
+        self._memory = watch_allocations(engine.device)
+        when_gone(self, partial(_unwatch, self._memory, self._all_groups))
+        self._memory.begin()
         self._memory.node(0)
 
     @property
@@ -230,7 +232,7 @@ class Profiler(Recorder):
 
     def _advance(self) -> None:
         for identity, group in list(self._groups.items()):
-            if group.alive.expired():  # type: ignore[no-untyped-call]
+            if group.alive.expired():
                 group.last_forward = self._node
                 del self._groups[identity]
         super()._advance()
@@ -298,3 +300,9 @@ class Profiler(Recorder):
             first_use=first_use,
             last_use=last_use,
         )
+
+
+def _unwatch(memory: HostAllocations | DeviceAllocations, groups: list[Group]) -> None:
+    for group in groups:
+        group.alive.close()
+    memory.stop()

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, LeaseReference
+from offload.runtime.engine import Engine, LeaseReference, StorageWatch
 from offload.runtime.executor import Course, Stopwatch
 from offload.runtime.schedule import Schedule
+from offload.runtime.weak import when_gone
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,10 @@ class WeighedCourse(Course):
         self.missed: set[int] = set()
         self.held: set[int] = set()
         self._weights = weights
-        self._storages: dict[int, StorageWeakRef] | None = {} if finds_held and stopwatch is not None else None
+        self._storages: dict[int, StorageWatch] | None = None
+        if finds_held and stopwatch is not None:
+            self._storages = {}
+            when_gone(self, partial(_close_all, self._storages))
         self._step = counts.steps
         self._stayed_bytes = 0  # of what was to leave and could not
         self._peak_bytes = 0
@@ -150,6 +154,7 @@ class WeighedCourse(Course):
         super().unpacking(pack_index)
         if self._storages is not None:
             self.held = {index for index, storage in self._storages.items() if self._is_held(index, storage)}
+            _close_all(self._storages)
             self._storages = None
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
         reference = self._leases.get(first)
@@ -161,9 +166,9 @@ class WeighedCourse(Course):
         if self._is_weighed:
             self._weigh(self._node, lease.record.nbytes if lease is not None and is_missing else 0)
 
-    def _is_held(self, pack_index: int, storage: StorageWeakRef) -> bool:
+    def _is_held(self, pack_index: int, storage: StorageWatch) -> bool:
         lease = self._leases[pack_index]()
-        return lease is not None and lease.record.is_away and not storage.expired()  # type: ignore[no-untyped-call]
+        return lease is not None and lease.record.is_away and not storage.expired()
 
     def _weigh(self, node: int | None, more_bytes: int = 0) -> None:
         if self._counts.steps != self._step:
@@ -171,3 +176,8 @@ class WeighedCourse(Course):
         elif node is not None:
             now = self._weights.kept[node] + self._stayed_bytes + self._engine.resident.now + more_bytes
             self._peak_bytes = max(self._peak_bytes, now)
+
+
+def _close_all(watches: dict[int, StorageWatch]) -> None:
+    while watches:
+        watches.popitem()[1].close()

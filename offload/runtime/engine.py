@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _core
 
@@ -79,11 +78,33 @@ class Departure:
         self.record: SwappedStorage | None = None
 
 
+class StorageWatch:
+    """Tells when nobody holds a storage any more. It has to be closed: a finalizer would run Python code."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference: Any = storage._weak_ref()
+
+    def expired(self) -> bool:
+        """Whether nobody holds it any more."""
+        if self._reference is not None and torch.UntypedStorage._expired(self._reference):
+            self.close()
+        return self._reference is None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        reference, self._reference = self._reference, None
+        if reference is not None:
+            torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
+
+
 class Lease:
     """What keeps a record's slot: held by the graph nodes that saved views of it, and by nothing else.
 
     A thin object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again,
-    so that an abandoned graph frees its slots by itself, on whichever thread.
+    and tells the engine that the graph is gone. No Python code runs then, on whichever thread: an exception that the
+    handler of a signal raised in it would be lost.
     """
 
     __slots__ = ("__weakref__", "record")
@@ -104,6 +125,7 @@ class SwappedStorage:
 
     __slots__ = (
         "_begin",
+        "_counted",
         "_departure",
         "_engine",
         "_incoming",
@@ -136,6 +158,7 @@ class SwappedStorage:
         self.residue = residue
         self.views = 0
         self._views_left = 0
+        self._counted = nbytes  # of the engine's `unswapped`
         # Where the bytes are. One thread may take it again: a signal or the collector inside may drain the engine.
         self._lock = threading.RLock()
         # A weak reference keeps the owner's address from being used again: identity, not coincidence.
@@ -264,9 +287,10 @@ class SwappedStorage:
                 self._engine.resident.add(-self.nbytes)
 
     def tear_down(self) -> None:
-        """Give everything back; the last lease is gone. Waits for nothing."""
+        """Give everything back; the last lease is gone. Waits for nothing; an interrupted call may be repeated."""
         engine = self._engine
-        engine.unswapped.add(-self.nbytes)
+        counted, self._counted = self._counted, 0
+        engine.unswapped.add(-counted)
         departure, self._departure = self._departure, None
         if departure is not None:
             engine.resident.add(-self.nbytes)
@@ -277,7 +301,7 @@ class SwappedStorage:
             if self._incoming:
                 engine.retire(self.ticket, self._storage)
             self._drop_storage()
-        del self.ticket  # the slot is free once the copies that touch it have ended
+        self.ticket = None  # type: ignore[assignment]  # the slot is free once the copies that touch it have ended
 
 
 class SwappedView:
@@ -392,6 +416,8 @@ class Engine:
         self._stats_before = store.stats()
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, LeaseReference] = {}
+        self._dead: deque[LeaseReference] = deque()  # whose graph is gone, and whose record is still to be torn down
+        self._reaping = threading.RLock()
         self._departing: deque[Departure] = deque()
         self._begin_copy = store.swap_out
         self._enter = self._departing.append
@@ -440,9 +466,9 @@ class Engine:
         return [first.elapsed_time(mark) / 1e3 for mark in marks]
 
     @staticmethod
-    def watch_storage(tensor: torch.Tensor) -> StorageWeakRef:
-        """Something whose `expired()` tells when nobody holds the tensor's storage any more."""
-        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    def watch_storage(tensor: torch.Tensor) -> StorageWatch:
+        """Watch for the moment at which nobody holds the tensor's storage any more."""
+        return StorageWatch(tensor.untyped_storage())
 
     @staticmethod
     def place_of(tensor: torch.Tensor) -> int:
@@ -491,7 +517,7 @@ class Engine:
         return reference() if reference is not None else None
 
     def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
-        """Begin to copy bytes out. When nobody holds the lease any more, its slot is free again.
+        """Begin to copy bytes out. When nobody holds the lease any more, `collect` frees its slot.
 
         Ordering: the copy starts after what the current stream has queued. The source is held until it has ended.
 
@@ -514,12 +540,11 @@ class Engine:
         base = tensor._base
         owner = torch._C._WeakTensorRef(tensor if base is None else base)  # type: ignore[attr-defined]
         record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, departure)
+        lease = Lease(record)
+        reference = LeaseReference(lease, self._dead.append)
+        reference.record = departure.record = record
         self.unswapped.add(nbytes)
         self.resident.add(nbytes)
-        departure.record = record
-        lease = Lease(record)
-        reference = LeaseReference(lease, self._gone)
-        reference.record = record
         self._live[key] = reference
         self.in_flight_bytes += nbytes
         return lease
@@ -534,7 +559,12 @@ class Engine:
         return self._live[lease.record.key]
 
     def collect(self) -> None:
-        """Let go of every source and target that no copy touches any more. Waits for nothing."""
+        """Free what graphs held that are gone, and every source and target that no copy touches any more.
+
+        Waits for nothing.
+        """
+        if self._dead:
+            self._reap()
         if not self._departing and not self._retired:
             return
         while (departure := _oldest(self._departing)) is not None and departure.ticket.out_done():
@@ -576,23 +606,25 @@ class Engine:
         if self._is_cuda or self._alignment == 1:
             self._retired.append((ticket, storage))
 
-    def _gone(self, reference: LeaseReference) -> None:
-        record = reference.record
-        if self._live.get(record.key) is reference:
-            del self._live[record.key]
-        record.tear_down()
+    def _reap(self) -> None:
+        with self._reaping:
+            while (reference := _oldest(self._dead)) is not None:
+                record = getattr(reference, "record", None)  # none yet where an interrupt came at once
+                if record is not None:
+                    if self._live.get(record.key) is reference:
+                        del self._live[record.key]
+                    record.tear_down()
+                _discard(self._dead, reference)  # last: an interrupt before this has it all repeated
 
     def drain(self) -> None:
         """Wait until every copy that this engine has begun has ended, and let go of what they held."""
+        self._reap()
         while self._departing:
             self._await_oldest()
         self.in_flight_bytes = 0
         while (entry := _oldest(self._retired)) is not None:
             entry[0].settle()
             _discard(self._retired, entry)
-        for reference in list(self._live.values()):
-            if reference() is None:  # an interrupt hit its teardown
-                self._gone(reference)
 
     def store_stats(self) -> dict[str, float]:
         """The store's figures; those that add up count from this engine's beginning, as other sessions may share it."""
@@ -602,4 +634,5 @@ class Engine:
     @property
     def live_records(self) -> int:
         """Records whose graph is alive."""
+        self._reap()
         return len(self._live)

@@ -103,9 +103,9 @@ class Round:
         """
         held, version, index = packed
         if index is not None:
+            self._engine.collect()  # before anything comes back: graph nodes that are done have left room
             self._follower.unpacking(index)
         if version is None:
-            self._engine.collect()
             try:
                 tensor: Tensor = held.restore()
             except (MemoryError, RuntimeError) as error:
@@ -171,11 +171,19 @@ class Round:
         return SwappedView.of(tensor, lease), None, index
 
 
+def top_round() -> Round | None:
+    """The round whose hooks are on top in this thread; None where others are, or none."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    current = getattr(top[0], "__self__", None) if top is not None else None
+    return current if isinstance(current, Round) else None
+
+
 class RoundHooks(saved_tensors_hooks):
     """A round's hooks, which may come off before the round is over: where nothing is to move they only cost time."""
 
     def __init__(self, current: Round) -> None:
         super().__init__(current.pack, current.unpack)
+        self._round = current
         self.is_bare = False
 
     def take_off(self) -> None:
@@ -184,6 +192,6 @@ class RoundHooks(saved_tensors_hooks):
         super().__exit__()
 
     def __exit__(self, *args: object) -> None:
-        if not self.is_bare:
+        if top_round() is self._round:  # not so where they came off before, or an interrupt kept them from going on
             super().__exit__(*args)
         self.is_bare = False

@@ -15,12 +15,13 @@ import torch
 from offload import _core
 from offload.options import Options
 from offload.runtime.engine import LANE_NICENESS, Engine
+from offload.runtime.weak import Living
 
 __all__ = ["engines", "make_engine", "make_store"]
 
-_stores: weakref.WeakValueDictionary[tuple[int, str, str, int], _core.SwapStore] = weakref.WeakValueDictionary()
+_stores: dict[tuple[int, str, str, int], weakref.ref[_core.SwapStore]] = {}
 _lock = threading.Lock()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: Living[Engine] = Living()
 
 
 def make_engine(device: torch.device, options: Options) -> Engine:
@@ -37,11 +38,15 @@ def make_engine(device: torch.device, options: Options) -> Engine:
     # The pid: what a forked child inherits is no store to it.
     key = (os.getpid(), str(device), os.path.realpath(options.spill_dir) if options.spill_dir else "", limit)
     with _lock:
-        store = _stores.get(key)
+        known = _stores.get(key)
+        store = known() if known is not None else None
         if store is None:
-            store = _stores[key] = make_store(device, options)
-    engine = Engine(store, device)
-    _engines.add(engine)
+            store = make_store(device, options)
+            for dead in [each for each, reference in _stores.items() if reference() is None]:
+                del _stores[dead]
+            _stores[key] = weakref.ref(store)
+        engine = Engine(store, device)
+        _engines.add(engine)
     return engine
 
 

@@ -1,23 +1,78 @@
-"""Callbacks that do not keep their owner alive.
+"""Those who may die: callbacks that do not keep their owner alive, and what is to be done when an object is gone.
 
-Beside the data path: what is global, or belongs to a part, calls its owner back without being a reason for it to stay.
+Beside the data path. Python drops an exception that is raised in a weak reference's callback or a finalizer, and the
+handler of a signal, such as Ctrl-C, may raise one in any Python code. So none runs there: what is to be done waits in a
+queue, which C code fills, until the next call into the library.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
-__all__ = ["weakly"]
+__all__ = ["Living", "weakly", "when_gone", "work_off"]
+
+Object = TypeVar("Object")
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A bound method for somebody else to call; nothing happens when its owner is gone."""
-    reference = weakref.WeakMethod(method)
+    # Not a WeakMethod, which runs Python code when its object dies.
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def call(*args: object) -> None:
-        found = reference()
+        found = owner()
         if found is not None:
-            found(*args)
+            function(found, *args)
+        else:
+            work_off()
 
     return call
+
+
+class Living(Generic[Object]):
+    """A set of objects that it does not keep alive."""
+
+    def __init__(self) -> None:
+        self._references: tuple[weakref.ref[Object], ...] = ()
+
+    def add(self, each: Object) -> None:
+        """Take one in. Those that are dead go."""
+        self._references = (*(it for it in self._references if it() is not None), weakref.ref(each))
+
+    def __iter__(self) -> Iterator[Object]:
+        for reference in self._references:
+            each = reference()
+            if each is not None:
+                yield each
+
+
+class _Death(weakref.ref[Any]):
+    """A weak reference that knows what to call when its object is gone."""
+
+    __slots__ = ("call",)
+    call: Callable[[], object]
+
+
+_awaited: dict[int, _Death] = {}
+_dead: deque[_Death] = deque()
+
+
+def when_gone(owner: object, call: Callable[[], object]) -> None:
+    """Have something called after `owner` is gone, by the next `work_off`. An interrupt may have it called twice."""
+    death = _Death(owner, _dead.append)
+    death.call = call
+    _awaited[id(death)] = death
+
+
+def work_off() -> None:
+    """Call what waits for objects that are gone."""
+    while _dead:
+        death = _dead[0]
+        death.call()
+        _awaited.pop(id(death), None)
+        with suppress(ValueError):  # another thread was faster
+            _dead.remove(death)

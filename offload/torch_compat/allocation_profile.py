@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C._profiler import RecordScope
@@ -26,28 +26,33 @@ _LOG_ERRORS = 2
 class AllocationProfile:
     """Records allocations and marks of the thread that starts it. One at a time in a process: torch crashes on two."""
 
-    _one = threading.Lock()
-
-    @classmethod
-    def start(cls) -> AllocationProfile | None:
-        """Begin to record in this thread. None while anybody in this process is profiling."""
-        if torch._C._autograd._profiler_enabled() or _is_profiling_in_python() or not cls._one.acquire(blocking=False):
-            return None
-        return cls()
+    _recording: ClassVar[dict[str, AllocationProfile]] = {}
 
     def __init__(self) -> None:
+        self.is_on = False
         self._thread = threading.current_thread()  # not its number, which another gets when it has ended
-        self._quiet = _QuietLog()
+        self._quiet: _QuietLog | None = None
+
+    def start(self) -> bool:
+        """Begin to record in this thread. False where anybody in this process is profiling."""
+        is_free = not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python()
+        if not is_free or self._recording.setdefault("now", self) is not self:
+            return False
         try:
+            self._quiet = _QuietLog()
             wanted = profile(use_cpu=True, profile_memory=True)
             config = wanted.config()  # type: ignore[no-untyped-call]
             torch._C._autograd._prepare_profiler(config, wanted.kineto_activities)
             # Marks, and no operators: a recurrent network runs 100,000 a step, each of which would take 1.5 KB.
             scopes = {RecordScope.USER_SCOPE}
             torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
+            self.is_on = True
         except BaseException:
-            self._end()
+            if torch._C._autograd._profiler_enabled():  # an interrupt came when it had just begun
+                torch._C._autograd._disable_profiler()
+            self.release()
             raise
+        return True
 
     @property
     def is_of_another_thread(self) -> bool:
@@ -73,20 +78,24 @@ class AllocationProfile:
             In order of time: ("alloc" or "free", address, bytes) and ("mark", text, 0).
         """
         if self.is_of_another_thread:
-            self._end()  # torch's profile has gone with its thread
+            self.release()  # torch's profile has gone with its thread
             return None
         if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
-            self._end()  # to stop this one would stop the other
+            self.release()  # to stop this one would stop the other
             return None
         try:
             found = torch._C._autograd._disable_profiler()
         finally:
-            self._end()
+            self.release()
         return list(_events(found.experimental_event_tree()))
 
-    def _end(self) -> None:
-        self._quiet.end()
-        self._one.release()
+    def release(self) -> None:
+        """Let others record, and torch's profiler log."""
+        self.is_on = False
+        if self._recording.get("now") is self:
+            if self._quiet is not None:
+                self._quiet.end()
+            del self._recording["now"]
 
 
 def _is_profiling_in_python() -> bool:

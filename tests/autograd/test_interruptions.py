@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload as offload_package
 from offload import _core
 from offload.runtime.engine import Engine
 
-LIBRARY = str(Path(offload_package.__file__).parent)
-WATCHED = ("session", "forward_wrapper", "hooks", "engine", "planning", "profiler", "schedule", "course", "refusals")
-WATCHED_FILES = {f"{LIBRARY}/{name}.py" for name in WATCHED}
+LIBRARY = Path(offload_package.__file__).parent
+WATCHED = ("session.py", "control", "profiling/profiler.py", "runtime")
+WATCHED_FILES = {str(file) for name in WATCHED for file in [LIBRARY / name, *(LIBRARY / name).glob("*.py")]}
+HOOKS_FILE = torch.autograd.graph.__file__  # what puts hooks on and takes them off: struck when it has just done so
 
 
 class Block(nn.Module):
@@ -196,9 +198,10 @@ class Interrupter:
         sys.settrace(self.previous)
 
     def follow(self, frame, event, argument):
-        if frame.f_code.co_filename not in WATCHED_FILES:
+        file = frame.f_code.co_filename
+        if file not in WATCHED_FILES and file != HOOKS_FILE:
             return None
-        if event == "line":
+        if event == ("return" if file == HOOKS_FILE else "line"):
             self.left -= 1
             # Not while an exception is handled: CPython 3.11 keeps that one for good when a trace function raises.
             if self.left <= 0 and sys.exc_info()[0] is None:
@@ -250,8 +253,9 @@ def interrupted_step(offloaded, line):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stride", [1, 17])
 def test_keyboard_interrupt_at_any_line_of_the_engine(offloaded, monkeypatch, stride):
-    """Wherever it strikes: nothing stays behind, and the next step is right and moves tensors again."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # what strikes a weak reference's callback
+    """Wherever it strikes: it arrives, nothing stays behind, and the next step is right and moves tensors again."""
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
     every_line = str(offloaded.setup).startswith("direct-threads")
     if offloaded.setup.schedule == "delays" or every_line != (stride == 1):
         pytest.skip("every line on one setup, some lines on the quick others")
@@ -264,13 +268,43 @@ def test_keyboard_interrupt_at_any_line_of_the_engine(offloaded, monkeypatch, st
             broken.append(f"line {line}, {where}: {', '.join(problems)}")
         line += stride
     assert not broken, "\n".join(broken)
+    assert not lost, lost[0]
     assert line > 300
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_an_interrupt_as_hooks_go_on_or_off(method, monkeypatch, tmp_path):
+    """It comes when they have just gone on, or are about to come off: they are off, and the next step is as ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(16, 64)
+    expected = one_step(model, x)
+    with offload_package.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
+        one_step(model, x)
+        original = getattr(saved_tensors_hooks, method)
+
+        def struck(self, *args):
+            monkeypatch.setattr(saved_tensors_hooks, method, original)
+            if method == "__enter__":
+                original(self)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(saved_tensors_hooks, method, struck)
+        with pytest.raises(KeyboardInterrupt) as kept_alive:
+            one_step(model, x)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        before = handle._counts.swapped.tensors
+        assert all(map(torch.equal, one_step(model, x), expected))
+        assert handle._counts.swapped.tensors > before
+        assert kept_alive.value is not None
 
 
 def what_is_left(handle):
     handle._engine.drain()
     handle._engine.store.quiesce()
     problems = []
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        problems.append("hooks are left on")
     if handle._engine.live_records:
         problems.append(f"{handle._engine.live_records} live records")
     if handle._engine.store.stats()["live_tickets"]:
@@ -280,7 +314,8 @@ def what_is_left(handle):
 
 def test_an_interrupted_save_holds_its_source(monkeypatch):
     """Wherever it strikes: memory that a copy still reads is nobody else's, and in the end nothing is left."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # what strikes a weak reference's callback
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
     lanes = _core.HostDriver(schedule="stepped", seed=0)
     store = _core.SwapStore.slab(lanes, lanes, 1 << 20, slice_bytes=16 << 10)
     store.record_copies(1 << 10)
@@ -295,6 +330,7 @@ def test_an_interrupted_save_holds_its_source(monkeypatch):
         before = store.stats()["out_transfers"]
         with suppress(KeyboardInterrupt), interrupter:
             engine.swap_out(tensor, key, 0)
+            engine.collect()
         del tensor
         if store.stats()["out_transfers"] > before and not store.take_copies():
             under_way += 1
@@ -305,3 +341,4 @@ def test_an_interrupted_save_holds_its_source(monkeypatch):
         left = engine.live_records, store.stats()["live_tickets"]
         assert left == (0, 0), f"records and tickets are left: {interrupter.where}"
     assert under_way > 5
+    assert not lost, lost[0]

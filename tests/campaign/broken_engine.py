@@ -28,7 +28,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from offload import _core, options
+from offload import _core, options, session
 from offload.runtime import engine, hooks, stores
 from offload.runtime.engine import Departure, Engine, Lease, SwappedStorage, SwappedView
 
@@ -137,7 +137,21 @@ def no_entering() -> Patches:
 
 def no_second_teardown() -> Patches:
     """A record whose teardown was interrupted stays."""
-    return [mock.patch.object(Engine, "drain", rewritten(Engine.drain, "if reference() is None:", "if False:"))]
+    first = "_discard(self._dead, reference)\n            record = getattr("
+    return [mock.patch.object(Engine, "_reap", rewritten(Engine._reap, "record = getattr(", first))]
+
+
+def no_queue_of_the_dead() -> Patches:
+    """Python code runs where a graph's node dies, and with it what a signal's handler raises there."""
+    at_once = "lambda gone: (self._dead.append(gone), self._reap())"
+    swap_out = rewritten(Engine.swap_out, "self._dead.append", at_once)
+    return [mock.patch.object(Engine, "swap_out", swap_out)]
+
+
+def no_second_look_at_hooks() -> Patches:
+    """Hooks that an interrupt has left on stay on."""
+    broken = rewritten(session.Session._round.__wrapped__, "hooks.__exit__()", "pass")  # type: ignore[attr-defined]
+    return [mock.patch.object(session.Session, "_round", broken)]
 
 
 def no_teardown() -> Patches:
@@ -187,6 +201,8 @@ BROKEN: dict[str, Callable[[], Patches]] = {
     "a failed copy-in writes to no parameter": writes_parameters,
     "a copy begins with its source held": no_entering,
     "an interrupted teardown is repeated": no_second_teardown,
+    "what dies waits for the next hook": no_queue_of_the_dead,
+    "an interrupt leaves no hooks on": no_second_look_at_hooks,
     "an abandoned graph gives its records back": no_teardown,
     "a source that has left is let go": no_letting_go,
     "a view keeps its offset": no_offset,

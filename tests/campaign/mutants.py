@@ -96,6 +96,8 @@ PYTHON = {
     "a control group's limit counts": ["tests/test_host_limit.py::test_every_ancestor_counts"],
     "a copy begins with its source held": [INTERRUPTED_SAVE],
     "an interrupted teardown is repeated": [INTERRUPTED_SAVE],
+    "what dies waits for the next hook": [INTERRUPTED_SAVE],
+    "an interrupt leaves no hooks on": [AUTOGRAD + "interruptions.py::test_an_interrupt_as_hooks_go_on_or_off"],
     "an abandoned graph gives its records back": [
         AUTOGRAD + f"graph_lifetimes.py::test_abandoned_forwards_leave_the_pool_as_it_was[{setup}]"
         for setup in (DIRECT, SLAB)

@@ -13,6 +13,7 @@ keras = need("keras")
 
 import offload  # noqa: E402
 from offload.integrations.keras import LMSCallback, OffloadCallback  # noqa: E402
+from offload.session import session_of  # noqa: E402
 
 ROWS, COLUMNS = 96, 16
 
@@ -61,6 +62,7 @@ def assert_same(model: keras.Model, expected: keras.Model) -> None:
 
 def assert_plain(model: keras.Model) -> None:
     """Nothing of ours on it, and the engine can be enabled at once."""
+    assert session_of(model) is None
     assert "forward" not in vars(model)
     assert getattr(model.train_function, "callback", None) is None
     with offload.enable(model, n_tensors=-1):
