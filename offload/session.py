@@ -1,95 +1,76 @@
-"""One enabled model: what may move, what it has moved, and how to undo it.
+"""What a user calls: enable a model, ask its handle what happens, disable it.
 
-On the data path: the model's forward passes through here; each becomes a round of hooks.
+On top of the data path: puts the parts together.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from offload.control.controller import PlanController, ProfileListener
+from offload.control import registry
+from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
+from offload.control.enabled_model import EnabledModel
 from offload.control.limits import LIMITS
 from offload.control.manual import ManualController
-from offload.control.signature import Signature
-from offload.devices import allocator
-from offload.devices.memory import watch_refusals
+from offload.devices.memory import peak_bytes, watch_refusals
 from offload.diagnostics import oom
-from offload.diagnostics.answers import Answers
-from offload.diagnostics.assessment import weigh_process
+from offload.diagnostics.assessment import wish
 from offload.diagnostics.report import Feed, Report
-from offload.options import Options, check_options, is_in_memory
-from offload.plan import Link, Plan
+from offload.diagnostics.session_report import make_report, make_verdict, tier
+from offload.diagnostics.step_recording import StepRecording
+from offload.diagnostics.verdict import Verdict
+from offload.options import Options, check_options
+from offload.plan import Plan
 from offload.plan.trace import Trace
-from offload.profiling.calibration import calibrate
+from offload.profiling.calibration import measure_link
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, has_storage
-from offload.runtime.forward_wrapper import ForwardWrapper
-from offload.runtime.hooks import Round, RoundHooks, top_round
-from offload.runtime.refusals import check_devices, check_model, devices_of, first_device, hooks_allowed, named
+from offload.runtime.engine import Engine
+from offload.runtime.refusals import check_model
 from offload.runtime.schedule import StepOrder
-from offload.runtime.stores import engines, make_engine, make_store
-from offload.runtime.weak import Living, weakly, work_off
+from offload.runtime.stores import make_engine
+from offload.runtime.weak import work_off
 from offload.torch_compat import compiled
+from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
 
-_profile_listener: ProfileListener | None = None
-_listened_to: list[tuple[nn.Module, Session]] = []  # enabled within `listen_to_profiles`, kept alive until its end
-_sessions: Living[Session] = Living()
-_idle: list[Session] = []  # that wrap nothing, so that no model holds them
 
-
-class Session(Answers):
+class Session:
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, options: Options, engine: Engine, asked: Mapping[str, Any]
     ) -> None:
-        self._model = weakref.ref(model)
-        self._asked = {**asked, "exclude": options.exclude}  # for another device, should the model be moved
-        self._misplaced = ""  # where the model is and the engine is not, in words
-        self._moved = ""  # the latest move that was followed, in words
-        self._refused: torch.device | None = None  # where the model is, and no engine could be made
-        self._local = threading.local()
-        self._on_device = self._place(model, device, options, engine)
-        self._compiled_demand: compiled.Demand | None = None
-        self._left_to_checkpoint = False
-        self._wrappers: list[ForwardWrapper] = []
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
-        self._enabled = True
-        self._wraps = options.n_tensors != 0 or _profile_listener is not None
-        if self._wraps:  # 0 is a true no-op: nothing is wrapped
-            self._wrappers.append(ForwardWrapper(model, self._around_forward))
-            modules = dict(model.named_modules())
-            for name in options.exclude:
-                self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
-
-    def _place(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> DeviceSession:
-        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
-        recorded = weakly(self._note_compiled)
-        link = partial(_measure_link, device, options)
-        return DeviceSession(model, device, options, engine, link, recorded, _profile_listener, _explain, LIMITS)
+        self._recording: StepRecording | None = None
+        self._enabled = EnabledModel(
+            model,
+            device,
+            options,
+            engine,
+            asked,
+            self,
+            _session_on,
+            registry.release_store,
+            always=registry.profile_listener() is not None,
+        )
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """The device that is swapped from: where the model was at its latest training forward."""
-        return self._on_device.device
+        return self._enabled.on_device.device
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
@@ -111,41 +92,23 @@ class Session(Answers):
         >>> loss.backward()
         >>> handle.disable()
         """
-        if not self._applies() or self._current_round() is not None or self._is_bare():
+        enabled = self._enabled
+        if not enabled.applies() or enabled.current_round() is not None or enabled.is_bare():
             yield
             return
-        with self._round() as current:
+        with enabled.round() as current:
             if inputs:
-                self._attach(current, inputs, {})
+                enabled.attach(current, inputs, {})
             yield
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
         work_off()
-        self._engine.collect()
-        kept = {reason: replace(count) for reason, count in self._counts.items() if count.tensors}
-        self._on_device.latest()
-        return Report(
-            verdict=weigh_process(self.verdict()),
-            steps=self._counts.steps,
-            device=str(self.device),
-            tier=self._tier(),
-            allocator=allocator.describe() if self.device.type == "cpu" else "torch's caching allocator",
-            swapped=replace(self._counts.swapped),
-            kept=kept,
-            deduplicated=replace(self._counts.duplicates),
-            store=self._engine.store_stats(),
-            misses=self._engine.misses,
-            prefetched=self._counts.prefetched,
-            loaded_late=self._counts.loaded_late,
-            prefetched_late=self._counts.prefetched_late,
-            profiled_steps=self._counts.profiled_steps,
-            borrowed_steps=self._counts.borrowed_steps,
-            bare_steps=self._counts.bare_steps,
-            steps_measured=tuple(self._counts.steps_measured),
-            notes=tuple(self._notes()),
-            feed=Feed.total(self._feeds),
-        )
+        return make_report(self._enabled, self._feeds, self._remarks)
+
+    def verdict(self) -> Verdict:
+        """What a planned step needs and takes, as far as it is known by now; `report` begins with it."""
+        return make_verdict(self._enabled)
 
     @property
     def plan(self) -> Plan | None:
@@ -170,19 +133,95 @@ class Session(Answers):
             )
         return planned.trace()
 
+    def postfix(self) -> dict[str, str]:
+        """What a progress bar may show: peak memory so far, bytes swapped out and seconds stalled since `enable`.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> handle = offload.enable(torch.nn.Linear(4, 1))
+        >>> sorted(handle.postfix())  # for tqdm: bar.set_postfix(handle.postfix())
+        ['peak', 'stalled', 'swapped']
+        """
+        return {
+            "peak": format_bytes(peak_bytes(self._on_device.device)),
+            "swapped": format_bytes(self._on_device.counts.swapped.nbytes),
+            "stalled": format_seconds(self._on_device.engine.store.stats()["stall_seconds"]),
+        }
+
+    @contextmanager
+    def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+        """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
+
+        `step`, the model's forward, and backward where it brings a tensor back add the note by themselves; this covers
+        all of backward and the optimizer too.
+        Before Python 3.11, whose exceptions take no notes, the note is logged.
+
+        Parameters
+        ----------
+        path
+            Where to write the page, self-contained HTML. Default: none.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with offload.enable(model) as handle, handle.explain_oom("oom.html"):
+        ...     model(torch.ones(2, 4)).sum().backward()
+        """
+        watch_refusals()
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            self._on_device.explain(error, path)
+            raise
+
+    def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
+        """Record what happens from now on and write it as a timeline: when compute ran and waited, when bytes moved.
+
+        In a `with` block the recording ends with the block, so put one training step inside. Without one it covers the
+        next step: it ends when the second forward pass from now on begins, or at `disable`. A recorded step is slower;
+        it computes the same.
+
+        Parameters
+        ----------
+        path
+            ``"step.html"``: a self-contained page. ``"step.json"``: trace events for ui.perfetto.dev.
+
+        Returns
+        -------
+        StepRecording
+            A context manager.
+
+        Raises
+        ------
+        ValueError
+            The path ends in something else, or a recording is under way already.
+        OSError
+            The file cannot be written.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile, torch, offload
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+        >>> with handle.timeline(pathlib.Path(tempfile.mkdtemp()) / "step.html"):
+        ...     model(torch.ones(32, 64)).sum().backward()
+        >>> handle.disable()
+        """
+        model = self._model()
+        if not self._enabled.is_enabled or model is None:
+            raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
+        if self._recording is not None and self._recording.is_on:
+            raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
+        here = self._on_device
+        self._recording = self._enabled.recording = StepRecording(model, here.engine, here.device, tier(here), path)
+        return self._recording
+
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
-        if not self._enabled:
-            return
-        self._enabled = False
-        for wrapper in reversed(self._wrappers):
-            wrapper.undo()
-        self._wrappers.clear()
-        if self in _idle:
-            _idle.remove(self)
-        if self._recording is not None:
-            self._recording.finish()
-        _close(self._on_device)
+        if self._enabled.is_enabled:
+            self._enabled.disable()
 
     def __enter__(self) -> Session:
         return self
@@ -193,7 +232,20 @@ class Session(Answers):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise TypeError("a session belongs to one model; copy the model and call offload.enable on the copy")
 
+    def __repr__(self) -> str:
+        model = self._model()
+        name = type(model).__name__ if model is not None else "a model that is gone"
+        state, asked = self.verdict().state(), wish(self._options)
+        return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
+
     # -- what the package asks ----------------------------------------------------------------------------------------
+
+    def _model(self) -> nn.Module | None:
+        return self._enabled.model
+
+    @property
+    def _on_device(self) -> DeviceSession:
+        return self._enabled.on_device
 
     @property
     def _options(self) -> Options:
@@ -211,245 +263,21 @@ class Session(Answers):
     def _controller(self) -> ManualController | PlanController:
         return self._on_device.controller
 
-    # -- rounds -------------------------------------------------------------------------------------------------------
 
-    def _applies(self) -> bool:
-        model = self._model()
-        if not (self._enabled and self._wraps and model is not None and model.training and torch.is_grad_enabled()):
-            return False
-        return not _is_looked_at() and self._is_in_place(model)
-
-    def _is_in_place(self, model: nn.Module) -> bool:
-        """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
-        device = self._on_device.device
-        if not self._misplaced and first_device(model) in (device, None):
-            return True
-        devices = devices_of(model) or {device}
-        if len(devices) == 1 and device not in devices:
-            return self._follow(model, *devices)
-        self._tell_where(devices)
-        return device in devices
-
-    def _tell_where(self, devices: set[torch.device]) -> None:
-        """Say, once, that the model is on other devices than the engine's."""
-        device, words = self._on_device.device, ""
-        if devices != {device}:
-            what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
-            words = f"{what}: the model was on {device} and is spread over {named(devices)} now; move it to one device"
-        self._refused = None
-        self._warn_misplaced(words)
-
-    def _warn_misplaced(self, words: str) -> None:
-        if words and words != self._misplaced:
-            log.warning("%s", words)
-        self._misplaced = words
-
-    def _follow(self, model: nn.Module, device: torch.device) -> bool:
-        """Go on where the model is now, with another engine and new plans. False, and said, where that cannot be."""
-        if device == self._refused:
-            return False
-        before = self._on_device
-        try:
-            options = check_options(model, check_devices({device}), **self._asked)
-            engine = make_engine(device, options)
-        except (ValueError, OSError, RuntimeError, MemoryError) as error:
-            self._refused = device
-            self._warn_misplaced(
-                f"NOTHING IS SWAPPED since the model was moved from {before.device} to {device}: {error}"
-            )
-            return False
-        self._on_device = self._place(model, device, options, engine)
-        self._compiled_demand = None
-        self._refused = None
-        self._warn_misplaced("")
-        self._moved = (
-            f"the model was moved from {before.device} to {device} after {before.counts.steps} steps there: all "
-            "figures are those since"
-        )
-        log.info("%s", self._moved)
-        if self._recording is not None:
-            self._recording.finish()
-        _close(before)
-        return True
-
-    def _current_round(self) -> Round | None:
-        """The round whose hooks are on top in this thread, where it is one of ours."""
-        current = top_round()
-        return current if current is not None and current.policy is self._on_device else None
-
-    def _is_bare(self) -> bool:
-        """Whether the innermost round of this thread has taken its hooks off."""
-        reference: weakref.ref[RoundHooks] | None = getattr(self._local, "hooks", None)
-        hooks = reference() if reference is not None else None
-        return hooks is not None and hooks.is_bare
-
-    @contextmanager
-    def _round(self) -> Iterator[Round]:
-        placement = self._on_device
-        current = self._make_round(placement)
-        placement.begin_round()
-        hooks = RoundHooks(current)
-        around = getattr(self._local, "hooks", None)
-        self._local.hooks = current.hooks = weakref.ref(hooks)
-        try:
-            with hooks_allowed(), hooks:
-                yield current
-        except (MemoryError, RuntimeError) as error:
-            placement.explain(error)
-            raise
-        finally:
-            hooks.__exit__()  # once more: an interrupt may have come while they went on or off
-            self._local.hooks = around
-
-    def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        work_off()
-        if not self._applies():
-            self._controller.end_finished_profiles()
-            return nullcontext()
-        if self._is_bare():
-            return nullcontext()
-        if _checkpoint_is_innermost():
-            self._left_to_checkpoint = True
-            return nullcontext()
-        current = self._current_round()
-        if current is None:
-            return self._own_round(args, kwargs)
-        if not current.attached:  # the first forward within `step`
-            self._attach(current, args, kwargs)
-        return nullcontext()
-
-    @contextmanager
-    def _own_round(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with self._round() as current:
-            self._attach(current, args, kwargs)
-            yield
-
-    def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        return self._on_device.excluded()
-
-    def _attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for engine in {self._engine, *engines()}:  # they share stores: what one still holds, another may need
-            engine.collect()
-        self._counts.steps += 1
-        model = self._model()
-        assert model is not None  # its forward is running
-        signature = self._signature(args, kwargs)
-        current.attach(self._controller.observer(signature, model))
-        if type(current) is Round and not self._controller.needs_hooks(signature):  # a recording shows the step anyway
-            hooks = current.hooks() if current.hooks is not None else None
-            assert hooks is not None  # they are on: the forward that begins runs within them
-            hooks.take_off()
-            self._counts.bare_steps += 1
-        else:
-            self._on_device.refresh_parameters()
-            if len(self._on_device.devices) > 1:
-                self._tell_where(self._on_device.devices)
-
-    def _note_compiled(self, order: StepOrder) -> None:
-        uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
-        demand = compiled.largest_demand(uses, order.compiled_nodes)
-        if demand is not None and demand.is_most:
-            if self._compiled_demand is None:
-                log.warning("%s", demand)
-            self._compiled_demand = demand
-
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        # Of what is no tensor, what chooses a branch and comes in few values.
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | bool | None)]
-        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
-        return Signature(
-            shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-            kinds=(*kinds, torch.is_autocast_enabled(self.device.type)),
-            input_bytes=sum(leaf.nbytes for leaf in leaves if has_storage(leaf)),
-        )
-
-    # -- words --------------------------------------------------------------------------------------------------------
-
-    def _tier(self) -> str:
-        if self.device.type == "cpu":
-            return f"disk ({self._options.spill_dir})"
-        return "pinned RAM" + (f", then disk ({self._options.spill_dir})" if self._options.spill_dir else "")
-
-    def _notes(self) -> Iterator[str]:
-        counts = self._counts
-        if self._misplaced:
-            yield self._misplaced
-        if self._options.n_tensors == 0:
-            yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
-        elif counts.steps == 0 and self._left_to_checkpoint:
-            yield (
-                "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves its input alone; "
-                "checkpoint blocks inside the model instead, or none"
-            )
-        elif counts.steps == 0:
-            yield (
-                "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone, and so is a "
-                "compiled wrapper that is called from inside another compiled function: enable the inner model then)"
-            )
-        elif counts.swapped.tensors == 0:
-            reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
-            largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
-            yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
-        if counts.bare_steps:
-            bare = f"{counts.bare_steps} of {counts.steps} steps ran without them"
-            yield f"the plan swaps nothing: hooks are off ({bare})"
-        if self._compiled_demand is not None:
-            yield str(self._compiled_demand)
-        if isinstance(self._controller, PlanController) and not self._controller.knows_temporaries:
-            yield (
-                "a step was profiled while another profiler ran, or left before its backward had ended: its "
-                "temporaries are unknown to the plan, and memory_limit does not count them"
-            )
-        if self._engine.failed:
-            yield f"{self._engine.failed} tensors stayed because writing them failed: {self._engine.failure}"
-        if counts.prefetches_without_memory:
-            yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
-        if self._options.spill_dir and is_in_memory(self._options.spill_dir):
-            yield f"{self._options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
-        for feed in self._feeds:
-            yield from feed.notes()
-        if self._moved:
-            yield self._moved
-        yield from self._remarks
-
-
-def _close(placement: DeviceSession) -> None:
-    """Leave a device. What its store has kept is given back where nobody else uses it."""
-    placement.close()
-    store = placement.engine.store
-    if not any(session._engine.store is store for session in _in_force()):
-        store.quiesce()
-        store.trim()
-
-
-def _measure_link(device: torch.device, options: Options) -> Link:
-    # A store of its own: nothing else uses it, and the report tells of the training's copies alone.
-    # Copies of a GPU's memory take no processor that computes.
-    slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
-    return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
+def _session_on(
+    model: nn.Module,
+    device: torch.device,
+    options: Options,
+    engine: Engine,
+    on_recorded: Callable[[StepOrder], None],
+) -> DeviceSession:
+    link, listener = partial(measure_link, device, options), registry.profile_listener()
+    return DeviceSession(model, device, options, engine, link, on_recorded, listener, _explain, LIMITS)
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
     swapped, kept = at.counts.in_round()
     oom.tell(error, oom.Subject(at.model, at.engine, at.options, swapped, kept), path)
-
-
-def _is_looked_at() -> bool:
-    """Whether TorchScript traces this forward, or torch.export does, with tensors that hold nothing: it is no step."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake is not None or torch._C._is_tracing()
-
-
-def _in_force(sessions: Iterable[Session] = _sessions) -> list[Session]:
-    """Of some sessions, those whose model is alive and enabled."""
-    return [each for each in sessions if each._enabled and each._model() is not None]
-
-
-def _checkpoint_is_innermost() -> bool:
-    """Whether non-reentrant checkpointing listens already; hooks of ours inside would undo it."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def enable(
@@ -525,24 +353,19 @@ def enable(
         "host_limit": host_limit,
         "spill_dir": spill_dir,
     }
-    work_off()
-    _idle[:] = _in_force(_idle)
-    device = check_model(model, [found for each in _in_force() if (found := each._model()) is not None])
+    device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
     options = check_options(model, device, **asked)
     watch_refusals()
     session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
-    _sessions.add(session)
-    if not session._wraps:
-        _idle.append(session)
-    if _profile_listener is not None:
-        _listened_to.append((model, session))
+    registry.register(session._enabled)
     return session
 
 
 def session_of(model: nn.Module) -> Session | None:
     """The session of a model on which `enable` is in force; None where it is not."""
-    work_off()
-    return next((each for each in _in_force() if each._model() is model), None)
+    enabled = registry.find(model)
+    owner = enabled.owner if enabled is not None else None
+    return owner if isinstance(owner, Session) else None
 
 
 def watch(session: Session, feed: Feed) -> None:
@@ -554,24 +377,6 @@ def remark(session: Session, text: str) -> None:
     """Show a note in the session's report, once."""
     if text not in session._remarks:
         session._remarks.append(text)
-
-
-@contextmanager
-def listen_to_profiles(listener: ProfileListener) -> Iterator[None]:
-    """Have `listener` called with the profile of every model that is enabled within, before it is planned.
-
-    Every model is profiled then, also one whose tensors are chosen by hand. At the end the last steps are read too:
-    a script of one step has none after it that would.
-    """
-    global _profile_listener
-    before, _profile_listener = _profile_listener, listener
-    try:
-        yield
-        for _, session in _listened_to:
-            session._on_device.latest()  # disabled or not
-    finally:
-        _profile_listener = before
-        _listened_to.clear()
 
 
 def disable(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from offload.plan import Link
 @pytest.fixture(autouse=True)
 def costly_swaps(monkeypatch):
     """A link over which no swap is worth its time; what this machine really takes leads to no other plan."""
-    monkeypatch.setattr("offload.session._measure_link", lambda device, options: Link(1e3, 1e3, 10.0))
+    monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3, 10.0))
     monkeypatch.setattr("offload.session.LIMITS", replace(LIMITS, replans=0))
 
 

@@ -103,7 +103,7 @@ class Moving:
         self.engines: list[weakref.ref[Engine]] = []
         self._make_engine = session.make_engine
         monkeypatch.setattr(session, "make_engine", self.make_engine)
-        monkeypatch.setattr(session, "_measure_link", lambda device, options: Link(1e12, 1e12))
+        monkeypatch.setattr(session, "measure_link", lambda device, options: Link(1e12, 1e12))
         for module in (refusals, session):
             monkeypatch.setattr(module, "devices_of", lambda model: {self.place})
         monkeypatch.setattr(session, "first_device", lambda model: self.place)

@@ -28,7 +28,7 @@ INPUT_BYTES_A_ROW = 32 * 4  # which were there before anybody watched; the targe
 @pytest.fixture(autouse=True)
 def known_link(monkeypatch):
     """Plans do not depend on how busy this machine's disk is."""
-    monkeypatch.setattr("offload.session._measure_link", lambda device, options: LINK)
+    monkeypatch.setattr("offload.session.measure_link", lambda device, options: LINK)
 
 
 @pytest.fixture(autouse=True)
@@ -458,7 +458,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
     assert _without_slowing((1.0, 3.0), 100.0) == (0.5, 1.5)
     assert _without_slowing((0.0,), 1.0) == (0.0,)
     model, optimizer = make()
-    monkeypatch.setattr("offload.session._measure_link", lambda device, options: replace(LINK, byte_seconds=1e-9))
+    monkeypatch.setattr("offload.session.measure_link", lambda device, options: replace(LINK, byte_seconds=1e-9))
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 6)
         plan = handle.plan
@@ -477,7 +477,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
 
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
-    monkeypatch.setattr("offload.session._measure_link", lambda device, options: Link(1e3, 1e3))
+    monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3))
     monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:

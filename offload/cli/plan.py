@@ -128,7 +128,7 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
         Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 where no plan keeps the limit;
         the script's own where it ends itself before.
     """
-    from offload.session import listen_to_profiles
+    from offload.control.registry import listen_to_profiles
 
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))

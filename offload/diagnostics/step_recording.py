@@ -166,6 +166,11 @@ class StepRecording:
 
     # -- what a round and the session report ----------------------------------------------------------------------
 
+    def round(self, policy: Policy) -> Round | None:
+        """A forward pass begins: a round that notes what it does, None where the recording has ended."""
+        self.forward_begins()
+        return WatchedRound(policy, self) if self.is_on else None
+
     def forward_begins(self) -> None:
         """A forward pass begins. Without a `with` block, the second one ends the recording."""
         self._forwards += 1

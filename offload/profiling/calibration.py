@@ -22,11 +22,12 @@ import torch
 
 from offload import __version__, _core
 from offload.devices.processor_use import used_by_others
-from offload.options import free_disk_bytes
+from offload.options import Options, free_disk_bytes
 from offload.plan import Link
 from offload.profiling.link_measurement import BLOCK_BYTES_MIN, measure
+from offload.runtime.stores import make_store
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "calibrate", "measure_link"]
 
 log = logging.getLogger("offload")
 
@@ -189,6 +190,14 @@ def calibrate(
         _not_written.pop(path, None)
         _save(path, key, found)
     return found
+
+
+def measure_link(device: torch.device, options: Options) -> Link:
+    """The link to plan with, for a session with these options. Raises what `calibrate` raises."""
+    # A store of its own: nothing else uses it, and the report counts the training's copies alone.
+    # Copies of a GPU's memory take no processor that computes.
+    slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
 
 
 def _of_this_process(path: Path) -> Calibration | None:

@@ -9,8 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
-__all__ = ["call_at_end_of_backward", "current_node", "hooks_forbidden_reason", "innermost_hooks"]
+__all__ = [
+    "call_at_end_of_backward",
+    "checkpoint_is_innermost",
+    "current_node",
+    "hooks_forbidden_reason",
+    "innermost_hooks",
+    "is_tracing",
+]
 
 # The autograd node that is running in this thread; None outside of a backward pass.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -38,3 +46,15 @@ def hooks_forbidden_reason() -> str | None:
     """Why saved-tensor hooks are forbidden in this thread, in torch's words; None where they are allowed."""
     reason: str | None = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     return reason
+
+
+def checkpoint_is_innermost() -> bool:
+    """Whether non-reentrant checkpointing has hooks on; hooks put on inside would undo it."""
+    hooks = innermost_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+def is_tracing() -> bool:
+    """Whether TorchScript or torch.export traces in this thread, with tensors that may hold nothing."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is not None or torch._C._is_tracing()

@@ -1,0 +1,283 @@
+"""A model while offload is enabled on it: each of its training steps becomes a round of hooks on the device it is on.
+
+On the data path: the model's forward passes through here. A model that is moved is followed to its new device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from offload import _core
+from offload.control.device_session import DeviceSession
+from offload.control.signature import Signature
+from offload.options import Options, check_options
+from offload.runtime.engine import Engine, has_storage
+from offload.runtime.forward_wrapper import ForwardWrapper
+from offload.runtime.hooks import Policy, Round, RoundHooks, top_round
+from offload.runtime.refusals import check_devices, devices_of, first_device, hooks_allowed, named
+from offload.runtime.schedule import StepOrder
+from offload.runtime.stores import engines, make_engine
+from offload.runtime.weak import weakly, work_off
+from offload.torch_compat import compiled
+from offload.torch_compat.autograd import checkpoint_is_innermost, is_tracing
+
+__all__ = ["EnabledModel", "StepRecorder"]
+
+log = logging.getLogger("offload")
+
+# Makes what belongs to one model on one device: model, device, options, engine, who is told of every recorded step.
+MakeDeviceSession = Callable[[nn.Module, torch.device, Options, Engine, Callable[[StepOrder], None]], DeviceSession]
+
+
+class StepRecorder(Protocol):
+    """Records single steps for a timeline."""
+
+    def round(self, policy: Policy) -> Round | None:
+        """A round that is recorded; None where the recording is over."""
+
+    def finish(self) -> None:
+        """End the recording."""
+
+
+class EnabledModel:
+    """Wraps a model's forward, and knows what is in force on the model's device.
+
+    Parameters
+    ----------
+    asked
+        The arguments of `offload.enable`, to be checked again should the model be moved.
+    make_device_session
+        Called for the model's first device, and for every device it is moved to.
+    release_store
+        Called with the store of a device that was left.
+    always
+        Wrap the model also where nothing is to be swapped.
+
+    Attributes
+    ----------
+    owner
+        Kept alive as long as the model is.
+    misplaced, moved
+        In words: where the model is and the engine is not; the latest move that was followed. Empty: nowhere, none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        options: Options,
+        engine: Engine,
+        asked: Mapping[str, Any],
+        owner: object,
+        make_device_session: MakeDeviceSession,
+        release_store: Callable[[_core.SwapStore], None],
+        *,
+        always: bool,
+    ) -> None:
+        self.owner: object = owner
+        self.is_enabled = True
+        self.misplaced = ""
+        self.moved = ""
+        self.compiled_demand: compiled.Demand | None = None
+        self.left_to_checkpoint = False
+        self.recording: StepRecorder | None = None
+        self._model = weakref.ref(model)
+        self._asked = {**asked, "exclude": options.exclude}
+        self._make_device_session = make_device_session
+        self._release_store = release_store
+        self._refused: torch.device | None = None  # where the model is, and no engine could be made
+        self._local = threading.local()
+        self.on_device = self._session_on(model, device, options, engine)
+        self._wrappers: list[ForwardWrapper] = []
+        self.wraps = options.n_tensors != 0 or always
+        if self.wraps:  # 0 is a true no-op: nothing is wrapped
+            self._wrappers.append(ForwardWrapper(model, self._around_forward))
+            modules = dict(model.named_modules())
+            for name in options.exclude:
+                self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as it is alive."""
+        return self._model()
+
+    def disable(self) -> None:
+        """Take the wrappers off and wait for the copies under way. Graphs can still be differentiated."""
+        self.is_enabled = False
+        self.owner = None
+        for wrapper in reversed(self._wrappers):
+            wrapper.undo()
+        self._wrappers.clear()
+        if self.recording is not None:
+            self.recording.finish()
+        self.on_device.close()
+        self._release_store(self.on_device.engine.store)
+
+    def _session_on(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> DeviceSession:
+        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
+        return self._make_device_session(model, device, options, engine, weakly(self._note_compiled))
+
+    def applies(self) -> bool:
+        """Whether a forward pass that begins now is a training step to swap in."""
+        model = self.model
+        if not (self.is_enabled and self.wraps and model is not None and model.training and torch.is_grad_enabled()):
+            return False
+        return not is_tracing() and self._is_in_place(model)
+
+    def _is_in_place(self, model: nn.Module) -> bool:
+        """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
+        device = self.on_device.device
+        if not self.misplaced and first_device(model) in (device, None):
+            return True
+        devices = devices_of(model) or {device}
+        if len(devices) == 1 and device not in devices:
+            return self._follow(model, *devices)
+        self._tell_where(devices)
+        return device in devices
+
+    def _tell_where(self, devices: set[torch.device]) -> None:
+        """Say, once, that the model is on other devices than the engine's."""
+        device, words = self.on_device.device, ""
+        if devices != {device}:
+            what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
+            words = f"{what}: the model was on {device} and is spread over {named(devices)} now; move it to one device"
+        self._refused = None
+        self._warn_misplaced(words)
+
+    def _warn_misplaced(self, words: str) -> None:
+        if words and words != self.misplaced:
+            log.warning("%s", words)
+        self.misplaced = words
+
+    def _follow(self, model: nn.Module, device: torch.device) -> bool:
+        """Go on where the model is now, with another engine and new plans. False, and said, where that cannot be."""
+        if device == self._refused:
+            return False
+        before = self.on_device
+        try:
+            options = check_options(model, check_devices({device}), **self._asked)
+            engine = make_engine(device, options)
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            self._refused = device
+            self._warn_misplaced(
+                f"NOTHING IS SWAPPED since the model was moved from {before.device} to {device}: {error}"
+            )
+            return False
+        self.on_device = self._session_on(model, device, options, engine)
+        self.compiled_demand = None
+        self._refused = None
+        self._warn_misplaced("")
+        self.moved = (
+            f"the model was moved from {before.device} to {device} after {before.counts.steps} steps there: all "
+            "figures are those since"
+        )
+        log.info("%s", self.moved)
+        if self.recording is not None:
+            self.recording.finish()
+        before.close()
+        self._release_store(before.engine.store)
+        return True
+
+    def current_round(self) -> Round | None:
+        """The round whose hooks are on top in this thread, where it is one of ours."""
+        current = top_round()
+        return current if current is not None and current.policy is self.on_device else None
+
+    def is_bare(self) -> bool:
+        """Whether the innermost round of this thread has taken its hooks off."""
+        reference: weakref.ref[RoundHooks] | None = getattr(self._local, "hooks", None)
+        hooks = reference() if reference is not None else None
+        return hooks is not None and hooks.is_bare
+
+    @contextmanager
+    def round(self) -> Iterator[Round]:
+        """One forward pass, its hooks on. Backward comes later."""
+        here = self.on_device
+        made = self.recording.round(here) if self.recording is not None else None
+        current = made if made is not None else Round(here)
+        here.begin_round()
+        hooks = RoundHooks(current)
+        around = getattr(self._local, "hooks", None)
+        self._local.hooks = current.hooks = weakref.ref(hooks)
+        try:
+            with hooks_allowed(), hooks:
+                yield current
+        except (MemoryError, RuntimeError) as error:
+            here.explain(error)
+            raise
+        finally:
+            hooks.__exit__()  # once more: an interrupt may have come while they went on or off
+            self._local.hooks = around
+
+    def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        work_off()
+        if not self.applies():
+            self.on_device.controller.end_finished_profiles()
+            return nullcontext()
+        if self.is_bare():
+            return nullcontext()
+        if checkpoint_is_innermost():
+            self.left_to_checkpoint = True
+            return nullcontext()
+        current = self.current_round()
+        if current is None:
+            return self._own_round(args, kwargs)
+        if not current.attached:  # the first forward within `step`
+            self.attach(current, args, kwargs)
+        return nullcontext()
+
+    @contextmanager
+    def _own_round(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        with self.round() as current:
+            self.attach(current, args, kwargs)
+            yield
+
+    def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        return self.on_device.excluded()
+
+    def attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a step: its inputs tell which schedule applies."""
+        for engine in {self.on_device.engine, *engines()}:  # they share stores: what one still holds, another may need
+            engine.collect()
+        self.on_device.counts.steps += 1
+        model = self.model
+        assert model is not None  # its forward is running
+        signature = self._signature(args, kwargs)
+        current.attach(self.on_device.controller.observer(signature, model))
+        if type(current) is Round and not self.on_device.controller.needs_hooks(signature):  # a recording needs hooks
+            hooks = current.hooks() if current.hooks is not None else None
+            assert hooks is not None  # they are on: the forward that begins runs within them
+            hooks.take_off()
+            self.on_device.counts.bare_steps += 1
+        else:
+            self.on_device.refresh_parameters()
+            if len(self.on_device.devices) > 1:
+                self._tell_where(self.on_device.devices)
+
+    def _note_compiled(self, order: StepOrder) -> None:
+        uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
+        demand = compiled.largest_demand(uses, order.compiled_nodes)
+        if demand is not None and demand.is_most:
+            if self.compiled_demand is None:
+                log.warning("%s", demand)
+            self.compiled_demand = demand
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        # Of what is no tensor, what chooses a branch and comes in few values.
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | bool | None)]
+        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
+        return Signature(
+            shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+            kinds=(*kinds, torch.is_autocast_enabled(self.on_device.device.type)),
+            input_bytes=sum(leaf.nbytes for leaf in leaves if has_storage(leaf)),
+        )

@@ -1,0 +1,114 @@
+"""From one enabled model to its report: what it counted, its verdict, and what there is to say about it.
+
+Beside the data path: looks, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from offload.control.controller import PlanController
+from offload.control.device_session import DeviceSession
+from offload.control.enabled_model import EnabledModel
+from offload.devices import allocator
+from offload.diagnostics.assessment import Subject, assess, weigh_process
+from offload.diagnostics.report import Feed, Report
+from offload.diagnostics.verdict import Verdict
+from offload.options import is_in_memory
+
+__all__ = ["make_report", "make_verdict", "tier"]
+
+
+def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[str]) -> Report:
+    """The report of an enabled model; `feeds` are what its loaders counted, `remarks` what others want to be said."""
+    here = enabled.on_device
+    here.engine.collect()
+    counts = here.counts
+    here.latest()
+    return Report(
+        verdict=weigh_process(make_verdict(enabled)),
+        steps=counts.steps,
+        device=str(here.device),
+        tier=tier(here),
+        allocator=allocator.describe() if here.device.type == "cpu" else "torch's caching allocator",
+        swapped=replace(counts.swapped),
+        kept={reason: replace(count) for reason, count in counts.items() if count.tensors},
+        deduplicated=replace(counts.duplicates),
+        store=here.engine.store_stats(),
+        misses=here.engine.misses,
+        prefetched=counts.prefetched,
+        loaded_late=counts.loaded_late,
+        prefetched_late=counts.prefetched_late,
+        profiled_steps=counts.profiled_steps,
+        borrowed_steps=counts.borrowed_steps,
+        bare_steps=counts.bare_steps,
+        steps_measured=tuple(counts.steps_measured),
+        notes=(*_notes(enabled), *(note for feed in feeds for note in feed.notes()), *remarks),
+        feed=Feed.total(feeds),
+    )
+
+
+def make_verdict(enabled: EnabledModel) -> Verdict:
+    """What a planned step needs and takes, as far as it is known by now."""
+    here = enabled.on_device
+    return assess(
+        Subject(
+            here.controller,
+            here.options,
+            here.engine,
+            here.counts,
+            is_disabled=not enabled.is_enabled,
+            left_to_checkpoint=enabled.left_to_checkpoint,
+            problems=[enabled.misplaced] if enabled.misplaced else [],
+        )
+    )
+
+
+def tier(here: DeviceSession) -> str:
+    """What is below the device, in words."""
+    spill_dir = here.options.spill_dir
+    if here.device.type == "cpu":
+        return f"disk ({spill_dir})"
+    return "pinned RAM" + (f", then disk ({spill_dir})" if spill_dir else "")
+
+
+def _notes(enabled: EnabledModel) -> Iterator[str]:
+    here = enabled.on_device
+    counts = here.counts
+    if enabled.misplaced:
+        yield enabled.misplaced
+    if here.options.n_tensors == 0:
+        yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+    elif counts.steps == 0 and enabled.left_to_checkpoint:
+        yield (
+            "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves its input alone; "
+            "checkpoint blocks inside the model instead, or none"
+        )
+    elif counts.steps == 0:
+        yield (
+            "NOTHING WAS SWAPPED: no training step has run yet (eval() and no_grad() are left alone, and so is a "
+            "compiled wrapper that is called from inside another compiled function: enable the inner model then)"
+        )
+    elif counts.swapped.tensors == 0:
+        reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
+        largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
+        yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
+    if counts.bare_steps:
+        bare = f"{counts.bare_steps} of {counts.steps} steps ran without them"
+        yield f"the plan swaps nothing: hooks are off ({bare})"
+    if enabled.compiled_demand is not None:
+        yield str(enabled.compiled_demand)
+    if isinstance(here.controller, PlanController) and not here.controller.knows_temporaries:
+        yield (
+            "a step was profiled while another profiler ran, or left before its backward had ended: its "
+            "temporaries are unknown to the plan, and memory_limit does not count them"
+        )
+    if here.engine.failed:
+        yield f"{here.engine.failed} tensors stayed because writing them failed: {here.engine.failure}"
+    if counts.prefetches_without_memory:
+        yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
+    if here.options.spill_dir and is_in_memory(here.options.spill_dir):
+        yield f"{here.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
+    if enabled.moved:
+        yield enabled.moved
