@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from page_check import check_page
@@ -12,6 +13,7 @@ from page_check import check_page
 from offload.diagnostics.html.chart import STEP_KINDS, Box, Part, Series, bar_chart, lane_chart, memory_chart
 from offload.diagnostics.html.page import document
 
+PACKAGE = Path(__file__).resolve().parent.parent / "offload"
 MIB = 1 << 20
 GIB = 1 << 30
 TEXT = re.compile(r'<text(?: class="([^"]*)")? x="([-0-9.]+)" y="([-0-9.]+)"(?: text-anchor="(\w+)")?>([^<]*)</text>')
@@ -43,6 +45,12 @@ def assert_apart(chart: str) -> None:
     for (one, a), (other, b) in combinations(places(chart).items(), 2):
         apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
         assert apart, (one, other)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_only_the_chart_draws(path: Path) -> None:
+    if path.stem != "chart":
+        assert not re.search(r"<(svg|rect|line|path|polyline|circle|text)\b|viewBox", path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
