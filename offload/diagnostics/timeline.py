@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes at one moment: in use on the device, swapped storages on it, the same had they stayed."""
+    """Bytes at one moment: in use on the device, swapped activations in its memory, the same without offload."""
 
     at: float
     in_use: int
@@ -91,19 +91,18 @@ class StepTimeline:
         """What it shows, in sentences."""
         waited = self.busy_seconds("waiting")
         share = waited / self.seconds if self.seconds else 0.0
-        lines = [f"{format_seconds(self.seconds)} on {self.device}, {self.tier} below it."]
+        lines = [f"{format_seconds(self.seconds)} on {self.device}; swaps go to {self.tier}."]
         lines.append(f"Compute waited {format_seconds(waited)} for copies ({share:.1%}).")
-        for lane, kind, words in (("copy out", "out", "out"), ("copy in", "in", "back")):
+        for lane, kind, words in (("copy out", "out", "Swapped out"), ("copy in", "in", "Swapped in")):
             busy = self.busy_seconds(lane)
             if busy:
                 moved = self.moved_bytes(kind)
-                lines.append(f"{format_bytes(moved)} went {words} in {format_seconds(busy)}, {_rate(moved, busy)}.")
+                lines.append(f"{words}: {format_bytes(moved)} in {format_seconds(busy)}, {_rate(moved, busy)}.")
         if self.memory:
             most = max(sample.resident for sample in self.memory)
             unswapped = max(sample.unswapped for sample in self.memory)
-            lines.append(
-                f"Of what was swapped, at most {format_bytes(most)} at a time instead of {format_bytes(unswapped)}."
-            )
+            peaks = f"{format_bytes(most)} at peak, {format_bytes(unswapped)} without offload"
+            lines.append(f"Swapped activations in memory: {peaks}.")
         return lines
 
     def to_chrome(self) -> dict[str, Any]:
@@ -129,8 +128,10 @@ class StepTimeline:
         for sample in self.memory:
             values = {self.memory_label: sample.in_use}
             events.append({"name": "memory", "ph": "C", "pid": 1, "ts": sample.at * 1e6, "args": values})
-            saved = {"on the device": sample.resident, "had they stayed": sample.unswapped}
-            events.append({"name": "swapped tensors", "ph": "C", "pid": 1, "ts": sample.at * 1e6, "args": saved})
+            saved = {"with offload": sample.resident, "without offload": sample.unswapped}
+            events.append(
+                {"name": "swapped activations in memory", "ph": "C", "pid": 1, "ts": sample.at * 1e6, "args": saved}
+            )
         return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"tier": self.tier}}
 
 
