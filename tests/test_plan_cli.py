@@ -191,6 +191,22 @@ def test_the_page_is_one_file_that_loads_nothing(trace, path, tmp_path):
     assert text.count("<svg") == text.count("</svg>")
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ((), 0),
+        (("--max-slowdown", 0.1), 0),
+        (("--n-tensors", -1), 0),
+        (("--max-slowdown", 0.5, "--memory-limit", 1000), 1),
+    ],
+)
+def test_the_page_shows_a_limit_where_one_was_asked_for(path, tmp_path, words, lines):
+    assert call(path, *words, *LINK, "--plot", tmp_path / "plan.html") == 0
+    text = (tmp_path / "plan.html").read_text()
+    assert text.count('class="limit ') == lines
+    assert text.count(">limit 1000 B<") == 2 * lines
+
+
 @pytest.mark.parametrize("trace_of", [(), (Node("n", 0.0, False),)])
 def test_the_page_of_next_to_nothing(trace_of, tmp_path):
     Trace(trace_of, (0,) * len(trace_of), ()).save(tmp_path / "step.json")

@@ -175,7 +175,7 @@ def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: in
         from offload.diagnostics.html.plan import render
 
         try:
-            args.plot.write_text(render(plan, Path(args.trace).name), encoding="utf-8")
+            args.plot.write_text(render(plan, Path(args.trace).name, limit_bytes=args.memory_limit), encoding="utf-8")
         except OSError as error:
             return _refuse(error)
     if args.json:
