@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import re
@@ -155,7 +156,9 @@ def test_one_bit_of_difference_is_no_agreement() -> None:
 def test_the_table_compares_with_the_first() -> None:
     other = result(name="offloaded", peak_bytes=200 << 20, step_seconds_median=2.2)
     results = [result(), other]
-    table = "\n".join(demo.table_lines(demo.table_rows(results), results))
+    out = io.StringIO()
+    demo.show(demo.table_rows(results), results, out)
+    table = out.getvalue()
     assert re.search(r"peak resident set over the model +800 MiB +200 MiB  0\.25×", table)
     assert re.search(r"median step +2\.00 s +2\.20 s  1\.10×", table)
     assert re.search(r"as float\.hex +0x1\.a000000000000p\+1 ", table)

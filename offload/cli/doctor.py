@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from offload.diagnostics.table import Cell, write_table
+
 if TYPE_CHECKING:
     from offload.cli.checkup import Finding
 
@@ -52,34 +54,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(findings: Iterable[Finding], out: TextIO) -> None:
-    """Write a table of findings: by rich where it is installed, else as plain text."""
+    """Write a table of findings, and the verdict below it."""
     found = list(findings)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        out.write("\n".join([*_plain(found), _verdict(found), ""]))
-        return
-    # Where nobody's terminal sets a width, lines stay whole for grep and log files.
-    console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
-    table = Table(title="offload doctor", title_justify="left", show_header=False, pad_edge=False, box=None)
-    for name in ("", "", "", ""):
-        table.add_column(name, overflow="fold")
+    rows: list[list[Cell]] = []
     before = ""
     for finding in found:
-        if before and finding.section != before:
-            table.add_row()
-        section = Text(finding.section if finding.section != before else "", style="bold")
-        mark = Text(finding.status, style=_STYLES[finding.status])
-        text = Text(finding.text)
-        if finding.remedy:
-            text.append(f"\n→ {finding.remedy}", style=_STYLES[finding.status])
-        table.add_row(section, finding.name, mark, text)
+        rows += [[]] if before not in ("", finding.section) else []
+        style = _STYLES[finding.status]
+        section = finding.section if finding.section != before else ""
+        rows.append([(section, "bold"), finding.name, (finding.status, style), finding.text])
+        rows += [["", "", "", (f"→ {finding.remedy}", style)]] if finding.remedy else []
         before = finding.section
-    console.print(table)
     worst = "failed" if _count(found, "failed") else "warning" if _count(found, "warning") else "ok"
-    console.print(Text("\n" + _verdict(found), style=_STYLES[worst]))
+    write_table(out, [*rows, []])
+    write_table(out, [[(_verdict(found), _STYLES[worst])]])
 
 
 def _with_progress(findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -94,19 +82,6 @@ def _with_progress(findings: Iterator[Finding]) -> Iterator[Finding]:
     finally:
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
-
-
-def _plain(findings: list[Finding]) -> Iterator[str]:
-    widths = [
-        max(len(text) for text in column) for column in zip(*((f.section, f.name) for f in findings), strict=True)
-    ]
-    before = ""
-    for finding in findings:
-        section = finding.section if finding.section != before else ""
-        before = finding.section
-        yield f"{section:<{widths[0]}}  {finding.name:<{widths[1]}}  {finding.status:<7}  {finding.text}"
-        if finding.remedy:
-            yield " " * (widths[0] + widths[1] + 13) + f"→ {finding.remedy}"
 
 
 def _count(findings: list[Finding], status: str) -> int:

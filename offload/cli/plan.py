@@ -345,22 +345,9 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns; through rich where it is installed and a terminal reads."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(*head, box=None, header_style="bold")
-            for row in rows:
-                table.add_row(*row)
-            Console().print(table)
-            return
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    from offload.diagnostics.table import write_table
+
+    write_table(sys.stdout, rows, head=head)
 
 
 def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:

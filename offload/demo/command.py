@@ -15,10 +15,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from offload.demo import page as demo_page
 from offload.devices import allocator
+from offload.diagnostics.table import write_table
 
 Row = tuple[str, list[str]]
 
@@ -96,8 +97,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_summary(results, args), indent=2))
     else:
-        lines = [*setting(results), "", *table_lines(rows, results), "", *remarks(results)]
-        print("\n".join([*lines, f"memory over time: {args.html}"]))
+        print("\n".join(setting(results)), end="\n\n")
+        show(rows, results, sys.stdout)
+        print("", *remarks(results), f"memory over time: {args.html}", sep="\n")
     return 0 if equal else 1
 
 
@@ -139,15 +141,9 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
     ]
 
 
-def table_lines(rows: Sequence[Row], results: Sequence[dict[str, Any]]) -> list[str]:
-    """Lay the rows out for a terminal, names of the contestants on top."""
-    lines: list[Row] = [("", [result["name"] for result in results]), *rows]
-    label_width = max(len(label) for label, _ in lines)
-    cell_width = max(len(cell) for _, cells in lines for cell in cells)
-    return [
-        "  ".join([label.ljust(label_width), *(cell.ljust(cell_width) for cell in cells)]).rstrip()
-        for label, cells in lines
-    ]
+def show(rows: Sequence[Row], results: Sequence[dict[str, Any]], out: TextIO) -> None:
+    """Write the rows as a table, names of the contestants on top."""
+    write_table(out, [(label, *cells) for label, cells in rows], head=("", *(result["name"] for result in results)))
 
 
 def setting(results: Sequence[dict[str, Any]]) -> list[str]:
