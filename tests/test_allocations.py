@@ -26,7 +26,7 @@ def test_temporaries_and_what_is_saved_are_told_apart():
     watched.node(0)
     first = empty(4)
     watched.saved(7)
-    saved = SavedBytes(7, place(first), 4 * MiB, packed=0, last_forward=1, first_use=3, last_use=3)
+    saved = SavedBytes(7, place(first), 4 * MiB, packed=0, last_forward=1, first_backward=3, last_use=3)
     watched.node(1)
     temporary = empty(8)
     del temporary
@@ -53,7 +53,7 @@ def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
     made = empty(4)
     watched.node(2)
     watched.saved(1)
-    row = SavedBytes(1, place(made), 4 * MiB, packed=2, last_forward=2, first_use=3, last_use=3)
+    row = SavedBytes(1, place(made), 4 * MiB, packed=2, last_forward=2, first_backward=3, last_use=3)
     watched.node(3)
     watched.stop()
     assert watched.footprint([row], set(), 4).others == [0, 0, 0, 0]
@@ -67,7 +67,7 @@ def test_spans_count_for_their_own_bytes_only():
     watched.node(0)
     whole = empty(9)
     watched.saved(1)
-    row = SavedBytes(1, place(whole), 6 * MiB, packed=0, last_forward=0, first_use=1, last_use=1)
+    row = SavedBytes(1, place(whole), 6 * MiB, packed=0, last_forward=0, first_backward=1, last_use=1)
     watched.node(1)
     del whole
     watched.node(2)
@@ -84,7 +84,7 @@ def test_an_address_that_comes_back_is_another_storage():
     del old
     new = empty(3)
     watched.saved(1)
-    row = SavedBytes(1, place(new), 3 * MiB, packed=0, last_forward=0, first_use=1, last_use=1)
+    row = SavedBytes(1, place(new), 3 * MiB, packed=0, last_forward=0, first_backward=1, last_use=1)
     watched.node(1)
     watched.stop()
     found = watched.footprint([row], set(), 2)
@@ -181,7 +181,7 @@ def test_device_peaks_by_node(monkeypatch):
     watched.node(3)
     device.change(-6)
     watched.stop()
-    row = SavedBytes(1, 0, 4 * MiB, packed=0, last_forward=1, first_use=2, last_use=3)
+    row = SavedBytes(1, 0, 4 * MiB, packed=0, last_forward=1, first_backward=2, last_use=3)
     found = watched.footprint([row], set(), 4)
     assert [nbytes // MiB for nbytes in found.others] == [0, 6, 2, 2]
     assert row.produced == 0

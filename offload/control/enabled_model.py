@@ -264,7 +264,7 @@ class EnabledModel:
                 self._tell_where(self.on_device.devices)
 
     def _note_compiled(self, order: StepOrder) -> None:
-        uses = [(entry.first_use, entry.nbytes) for entry in order.entries.values()]
+        uses = [(entry.first_backward, entry.nbytes) for entry in order.entries.values()]
         demand = compiled.largest_demand(uses, order.compiled_nodes)
         if demand is not None and demand.is_most:
             if self.compiled_demand is None:

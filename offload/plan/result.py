@@ -140,13 +140,13 @@ class Plan:
     def late_seconds(self) -> dict[int, tuple[float, float]]:
         """Return by tensor id by how many seconds its copy-out and its copy-in are late; zeros where hidden."""
         timing = self.timing
-        first_use = {tensor.id: tensor.first_backward for tensor in self.trace.tensors}
+        first_backward = {tensor.id: tensor.first_backward for tensor in self.trace.tensors}
         out_end = {copy.id: copy.end for copy in timing.copy_outs}
         in_end = {copy.id: copy.end for copy in timing.copy_ins}
         late = {}
         for swap in self.swaps:
             before = timing.finish[swap.release - 1] if swap.release else 0.0
-            late_in = in_end[swap.id] - timing.ready[first_use[swap.id]]
+            late_in = in_end[swap.id] - timing.ready[first_backward[swap.id]]
             late[swap.id] = (max(0.0, out_end[swap.id] - before), max(0.0, late_in))
         return late
 

@@ -38,7 +38,7 @@ class SavedBytes:
     nbytes: int
     packed: int  # node that ended with its (last) pack
     last_forward: int  # node after which nobody but the engine held it
-    first_use: int
+    first_backward: int
     last_use: int
     produced: int = -1  # found by `footprint`: the node that allocated it, or `packed` where that was not seen
 
@@ -174,7 +174,7 @@ class DeviceAllocations:
         change = [0] * (node_count + 1)
         for tensor in saved:
             tensor.produced = min(tensor.packed, tensor.last_forward)
-            for first, last in ((tensor.produced, tensor.last_forward), (tensor.first_use, tensor.last_use)):
+            for first, last in ((tensor.produced, tensor.last_forward), (tensor.first_backward, tensor.last_use)):
                 change[first] += tensor.nbytes
                 change[last + 1] -= tensor.nbytes
         rows, own = [], 0

@@ -95,7 +95,7 @@ class Recorder:
         self.order.uses.append((self._node, pack_index))
         entry = self.order.entry_of(pack_index)
         if entry is not None:
-            entry.first_use = self._node if entry.first_use is None else entry.first_use
+            entry.first_backward = self._node if entry.first_backward is None else entry.first_backward
             entry.last_use = self._node
 
     def unpacked(self, pack_index: int) -> None:
@@ -274,7 +274,9 @@ class Profiler(Recorder):
             ),
             base_bytes=tuple(self._held.total + nbytes for nbytes in found.others),
             tensors=tuple(
-                SavedTensor(row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_use, row.last_use)
+                SavedTensor(
+                    row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_backward, row.last_use
+                )
                 for row in saved
             ),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
@@ -285,11 +287,11 @@ class Profiler(Recorder):
         """What a group means for memory; None where moving it frees nothing, because somebody else holds it too."""
         entries = [self.order.entries[pack_index] for pack_index in group.entries]
         last = self.order.node_count - 1
-        first_use = min((e.first_use for e in entries if e.first_use is not None), default=last)
+        first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
         last_use = max((e.last_use for e in entries if e.last_use is not None), default=last)
         packed = max(entry.packed for entry in entries)
         last_forward = group.last_forward
-        if last_forward is None or not packed <= max(last_forward, packed) < first_use:
+        if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
             return None
         return SavedBytes(
             id=group.entries[0],
@@ -297,7 +299,7 @@ class Profiler(Recorder):
             nbytes=sum(entry.nbytes for entry in entries),
             packed=packed,
             last_forward=max(last_forward, packed),
-            first_use=first_use,
+            first_backward=first_backward,
             last_use=last_use,
         )
 

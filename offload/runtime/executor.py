@@ -222,7 +222,7 @@ class Course:
         entry = self.schedule.order.entries.get(pack_index)
         if entry is None:
             return 2**32 - pack_index
-        return 2**32 if entry.first_use is None else entry.first_use
+        return 2**32 if entry.first_backward is None else entry.first_backward
 
     def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""

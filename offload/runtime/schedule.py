@@ -21,7 +21,7 @@ class SavedEntry:
     pack_index: int  # number of the pack that saved it first
     nbytes: int
     packed: int  # node that ended with this pack
-    first_use: int | None = None  # backward node that asks for it first; None: never asked for
+    first_backward: int | None = None  # backward node that asks for it first; None: never asked for
     last_use: int | None = None
 
 
@@ -51,7 +51,7 @@ class Schedule:
     releases: tuple[tuple[int, int], ...]  # (node that waits until it has left, pack index), in order
     returns: tuple[
         tuple[int, int, int], ...
-    ]  # (node at whose start its copy-in begins, first use, pack index), in order
+    ]  # (node at whose start its copy-in begins, first_backward, pack index), in order
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
@@ -76,7 +76,7 @@ def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
     """
 
     def lifetime(entry: SavedEntry) -> tuple[int, int]:
-        last = order.node_count if entry.first_use is None else entry.first_use
+        last = order.node_count if entry.first_backward is None else entry.first_backward
         return last - entry.packed, -entry.pack_index
 
     longest_lived = sorted(order.entries.values(), key=lifetime, reverse=True)
@@ -85,9 +85,9 @@ def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
     position = {node: i for i, node in enumerate(order.backward_nodes)}
     returns = []
     for entry in chosen:
-        if entry.first_use is not None:
-            start = order.backward_nodes[max(position[entry.first_use] - lookahead_nodes, 0)]
-            returns.append((start, entry.first_use, entry.pack_index))
+        if entry.first_backward is not None:
+            start = order.backward_nodes[max(position[entry.first_backward] - lookahead_nodes, 0)]
+            returns.append((start, entry.first_backward, entry.pack_index))
     returns.sort()
     return Schedule(
         order=order,
@@ -114,9 +114,9 @@ def of_plan(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) 
     for swap in plan.swaps:
         for pack_index in members[swap.id]:
             releases.append((swap.release, pack_index))
-            first_use = order.entries[pack_index].first_use
-            if first_use is not None:
-                returns.append((swap.prefetch, first_use, pack_index))
+            first_backward = order.entries[pack_index].first_backward
+            if first_backward is not None:
+                returns.append((swap.prefetch, first_backward, pack_index))
     returns.sort()
     swapped = frozenset(pack_index for _, pack_index in releases)
     return Schedule(

@@ -148,13 +148,13 @@ def _faster(
 def _waits(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -> set[int]:
     """Return the nodes whose memory a plan waits for: where too much leaves late, or keeps copies from beginning."""
     timing = simulate(trace, swaps, link)
-    first_use = {tensor.id: tensor.first_backward for tensor in trace.tensors}
+    first_backward = {tensor.id: tensor.first_backward for tensor in trace.tensors}
     copied = {copy.id: copy.end for copy in timing.copy_ins}
     least = 1e-9 * timing.step_seconds
     ended = (0.0, *timing.finish)
     nodes = {k for k, ready in enumerate(timing.ready) if ready - ended[k] > least}
     for swap in swaps:
-        if copied[swap.id] - timing.ready[first_use[swap.id]] > least:
+        if copied[swap.id] - timing.ready[first_backward[swap.id]] > least:
             nodes.add(swap.prefetch - 1)
     return {k for k in nodes if excess[k] > 0}
 
