@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from offload.profiling.allocations import DeviceAllocations, HostAllocations, SavedBytes
+from offload.plan.trace import SavedTensor
+from offload.profiling.allocations import DeviceAllocations, HostAllocations
 from offload.torch_compat import allocation_profile
 
 MiB = 1 << 20
@@ -20,13 +21,18 @@ def place(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
+def saved(number, mebibytes, *, packed, last_forward, first_backward, last_use):
+    return SavedTensor(number, mebibytes * MiB, packed, packed, last_forward, first_backward, last_use)
+
+
 def test_temporaries_and_what_is_saved_are_told_apart():
     watched = HostAllocations()
     watched.begin()
     watched.node(0)
     first = empty(4)
     watched.saved(7)
-    saved = SavedBytes(7, place(first), 4 * MiB, packed=0, last_forward=1, first_backward=3, last_use=3)
+    places = {7: place(first)}
+    row = saved(7, 4, packed=0, last_forward=1, first_backward=3, last_use=3)
     watched.node(1)
     temporary = empty(8)
     del temporary
@@ -39,10 +45,10 @@ def test_temporaries_and_what_is_saved_are_told_apart():
     watched.node(4)
     assert watched.stop()
     assert watched.complete
-    found = watched.footprint([saved], {place(gradient)}, node_count=5)
+    found = watched.footprint([row], places, {place(gradient)}, node_count=5)
     assert [nbytes // MiB for nbytes in found.others] == [0, 8, 3, 3, 1]
     assert [nbytes // MiB for nbytes in found.gradients] == [0, 0, 0, 1, 1]
-    assert saved.produced == 0
+    assert found.produced == {7: 0}
 
 
 def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
@@ -53,11 +59,12 @@ def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
     made = empty(4)
     watched.node(2)
     watched.saved(1)
-    row = SavedBytes(1, place(made), 4 * MiB, packed=2, last_forward=2, first_backward=3, last_use=3)
+    row = saved(1, 4, packed=2, last_forward=2, first_backward=3, last_use=3)
     watched.node(3)
     watched.stop()
-    assert watched.footprint([row], set(), 4).others == [0, 0, 0, 0]
-    assert row.produced == 1
+    found = watched.footprint([row], {1: place(made)}, set(), 4)
+    assert found.others == [0, 0, 0, 0]
+    assert found.produced == {1: 1}
 
 
 def test_spans_count_for_their_own_bytes_only():
@@ -67,12 +74,13 @@ def test_spans_count_for_their_own_bytes_only():
     watched.node(0)
     whole = empty(9)
     watched.saved(1)
-    row = SavedBytes(1, place(whole), 6 * MiB, packed=0, last_forward=0, first_backward=1, last_use=1)
+    places = {1: place(whole)}
+    row = saved(1, 6, packed=0, last_forward=0, first_backward=1, last_use=1)
     watched.node(1)
     del whole
     watched.node(2)
     watched.stop()
-    assert [n // MiB for n in watched.footprint([row], set(), 3).others] == [3, 3, 0]
+    assert [n // MiB for n in watched.footprint([row], places, set(), 3).others] == [3, 3, 0]
 
 
 def test_an_address_that_comes_back_is_another_storage():
@@ -84,10 +92,10 @@ def test_an_address_that_comes_back_is_another_storage():
     del old
     new = empty(3)
     watched.saved(1)
-    row = SavedBytes(1, place(new), 3 * MiB, packed=0, last_forward=0, first_backward=1, last_use=1)
+    row = saved(1, 3, packed=0, last_forward=0, first_backward=1, last_use=1)
     watched.node(1)
     watched.stop()
-    found = watched.footprint([row], set(), 2)
+    found = watched.footprint([row], {1: place(new)}, set(), 2)
     assert found.others[0] == 3 * MiB, "the old one was nobody's"
     assert found.others[1] == (0 if where == place(new) else found.others[1])
 
@@ -100,7 +108,7 @@ def test_another_profiler_comes_first(caplog):
         assert watched.stop()
     assert not watched.complete
     assert "another profiler is running" in caplog.text
-    assert watched.footprint([], set(), 1).others == [0]
+    assert watched.footprint([], {}, set(), 1).others == [0]
 
 
 def test_it_ends_where_it_began():
@@ -181,10 +189,10 @@ def test_device_peaks_by_node(monkeypatch):
     watched.node(3)
     device.change(-6)
     watched.stop()
-    row = SavedBytes(1, 0, 4 * MiB, packed=0, last_forward=1, first_backward=2, last_use=3)
-    found = watched.footprint([row], set(), 4)
+    row = saved(1, 4, packed=0, last_forward=1, first_backward=2, last_use=3)
+    found = watched.footprint([row], {1: 0}, set(), 4)
     assert [nbytes // MiB for nbytes in found.others] == [0, 6, 2, 2]
-    assert row.produced == 0
+    assert found.produced == {}
     assert found.gradients == [0] * 4
 
 
@@ -197,4 +205,4 @@ def test_a_short_device_step(monkeypatch, events):
         watched.node(number)
     device.change(3)
     watched.stop()
-    assert watched.footprint([], set(), 1).others == [3 * MiB]
+    assert watched.footprint([], {}, set(), 1).others == [3 * MiB]

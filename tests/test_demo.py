@@ -112,7 +112,7 @@ def test_the_default_sizes_save_twenty_times_the_parameters() -> None:
 
 def test_saved_bytes_count_every_storage_once_and_no_parameter() -> None:
     layer = torch.nn.Linear(8, 8, bias=False)
-    saved = demo_worker.SavedBytes(layer)
+    saved = demo_worker.SavedBytesCounter(layer)
     x = torch.randn(4, 8, requires_grad=True)
     with saved.counting():
         product = layer(x) * x

@@ -106,7 +106,7 @@ def gradient_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-class SavedBytes:
+class SavedBytesCounter:
     """Counts the bytes saved for backward: every storage once, parameters and buffers never."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,7 +193,7 @@ def train(
     text = torch.from_numpy(numpy.frombuffer(bytearray(read_corpus()), dtype=numpy.uint8))
     model, optimizer = build(shape, seed=seed, device=device, checkpointed=name == "checkpointed")
     contestant = Contestant(name, model)
-    saved = SavedBytes(model)
+    saved = SavedBytesCounter(model)
     meter = MemoryMeter(device)
     starts: list[float] = []
     seconds: list[float] = []

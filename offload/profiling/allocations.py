@@ -7,12 +7,13 @@ device the caching allocator's statistics are read whenever a node begins.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 
 log = logging.getLogger("offload")
@@ -23,24 +24,11 @@ _SAVED = f"{MARK_PREFIX}saved "
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by node, over those that were there at the start."""
+    """Bytes by node, over those that were there at the start; and when what was saved came into being."""
 
     others: list[int]  # most at any moment, of what no saved tensor accounts for
     gradients: list[int]  # of those: gradients that were there already when the node began
-
-
-@dataclass
-class SavedBytes:
-    """One storage that the recorded step saved, as far as memory is concerned."""
-
-    id: int
-    place: int  # where its storage begins
-    nbytes: int
-    packed: int  # node that ended with its (last) pack
-    last_forward: int  # node after which nobody but the engine held it
-    first_backward: int
-    last_use: int
-    produced: int = -1  # found by `footprint`: the node that allocated it, or `packed` where that was not seen
+    produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, where that was seen
 
 
 class HostAllocations:
@@ -89,13 +77,16 @@ class HostAllocations:
         self.complete = not self._other_threads
         return True
 
-    def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
-        """What none of `saved` accounts for; finds their `produced`.
+    def footprint(
+        self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
+    ) -> Footprint:
+        """What none of `saved` accounts for; `places` are the addresses of their storages, by id.
 
         What the engine brings back is no allocation of torch's, so that nothing of it is counted here. Gradients are
         what is alive at the end at one of `gradient_places`.
         """
         wanted = {tensor.id: tensor for tensor in saved}
+        produced: dict[int, int] = {}
         owned: dict[int, int] = {}  # number of the allocating event → bytes of it that saved tensors account for
         live: dict[int, tuple[int, int]] = {}  # address → (number of the event, node)
         node = 0
@@ -103,23 +94,19 @@ class HostAllocations:
             if kind == "node":
                 node = which
             elif kind == "saved" and which in wanted:
-                tensor = wanted[which]
-                found = live.get(tensor.place)
-                if found is not None and tensor.produced < 0:
-                    owned[found[0]] = owned.get(found[0], 0) + tensor.nbytes
-                    tensor.produced = found[1]
+                found = live.get(places[which])
+                if found is not None and which not in produced:
+                    owned[found[0]] = owned.get(found[0], 0) + wanted[which].bytes
+                    produced[which] = found[1]
             elif kind == "alloc":
                 live[which] = (number, node)
             elif kind == "free":
                 live.pop(which, None)
-        for tensor in saved:
-            if tensor.produced < 0:
-                tensor.produced = min(tensor.packed, tensor.last_forward)
         gradients = [0] * (node_count + 1)
         for place in gradient_places & live.keys():
             number, node = live[place]
             gradients[min(node + 1, node_count)] += self._events[number][2]
-        return Footprint(self._others(owned, node_count), list(accumulate(gradients[:node_count])))
+        return Footprint(self._others(owned, node_count), list(accumulate(gradients[:node_count])), produced)
 
     def _others(self, owned: dict[int, int], node_count: int) -> list[int]:
         highest = [0] * node_count
@@ -166,23 +153,24 @@ class DeviceAllocations:
         self._peaks.append(torch.cuda.max_memory_allocated(self._device))
         return True
 
-    def footprint(self, saved: Sequence[SavedBytes], gradient_places: Set[int], node_count: int) -> Footprint:
+    def footprint(
+        self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
+    ) -> Footprint:
         """What none of `saved` accounts for. Which of it are gradients is not known.
 
         A storage counts as its own from its pack on; before that it is a temporary.
         """
         change = [0] * (node_count + 1)
         for tensor in saved:
-            tensor.produced = min(tensor.packed, tensor.last_forward)
-            for first, last in ((tensor.produced, tensor.last_forward), (tensor.first_backward, tensor.last_use)):
-                change[first] += tensor.nbytes
-                change[last + 1] -= tensor.nbytes
+            for first, last in ((tensor.packed, tensor.last_forward), (tensor.first_backward, tensor.last_use)):
+                change[first] += tensor.bytes
+                change[last + 1] -= tensor.bytes
         rows, own = [], 0
         for node in range(node_count):
             own += change[node]
             peak = self._peaks[min(node, len(self._peaks) - 1)]
             rows.append(max(peak - self._base_bytes - own, 0))
-        return Footprint(rows, [0] * node_count)
+        return Footprint(rows, [0] * node_count, {})
 
 
 def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocations:

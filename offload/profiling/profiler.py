@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from offload.plan.trace import Node, SavedTensor, Trace
-from offload.profiling.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
+from offload.profiling.allocations import DeviceAllocations, HostAllocations, watch_allocations
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, Lease, LeaseReference, StorageWatch, has_storage
 from offload.runtime.executor import Stopwatch
-from offload.runtime.schedule import SavedEntry, StepOrder
+from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import when_gone
 from offload.torch_compat.compiled import is_compiled_node
 
@@ -56,7 +56,7 @@ class Recorder:
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Everything moves."""
-        self.order.entries[pack_index] = SavedEntry(pack_index, nbytes, packed=self._node)
+        self.order.entries[pack_index] = PackEntry(pack_index, nbytes, packed=self._node)
         return None
 
     def need(self, pack_index: int) -> int:
@@ -110,8 +110,8 @@ class Recorder:
 
 
 @dataclass
-class Group:
-    """All that was saved of one storage: it leaves and comes back as one."""
+class SavedStorage:
+    """All packs of one storage while the step is recorded: they are swapped together."""
 
     alive: StorageWatch
     place: int
@@ -164,10 +164,10 @@ class Profiler(Recorder):
         self._names = [_ROOT]
         self._module = _ROOT  # whose hook runs now
         self._pack_names: dict[int, str] = {}
-        self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
-        self._all_groups: list[Group] = []
+        self._saved: dict[int, SavedStorage] = {}  # by identity of the storage, while it is alive
+        self._all_saved: list[SavedStorage] = []
         self._memory = watch_allocations(engine.device)
-        when_gone(self, partial(_unwatch, self._memory, self._all_groups))
+        when_gone(self, partial(_unwatch, self._memory, self._all_saved))
         self._memory.begin()
         self._memory.node(0)
 
@@ -199,12 +199,14 @@ class Profiler(Recorder):
         """A storage has begun to leave: wait until it is gone."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
-        group = self._groups.get(identity)
-        if group is None or group.last_forward is not None:
-            group = self._groups[identity] = Group(self._engine.watch_storage(tensor), self._engine.place_of(tensor))
-            self._all_groups.append(group)
-        group.entries.append(pack_index)
-        self._memory.saved(group.entries[0])
+        storage = self._saved.get(identity)
+        if storage is None or storage.last_forward is not None:
+            storage = self._saved[identity] = SavedStorage(
+                self._engine.watch_storage(tensor), self._engine.place_of(tensor)
+            )
+            self._all_saved.append(storage)
+        storage.entries.append(pack_index)
+        self._memory.saved(storage.entries[0])
         lease = reference()
         assert lease is not None
         lease.record.leave()
@@ -231,10 +233,10 @@ class Profiler(Recorder):
         self.stopwatch.end(pack_index)
 
     def _advance(self) -> None:
-        for identity, group in list(self._groups.items()):
-            if group.alive.expired():
-                group.last_forward = self._node
-                del self._groups[identity]
+        for identity, storage in list(self._saved.items()):
+            if storage.alive.expired():
+                storage.last_forward = self._node
+                del self._saved[identity]
         super()._advance()
         node = self._node
         self.stopwatch.arrive(node)
@@ -258,13 +260,15 @@ class Profiler(Recorder):
         if measured is None or not self.stop():
             return None
         members: dict[int, Sequence[int]] = {}
+        places: dict[int, int] = {}
         saved = []
-        for group in self._all_groups:
-            row = self._saved_bytes(group)
-            if row is not None:
-                members[row.id] = tuple(group.entries)
-                saved.append(row)
-        found = self._memory.footprint(saved, self._gradient_places, node_count)
+        for storage in self._all_saved:
+            tensor = self._tensor_of(storage)
+            if tensor is not None:
+                members[tensor.id] = tuple(storage.entries)
+                places[tensor.id] = storage.place
+                saved.append(tensor)
+        found = self._memory.footprint(saved, places, self._gradient_places, node_count)
         knows = self._memory.complete and bool(self._watched_to_the_end)
         backward = set(self.order.backward_nodes)
         trace = Trace(
@@ -273,38 +277,32 @@ class Profiler(Recorder):
                 for number, (name, seconds) in enumerate(zip(self._names, measured.node_seconds, strict=True))
             ),
             base_bytes=tuple(self._held.total + nbytes for nbytes in found.others),
-            tensors=tuple(
-                SavedTensor(
-                    row.id, row.nbytes, row.produced, row.packed, row.last_forward, row.first_backward, row.last_use
-                )
-                for row in saved
-            ),
+            tensors=tuple(replace(tensor, produced=found.produced.get(tensor.id, tensor.packed)) for tensor in saved),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
         )
         return Profile(self.order, trace, members, found.gradients, self._held, knows)
 
-    def _saved_bytes(self, group: Group) -> SavedBytes | None:
-        """What a group means for memory; None where moving it frees nothing, because somebody else holds it too."""
-        entries = [self.order.entries[pack_index] for pack_index in group.entries]
+    def _tensor_of(self, storage: SavedStorage) -> SavedTensor | None:
+        """The trace's row, `produced` still unknown; None where something else holds the storage too."""
+        entries = [self.order.entries[pack_index] for pack_index in storage.entries]
         last = self.order.node_count - 1
         first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
-        last_use = max((e.last_use for e in entries if e.last_use is not None), default=last)
         packed = max(entry.packed for entry in entries)
-        last_forward = group.last_forward
+        last_forward = storage.last_forward
         if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
             return None
-        return SavedBytes(
-            id=group.entries[0],
-            place=group.place,
-            nbytes=sum(entry.nbytes for entry in entries),
+        return SavedTensor(
+            id=storage.entries[0],
+            bytes=sum(entry.nbytes for entry in entries),
+            produced=packed,
             packed=packed,
             last_forward=max(last_forward, packed),
             first_backward=first_backward,
-            last_use=last_use,
+            last_use=max((e.last_use for e in entries if e.last_use is not None), default=last),
         )
 
 
-def _unwatch(memory: HostAllocations | DeviceAllocations, groups: list[Group]) -> None:
-    for group in groups:
-        group.alive.close()
+def _unwatch(memory: HostAllocations | DeviceAllocations, saved: list[SavedStorage]) -> None:
+    for storage in saved:
+        storage.alive.close()
     memory.stop()

@@ -15,8 +15,8 @@ from offload.plan import Plan
 
 
 @dataclass
-class SavedEntry:
-    """One storage (or span of one) worth moving, as the recorded step saw it."""
+class PackEntry:
+    """One pack of the recorded step that the engine copies: a storage, or the span of one that a view covers."""
 
     pack_index: int  # number of the pack that saved it first
     nbytes: int
@@ -29,7 +29,7 @@ class SavedEntry:
 class StepOrder:
     """One recorded step: what was saved, and which node asked for it."""
 
-    entries: dict[int, SavedEntry] = field(default_factory=dict)  # by pack index
+    entries: dict[int, PackEntry] = field(default_factory=dict)  # by pack index
     duplicates: dict[int, int] = field(default_factory=dict)  # pack index → pack index of the same storage's entry
     node_after_pack: dict[int, int] = field(default_factory=dict)  # pack index → the node that it begins
     uses: list[tuple[int, int]] = field(default_factory=list)  # (backward node, pack index), as they came
@@ -37,7 +37,7 @@ class StepOrder:
     compiled_nodes: set[int] = field(default_factory=set)  # those of them that are graphs of torch.compile
     node_count: int = 1
 
-    def entry_of(self, pack_index: int) -> SavedEntry | None:
+    def entry_of(self, pack_index: int) -> PackEntry | None:
         """The entry that this pack saved, first or again."""
         return self.entries.get(self.duplicates.get(pack_index, pack_index))
 
@@ -75,7 +75,7 @@ def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
         Backward nodes between the start of a copy-in and its use.
     """
 
-    def lifetime(entry: SavedEntry) -> tuple[int, int]:
+    def lifetime(entry: PackEntry) -> tuple[int, int]:
         last = order.node_count if entry.first_backward is None else entry.first_backward
         return last - entry.packed, -entry.pack_index
 
