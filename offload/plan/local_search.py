@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from offload.plan.schedule import Ints, Schedule, Stall, Step
+from offload.plan.placement import Ints, Schedule, Stall, Step
 
 __all__ = ["Effort", "improve", "reorder"]
 

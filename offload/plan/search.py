@@ -17,8 +17,8 @@ from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
 from offload.plan.local_search import Effort, improve, reorder
+from offload.plan.placement import Schedule, Step
 from offload.plan.result import Plan, make_plan
-from offload.plan.schedule import Schedule, Step
 from offload.plan.simulate import Link, Swap
 from offload.plan.trace import Trace
 

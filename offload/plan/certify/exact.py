@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from offload.plan.bounds import check_limit
 from offload.plan.certify.program import Program
-from offload.plan.schedule import Step
+from offload.plan.placement import Step
 from offload.plan.simulate import Link, Swap, resident_bytes, simulate
 from offload.plan.trace import Trace
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from offload.plan.bounds import check_limit, cut_bounds
 from offload.plan.certify.program import Program
-from offload.plan.schedule import Ints, Schedule, Step
+from offload.plan.placement import Ints, Schedule, Step
 from offload.plan.simulate import Link, Swap, resident_bytes, simulate
 from offload.plan.trace import Trace
 
