@@ -70,7 +70,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(path):
 def test_the_table_is_for_people(trace, path, capsys):
     assert call(path, "--memory-limit", least_feasible_limit(trace), *LINK) == 0
     shown = capsys.readouterr().out
-    for word in ("unswapped", "this plan", "no swap-only plan within", "layer0", "leaves at node"):
+    for word in ("unswapped", "this plan", "no swap-only plan within", "layer0", "prefetch"):
         assert word in shown
 
 
@@ -89,7 +89,7 @@ def test_a_plan_that_does_nothing_says_so(path, capsys):
 
 def test_explain_lists_every_tensor(trace, path, capsys):
     assert call(path, "--memory-limit", least_feasible_limit(trace), *LINK, "--explain") == 0
-    assert "(tensor 0), 40 B: leaves at node" in capsys.readouterr().out
+    assert "(tensor 0), 40 B: released at node" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("as_json", [False, True])

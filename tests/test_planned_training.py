@@ -438,7 +438,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
         assert len(planned.starts) == len(handle.plan.timing.start)
         assert list(planned.starts) == sorted(planned.starts)
         assert "predicted" in str(handle.report())
-        assert "leaves at node" in handle.plan.explain()
+        assert "released at node" in handle.plan.explain()
 
 
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):

@@ -326,7 +326,7 @@ def _print_plan(plan: Plan, title: str) -> None:
                 f"late by {format_seconds(waits)}" if waits else "hidden",
             )
         )
-    _print_table(("tensor", "of", "bytes", "leaves at node", "returns at node", "lead", ""), rows)
+    _print_table(("tensor", "of", "bytes", "release", "prefetch", "lead", ""), rows)
     if len(swaps) > _ROWS_MAX:
         print(f"… and {len(swaps) - _ROWS_MAX} more; --explain lists all")
 

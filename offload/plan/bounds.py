@@ -1,6 +1,6 @@
-"""What no plan can beat: the cut bound on the step time, and the least limit that some plan keeps.
+"""Lower bounds that hold for every swap-only plan: the cut bound on the step time, and the least feasible limit.
 
-Place on the data path: the certificate beside every plan. Reads the trace alone; knows no search.
+Place on the data path: the certificate reported with every plan. Depends on the trace and the link, not on the search.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = [
     "least_feasible_limit",
 ]
 
-_TOLERANCE = 1e-9  # relative; far above the rounding of the fast pass, far below any duration that matters
+_TOLERANCE = 1e-9  # relative; far above the rounding of the segment tree, far below any duration that matters
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One thing that no plan can move out of the way: its bytes, and what it is in words."""
+    """Something that stays resident under every plan: its bytes, and a description."""
 
     bytes: int
     text: str
@@ -79,8 +79,8 @@ def least_feasible_limit(trace: Trace) -> int:
     Returns
     -------
     int
-        The peak when every tensor leaves right after its last use in forward and returns right at its first use in
-        backward; no plan has less resident during any node.
+        The peak in bytes if every tensor is released right after `last_forward` and prefetched at `first_backward`. No
+        plan has fewer bytes resident during any node.
     """
     return max(_unavoidable_bytes(trace), default=0)
 
@@ -93,12 +93,12 @@ def check_limit(trace: Trace, limit_bytes: int) -> None:
     trace : Trace
         The step.
     limit_bytes : int
-        Limit on the resident bytes.
+        Limit on the resident bytes, in bytes.
 
     Raises
     ------
     InfeasibleLimitError
-        If no plan keeps the limit; it carries the least feasible limit and the three largest reasons.
+        If no plan keeps the limit; it has the least feasible limit and the three largest reasons.
     """
     unavoidable = _unavoidable_bytes(trace)
     least_bytes = max(unavoidable, default=0)
@@ -122,9 +122,9 @@ class CutBounds:
     Attributes
     ----------
     single : float
-        The worst node at which too much would be resident.
+        Maximum over the nodes where the unswapped step exceeds the limit.
     double : float
-        The worst pair of such nodes; at least `single`, but for rounding.
+        Maximum over pairs of such nodes; at least `single`, up to rounding.
     """
 
     single: float
@@ -139,9 +139,9 @@ def cut_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     trace : Trace
         The step.
     limit_bytes : int
-        Limit on the resident bytes.
+        Limit on the resident bytes, in bytes.
     link : Link
-        Bandwidths; the latency plays no part.
+        Bandwidths. The bound does not use the latency.
 
     Returns
     -------
@@ -150,9 +150,9 @@ def cut_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
 
     Notes
     -----
-    Consider a node k at which E bytes too many would be resident. They must leave before k, no earlier than the
-    tensors that hold them are packed, and return after k, no later than those tensors are used: the copy-outs delay
-    the start of k, the copy-ins the rest of the step. The bound is the worst k.
+    Let the unswapped step exceed the limit by E bytes at node k. These bytes must be copied out before k, after the
+    tensors that hold them are packed, and copied in after k, before these tensors are used. The copy-outs give a lower
+    bound on the start of k, the copy-ins one on the rest of the step. The bound is the maximum of their sum over k.
 
     Examples
     --------
@@ -173,9 +173,9 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
     trace : Trace
         The step.
     limit_bytes : int
-        Limit on the resident bytes.
+        Limit on the resident bytes, in bytes.
     link : Link
-        Bandwidths; the latency plays no part.
+        Bandwidths. The bound does not use the latency.
 
     Returns
     -------
@@ -184,10 +184,12 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
 
     Notes
     -----
-    Two nodes j <= k: what must leave before j delays its start, what must come back after k delays the end, and the
-    computation between them takes its time. That counts a wait early in forward and one late in backward, which no
-    single node sees. A first pass finds all cuts up to rounding, in O((nodes + tensors) log tensors), by a tree over
-    the tensors in copy order; the worst single ones are then evaluated term by term, to the bit.
+    Take two nodes j <= k. The copy-outs before j delay its start, the copy-ins after k delay the end of the step, and
+    the nodes between them still have to run. So the double bound adds a wait early in forward to one late in backward.
+
+    A segment tree over the tensors in queue order gives the bounds of all nodes up to rounding, in
+    O((nodes + tensors) log tensors). The nodes close to the maximum are then evaluated exactly as `cut_bound` is
+    defined, so that the single bound does not depend on the tree's rounding.
     """
     clock = list(accumulate((node.seconds for node in trace.nodes), initial=0.0))
     total = clock[-1]
@@ -196,20 +198,20 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
         return CutBounds(max((at + (total - at) for at in clock), default=total), total)
     by_pack = sorted(trace.tensors, key=lambda x: x.packed)
     by_use = sorted(trace.tensors, key=lambda x: -x.first_backward)
-    leave = _latest(excess, by_pack, [clock[x.packed + 1] for x in by_pack], link.out_bandwidth)
-    back = _latest(excess, by_use, [total - clock[x.first_backward] for x in by_use], link.in_bandwidth)
-    if math.inf in leave:
+    start_min = _copy_bounds(excess, by_pack, [clock[x.packed + 1] for x in by_pack], link.out_bandwidth)
+    rest_min = _copy_bounds(excess, by_use, [total - clock[x.first_backward] for x in by_use], link.in_bandwidth)
+    if math.inf in start_min:
         return CutBounds(math.inf, math.inf)
     margin = _TOLERANCE * max(total, 1e-300)
-    single, near, lag, double = total, [], 0.0, total
+    single, near, start_delay, double = total, [], 0.0, total
     for k, node in enumerate(trace.nodes):
-        late_start, late_rest = leave[k] - clock[k], node.seconds + back[k] - (total - clock[k])
+        late_start, late_rest = start_min[k] - clock[k], node.seconds + rest_min[k] - (total - clock[k])
         if not excess[k] or max(late_start, late_rest) < -margin:
             single = max(single, clock[k] + (total - clock[k]))
         else:
             near.append((max(0.0, late_start) + max(0.0, late_rest), k))
-            lag = max(lag, late_start)
-            double = max(double, total + lag + max(0.0, late_rest))
+            start_delay = max(start_delay, late_start)
+            double = max(double, total + start_delay + max(0.0, late_rest))
     near.sort(reverse=True)
     for value, k in near:
         if value < near[0][0] - margin:
@@ -219,7 +221,7 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
 
 
 def _unavoidable_bytes(trace: Trace) -> list[int]:
-    """Return the bytes resident during each node when every tensor is away for as long as it can be."""
+    """Return the bytes resident during each node if every tensor is swapped out for as long as is allowed."""
     change = np.zeros(len(trace.nodes) + 1, dtype=np.int64)
     for tensor in trace.tensors:
         change[tensor.produced] += tensor.bytes
@@ -240,7 +242,7 @@ def _cut(
     clock: Sequence[float],
     link: Link,
 ) -> float:
-    """Evaluate one cut, term by term as the bound is defined."""
+    """Return the bound of one node, term by term as it is defined."""
     total = clock[-1]
     start, rest, before = clock[k], total - clock[k], 0
     for tensor in by_pack:
@@ -254,30 +256,30 @@ def _cut(
         if before >= excess:
             break
         if tensor.last_forward < k < tensor.first_backward:
-            coming = seconds + (excess - before) / link.in_bandwidth + total - clock[tensor.first_backward]
-            rest = max(rest, coming)
+            copies = seconds + (excess - before) / link.in_bandwidth + total - clock[tensor.first_backward]
+            rest = max(rest, copies)
             before += tensor.bytes
     return start + rest
 
 
-def _latest(
+def _copy_bounds(
     excess: Sequence[int], order: Sequence[SavedTensor], offsets: Sequence[float], bandwidth: float
 ) -> list[float]:
     """Return for each node the max over q, A_q < E, of offsets[q] + (E - A_q) / bandwidth, up to rounding.
 
-    q runs over the tensors of `order` that cover the node, A_q is their bytes before q and E the node's excess;
-    infinite where the covering bytes are fewer than E. A binary tree over `order` keeps, for each range of tensors,
-    the covering bytes and the max over the range with A_q counted from the range's first.
+    q runs over the tensors of `order` that cover the node, A_q is the sum of their bytes before q, and E is the node's
+    excess. Infinite where the covering tensors have fewer than E bytes. A segment tree over `order` stores for each
+    range of tensors their covering bytes, and the maximum over the range with A_q counted from its first tensor.
     """
     width = 1 << max(1, (len(order) - 1).bit_length())
     covering, best = [0] * (2 * width), [-math.inf] * (2 * width)
-    arrivals: list[list[int]] = [[] for _ in range(len(excess) + 1)]
-    departures: list[list[int]] = [[] for _ in range(len(excess) + 1)]
+    covers_from: list[list[int]] = [[] for _ in range(len(excess) + 1)]
+    covers_until: list[list[int]] = [[] for _ in range(len(excess) + 1)]
     for q, tensor in enumerate(order):
-        arrivals[tensor.last_forward + 1].append(q)
-        departures[tensor.first_backward].append(q)
+        covers_from[tensor.last_forward + 1].append(q)
+        covers_until[tensor.first_backward].append(q)
 
-    def put(leaf: int, count: int, value: float) -> None:
+    def update(leaf: int, count: int, value: float) -> None:
         at = width + leaf
         covering[at], best[at] = count, value
         at >>= 1
@@ -287,7 +289,7 @@ def _latest(
             best[at] = max(best[left], best[right] - covering[left] / bandwidth)
             at >>= 1
 
-    def ask(needed: int) -> float:
+    def query(needed: int) -> float:
         if covering[1] < needed:
             return math.inf
         at, before, value = 1, 0, -math.inf
@@ -303,10 +305,10 @@ def _latest(
 
     result = []
     for k, needed in enumerate(excess):
-        for q in departures[k]:
-            put(q, 0, -math.inf)
-        for q in arrivals[k]:
+        for q in covers_until[k]:
+            update(q, 0, -math.inf)
+        for q in covers_from[k]:
             if order[q].first_backward > k:
-                put(q, order[q].bytes, offsets[q])
-        result.append(ask(needed) if needed else 0.0)
+                update(q, order[q].bytes, offsets[q])
+        result.append(query(needed) if needed else 0.0)
     return result

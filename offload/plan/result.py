@@ -1,6 +1,6 @@
-"""The plan: what swaps, when, what it costs, and how close to the best possible that is.
+"""The plan: the swaps, the predicted step time and memory, and the certificate.
 
-Place on the data path: what the planner hands to the engine, to the report and to people.
+Place on the data path: the planner's result. The executor follows it; the report and `offload plan` show it.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from offload.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "make_plan"]
 
-_GIVEN_BACK = "nothing is worth swapping"
+_NO_SWAPS = "nothing is worth swapping"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A swap-only plan with its certificate.
+    """A swap-only plan with its certificate: a lower bound on the step time and the gap to it.
 
     Parameters
     ----------
     swaps : tuple of Swap
-        What swaps, by id; empty where the plan does nothing.
+        The swaps, sorted by id; empty where every tensor stays in device memory.
     step_seconds : float
-        Step time, in seconds.
+        Predicted step time by `simulate`, in seconds.
     compute_seconds : float
         Step time without swaps, in seconds.
     bound_seconds : float
-        What no swap-only plan within the limit can beat, in seconds.
+        Lower bound on the step time of every swap-only plan within `limit_bytes`, in seconds: `cut_bound`.
     gap : float
         ``step_seconds / bound_seconds - 1``.
     peak_bytes, unswapped_peak_bytes : int
-        Largest number of bytes resident during a node, with the plan and without.
+        Largest number of bytes resident during any node, with the plan and without it.
     host_bytes : int
-        Largest number of bytes held below device memory, counted from a tensor's packing to its first use.
+        Largest number of bytes in the tier below device memory. A tensor counts from its pack to its first use in
+        backward.
     limit_bytes : int
-        Limit that the bound is about: the one that was asked for, else the plan's own peak.
+        Limit that the bound refers to: the limit that was asked for, or else the plan's own peak.
     trace : Trace
-        The step that was planned.
+        The step.
     link : Link
         The link that was assumed.
     """
@@ -63,18 +64,18 @@ class Plan:
 
     @cached_property
     def timing(self) -> Timing:
-        """When everything happens, as predicted."""
+        """Predicted timing of the step, by `simulate`."""
         return simulate(self.trace, self.swaps, self.link)
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """By how much the swaps slow the computation around them, in seconds, as the link has it."""
+        """Overhead of the swaps, in seconds, by the figures of the link. `step_seconds` does not include it."""
         size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
         return sum(self.link.overhead_seconds(size[swap.id]) for swap in self.swaps)
 
     @property
     def expected_seconds(self) -> float:
-        """What a step is expected to take: its step time and what swapping slows down, in seconds."""
+        """Step time with the overhead of the swaps, in seconds."""
         return self.step_seconds + self.overhead_seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Plan:
         }
 
     def summary(self) -> str:
-        """Return the certificate in words, two lines."""
+        """Return step time, bound and peak as two lines of text."""
         stalls = self.step_seconds - self.compute_seconds
         slowed = f", slowed by swaps {format_seconds(self.overhead_seconds)}" if self.overhead_seconds else ""
         return (
@@ -103,19 +104,19 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """Return what was chosen and why, in words: the certificate, then tensor by tensor in the order of leaving.
+        """Return the summary, then one line for each swap in copy-out order.
 
         Returns
         -------
         str
-            Lines of text. Where the plan does nothing it says so.
+            Lines of text. Where nothing swaps, the second part is the reason.
         """
         lines = [self.summary()]
         if not self.swaps:
             reason = "every tensor stays in device memory"
             if self.unswapped_peak_bytes <= self.limit_bytes:
                 reason = f"the step fits as it is: {format_bytes(self.unswapped_peak_bytes)} at its peak"
-            lines.append(f"{_GIVEN_BACK}: {reason}")
+            lines.append(f"{_NO_SWAPS}: {reason}")
         tensors = {tensor.id: tensor for tensor in self.trace.tensors}
         late = self.late_seconds()
         for swap in sorted(self.swaps, key=lambda swap: (tensors[swap.id].packed, swap.id)):
@@ -127,18 +128,18 @@ class Plan:
         lead = tensor.first_backward - swap.prefetch
         waits = []
         if late_out > 0:
-            waits.append(f"{format_seconds(late_out)} for it to leave")
+            waits.append(f"{format_seconds(late_out)} for the copy-out")
         if late_in > 0:
-            waits.append(f"{format_seconds(late_in)} for it to return")
+            waits.append(f"{format_seconds(late_in)} for the copy-in")
         return (
-            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: leaves at node "
-            f"{swap.release} ({nodes[swap.release].name}), returns at node {swap.prefetch} "
+            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: released at node "
+            f"{swap.release} ({nodes[swap.release].name}), prefetched at node {swap.prefetch} "
             f"({nodes[swap.prefetch].name}), {lead} {'node' if lead == 1 else 'nodes'} before its use at node "
             f"{tensor.first_backward}; " + (f"compute waits {' and '.join(waits)}" if waits else "hidden")
         )
 
     def late_seconds(self) -> dict[int, tuple[float, float]]:
-        """Return by tensor id by how many seconds its copy-out and its copy-in are late; zeros where hidden."""
+        """Return for each swapped tensor's id the seconds by which its copy-out and its copy-in are late."""
         timing = self.timing
         first_backward = {tensor.id: tensor.first_backward for tensor in self.trace.tensors}
         out_end = {copy.id: copy.end for copy in timing.copy_outs}
@@ -159,7 +160,7 @@ def make_plan(
     *,
     bound_seconds: float | None = None,
 ) -> Plan:
-    """Return the plan that `swaps` make, timed and certified.
+    """Return the plan for given swaps, with its predicted timing and its bound.
 
     Parameters
     ----------
@@ -168,20 +169,25 @@ def make_plan(
     link : Link
         Bandwidths and latency.
     swaps : sequence of Swap
-        What swaps.
+        The swaps.
     limit_bytes : int, optional
-        Limit that the bound is about; the plan's own peak if not given.
+        Limit that the bound refers to, in bytes; the plan's own peak if not given.
     bound_seconds : float, optional
-        `cut_bound` at that limit, where it is known already.
+        `cut_bound` at that limit, in seconds, where it is known already.
 
     Returns
     -------
     Plan
-        Its step time by `simulate`, its bound by `cut_bound`.
+        With its step time by `simulate` and its bound by `cut_bound`.
+
+    Raises
+    ------
+    ValueError
+        If a swap's id is unknown or occurs twice, or its nodes are out of order.
     """
     timing = simulate(trace, swaps, link)
     limit_bytes = timing.peak_bytes if limit_bytes is None else limit_bytes
-    # The bound is sums taken in another order: it may exceed the step time that it bounds by rounding, no more.
+    # The bound adds the same durations in another order, so it may exceed the step time by rounding.
     bound = cut_bound(trace, limit_bytes, link) if bound_seconds is None else bound_seconds
     bound = min(bound, timing.step_seconds)
     return Plan(

@@ -1,11 +1,11 @@
-"""The planner: the fastest plan within a limit, the least memory within a slowdown, or the plan set by hand.
+"""The search for a plan: fastest within a limit, of least memory within a slowdown, or as set by hand.
 
-Place on the data path: trace and link in, plan out. Deterministic: the same trace and knobs give the same plan.
+Place on the data path: trace and link in, plan out. Deterministic: the same trace and options give the same plan.
 
-Which set of tensors swaps decides the step time; `schedule` does the rest. Sets are taken first from a few orders
-(longest-lived first, latest needed first, idle time times bytes, bytes): the smallest prefix that keeps the limit, the
-same with what the limit does not need left out, and longer prefixes, which buy freedom in time. The fastest is then
-improved by small changes. For a few tensors every set is tried.
+The search chooses the set of tensors to swap; `placement` chooses their nodes. The first sets come from a few rankings
+of the tensors (by lifetime, by pack order, by first use in backward, by idle time times bytes, by bytes). Each ranking
+gives its shortest prefix that keeps the limit, longer prefixes, and a minimal set that keeps the limit. Local search
+then improves the fastest. With few tensors, every set is tried.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
-from offload.plan.local_search import Effort, improve, reorder
-from offload.plan.placement import Schedule, Step
+from offload.plan.local_search import SearchBudget, delay_prefetches, improve
+from offload.plan.placement import Step, SwapPlacement
 from offload.plan.result import Plan, make_plan
 from offload.plan.simulate import Link, Swap
 from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-_EFFORT_SECONDS = 0.6  # nominal; per 1,000 tensors, and at least once
-_PROBE_SECONDS = 0.03  # the same, for one limit of many
-_STARTS = 2  # independent runs of improvement
+_BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors and at least once
+_PROBE_SECONDS = 0.03  # the same, for each limit of a bisection
+_STARTS = 2  # independent runs of the local search
 _EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
 _EXHAUSTIVE_PROBE_MAX = 8
 _LIMITS_MAX = 16  # limits tried by bisection
-_PRESS_ON = (0.02, 0.005, 0.001)  # of the way down to the least limit, tried where bisection ended
-_LEADS = (2.0, 1.5, 1.2)  # how much slower than assumed the link may be without a stall, where memory allows
+_LOWER_LIMITS = (0.02, 0.005, 0.001)  # tried after the bisection: this share of the way down to the least limit
+_SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement
 _ROUNDING = 1e-12  # relative
 
 
 def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
-    """Return the fastest plan found that never exceeds a limit.
+    """Return the fastest plan found that keeps a limit.
 
     Parameters
     ----------
@@ -45,12 +45,12 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
     link : Link
         Bandwidths and latency.
     limit_bytes : int
-        Hard limit on the resident bytes.
+        Hard limit on the resident bytes, in bytes.
 
     Returns
     -------
     Plan
-        Without swaps where the step fits as it is.
+        Without swaps where the step fits without them.
 
     Raises
     ------
@@ -73,14 +73,14 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
     step = Step(trace, link)
     bounds = cut_bounds(trace, limit_bytes, link)
     target = max(bounds.double, step.compute_seconds)
-    schedule = _fastest(step, limit_bytes, target, Effort(_effort_seconds(step)), _EXHAUSTIVE_MAX)
-    assert schedule is not None  # check_limit has said that the set of all tensors keeps the limit
-    swaps = step.swaps(_hasten(step, schedule, limit_bytes))
+    placement = _fastest(step, limit_bytes, target, SearchBudget(_budget_seconds(step)), _EXHAUSTIVE_MAX)
+    assert placement is not None  # by check_limit, the set of all tensors keeps the limit
+    swaps = step.swaps(_prefetch_earlier(step, placement, limit_bytes))
     return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bounds.single)
 
 
 def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes: int | None = None) -> Plan:
-    """Return the plan of least memory found whose step takes at most a given factor longer than the unswapped one.
+    """Return the plan of least peak memory found whose step is at most a given share longer than the unswapped one.
 
     Parameters
     ----------
@@ -89,20 +89,20 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
     link : Link
         Bandwidths and latency.
     max_slowdown : float
-        0.05 allows a step that is 5 % longer than without swaps, by waiting and by what swaps slow down.
+        0.05 allows a step that is 5 % longer than without swaps, waits and overhead included.
     limit_bytes : int, optional
-        Hard limit on the resident bytes. Where the slowdown does not suffice to keep it, the fastest plan within
+        Hard limit on the resident bytes, in bytes. Where keeping it takes a larger slowdown, the fastest plan within
         the limit is returned, with a warning.
 
     Returns
     -------
     Plan
-        Its bound is about its own peak.
+        Its limit, and so its bound, is its own peak; or `limit_bytes` where that needs a larger slowdown.
 
     Raises
     ------
     ValueError
-        If `max_slowdown` is negative or no number, or the limit is not positive.
+        If `max_slowdown` is negative or not finite, or the limit is not positive.
     InfeasibleLimitError
         If no swap-only plan keeps `limit_bytes`.
     """
@@ -113,12 +113,11 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
         check_limit(trace, limit_bytes)
     step = Step(trace, link)
     allowed = step.compute_seconds * (1 + max_slowdown) * (1 + _ROUNDING)
-    schedule = _least_memory(step, allowed)
-    plan = make_plan(trace, link, step.swaps(schedule))
+    plan = make_plan(trace, link, step.swaps(_least_memory(step, allowed)))
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         plan = fastest_plan(trace, link, limit_bytes)
         slowdown = plan.expected_seconds / plan.compute_seconds - 1
-        warnings.warn(f"max_slowdown: {max_slowdown:.3g} asked, the limit costs {slowdown:.3g}", stacklevel=2)
+        warnings.warn(f"max_slowdown: {max_slowdown:.3g} asked, memory_limit needs {slowdown:.3g}", stacklevel=2)
     return plan
 
 
@@ -129,7 +128,7 @@ def manual_plan(
     lead_nodes: int | Literal["auto"] = "auto",
     limit_bytes: int | None = None,
 ) -> Plan:
-    """Return the plan that `n_tensors` and `lb` mean.
+    """Return the plan for `n_tensors` and `lb`, the options for swapping by hand.
 
     Parameters
     ----------
@@ -138,18 +137,18 @@ def manual_plan(
     link : Link
         Bandwidths and latency.
     n_tensors : int
-        How many tensors swap, longest-lived first (most nodes between last use in forward and first use in
+        Number of tensors to swap, longest-lived first (most nodes between last use in forward and first use in
         backward): -1 all, 0 none.
     lead_nodes : int or "auto", default "auto"
-        Backward nodes between the start of a copy-in and its use. "auto" chooses for each tensor the latest start
-        that causes no stall, and leaves out tensors that are used again before they have left.
+        Backward nodes between the prefetch and the first use in backward (`lb`). "auto" chooses for each tensor the
+        last node that causes no stall, and does not swap tensors that are needed before their copy-out has ended.
     limit_bytes : int, optional
-        Warn if the plan exceeds it.
+        Limit on the resident bytes, in bytes; a plan that exceeds it is returned with a warning.
 
     Returns
     -------
     Plan
-        Tensors leave as soon as they can without a stall, at the latest when they return.
+        Each tensor is released at the first node that does not wait for its copy-out, at the latest at its prefetch.
 
     Raises
     ------
@@ -162,12 +161,12 @@ def manual_plan(
         raise ValueError(f'lb: {lead_nodes} is negative; write a number of backward nodes of at least 0, or "auto"')
     step = Step(trace, link)
     count = step.count if n_tensors == -1 else min(n_tensors, step.count)
-    unlimited = int(step.kept.max(initial=0)) + 1
-    chosen = _orders(step)[0][:count]
+    unlimited = int(step.unswapped_bytes.max(initial=0)) + 1
+    chosen = _rankings(step)[0][:count]
     if lead_nodes == "auto":
-        schedule = step.schedule(chosen, unlimited)
-        assert schedule is not None  # nothing is slower than infinitely slow, or larger than unlimited
-        swaps = step.swaps(schedule)
+        placement = step.place(chosen, unlimited)
+        assert placement is not None  # the limit is above the unswapped peak, and there is no cutoff
+        swaps = step.swaps(placement)
     else:
         swaps = _fixed_lead(step, chosen, lead_nodes, unlimited)
     plan = make_plan(trace, link, swaps)
@@ -182,129 +181,128 @@ def manual_plan(
 
 def _fixed_lead(step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: int) -> tuple[Swap, ...]:
     backward = [k for k, node in enumerate(step.trace.nodes) if node.backward]
-    place = {k: at for at, k in enumerate(backward)}
-    releases = step.earliest_releases(chosen, unlimited)
+    position = {k: at for at, k in enumerate(backward)}
+    releases = step.releases(chosen, unlimited)
     swaps = []
     for i in chosen:
-        back = step.back_at[i]
-        prefetch = back
-        if lead_nodes and back in place:
-            prefetch = backward[max(0, place[back] - lead_nodes)]
-        prefetch = max(prefetch, step.free_from[i])
+        use = prefetch = step.first_backward[i]
+        if lead_nodes and use in position:
+            prefetch = backward[max(0, position[use] - lead_nodes)]
+        prefetch = max(prefetch, step.release_min[i])
         swaps.append(Swap(step.ids[i], min(releases[i], prefetch), prefetch))
     return tuple(sorted(swaps))
 
 
-def _least_memory(step: Step, allowed: float) -> Schedule:
-    """Bisect the limit, then press on with more effort where bisection ended."""
-    low, high = least_feasible_limit(step.trace), int(step.kept.max(initial=0))
-    best = Schedule(step.compute_seconds, (), (), (), ())
+def _least_memory(step: Step, allowed: float) -> SwapPlacement:
+    """Return the placement of least memory within `allowed` seconds: bisect the limit, then search below the result."""
+    low, high = least_feasible_limit(step.trace), int(step.unswapped_bytes.max(initial=0))
+    best = SwapPlacement(step.compute_seconds, (), (), (), ())
     weight = max(1.0, step.count / 1000)
     floor = low
     for _ in range(_LIMITS_MAX):
         if high - floor <= max(1, high // 2000):
             break
         limit = floor if high - floor < 2 else (floor + high) // 2
-        found = _fastest(step, limit, allowed, Effort(_PROBE_SECONDS * weight), _EXHAUSTIVE_PROBE_MAX)
+        found = _fastest(step, limit, allowed, SearchBudget(_PROBE_SECONDS * weight), _EXHAUSTIVE_PROBE_MAX)
         if found is not None and found.step_seconds <= allowed:
             best, high = found, limit
         else:
             floor = limit
-    share = _effort_seconds(step) / (len(_PRESS_ON) + 1)
-    for limit in (low, *(int(high - part * (high - low)) for part in _PRESS_ON)):
+    share = _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
+    for limit in (low, *(int(high - part * (high - low)) for part in _LOWER_LIMITS)):
         if limit < high:
-            found = _fastest(step, limit, allowed, Effort(share), _EXHAUSTIVE_PROBE_MAX)
+            found = _fastest(step, limit, allowed, SearchBudget(share), _EXHAUSTIVE_PROBE_MAX)
             if found is not None and found.step_seconds <= allowed:
                 best, high = found, limit
-    if high == low and best.numbers:  # no less memory is possible: spend what is left on time
-        best = improve(step, low, best, step.compute_seconds, Effort(share))
-    return _hasten(step, best, high, allowed) if best.numbers else best
+    if high == low and best.indices:  # no plan needs less memory: use the remaining budget to reduce the step time
+        best = improve(step, low, best, step.compute_seconds, SearchBudget(share))
+    return _prefetch_earlier(step, best, high, allowed) if best.indices else best
 
 
 def _fastest(
-    step: Step, limit_bytes: int, target_seconds: float, effort: Effort, exhaustive_max: int
-) -> Schedule | None:
-    """Return the fastest schedule found; one within `target_seconds` is good enough."""
-    nothing = Schedule(step.compute_seconds, (), (), (), ())
-    if step.kept.max(initial=0) <= limit_bytes:
-        return nothing
+    step: Step, limit_bytes: int, target_seconds: float, budget: SearchBudget, exhaustive_max: int
+) -> SwapPlacement | None:
+    """Return the fastest placement found; the search ends at one within `target_seconds`."""
+    if step.unswapped_bytes.max(initial=0) <= limit_bytes:
+        return SwapPlacement(step.compute_seconds, (), (), (), ())
     target_seconds *= 1 + _ROUNDING
     small = step.count <= exhaustive_max
-    best: Schedule | None = None
-    for numbers in _subsets(step.count) if small else _guesses(step, limit_bytes):
-        worth = best.step_seconds if best else math.inf
-        found = step.schedule(numbers, limit_bytes, worth)
+    best: SwapPlacement | None = None
+    for indices in _subsets(step.count) if small else _first_sets(step, limit_bytes):
+        cutoff = best.step_seconds if best else math.inf
+        found = step.place(indices, limit_bytes, cutoff)
         if found is not None and small:
-            found = reorder(step, limit_bytes, found, worth, effort)
-        effort.spend(step, len(numbers))
+            found = delay_prefetches(step, limit_bytes, found, cutoff, budget)
+        budget.spend(step, len(indices))
         if found is not None and (best is None or found.step_seconds < best.step_seconds):
             best = found
             if best.step_seconds <= target_seconds:
                 break
-        if not small and best is not None and effort.seconds < 0:
+        if not small and best is not None and budget.seconds < 0:
             break
     if best is None or small:
         return best
-    start, share = best, effort.seconds / _STARTS
+    start, share = best, budget.seconds / _STARTS
     for seed in range(_STARTS):
         if best.step_seconds <= target_seconds:
             break
-        improved = improve(step, limit_bytes, start, target_seconds, Effort(share), seed=seed)
-        best = min(best, improved, key=lambda schedule: schedule.step_seconds)
+        improved = improve(step, limit_bytes, start, target_seconds, SearchBudget(share), seed=seed)
+        best = min(best, improved, key=lambda placement: placement.step_seconds)
     return best
 
 
 def _subsets(count: int) -> Iterator[list[int]]:
-    """Yield every set of tensors, small sets of early tensors first."""
+    """Yield every set of tensors, in the order of binary counting."""
     for mask in range(1 << count):
         yield [i for i in range(count) if mask >> i & 1]
 
 
-def _guesses(step: Step, limit_bytes: int) -> Iterator[Sequence[int]]:
-    """Yield sets worth scheduling, the most promising first."""
-    ranked = []
-    for order in _orders(step):
-        least = _least_prefix(step, order, limit_bytes)
-        ranked.append((order, least))
-        yield order[:least]
-    for order, least in ranked:
-        yield _needed(step, order, limit_bytes)
-        rest = step.count - least
+def _first_sets(step: Step, limit_bytes: int) -> Iterator[Sequence[int]]:
+    """Yield the sets that the search begins with, the most promising first."""
+    prefixes = []
+    for ranking in _rankings(step):
+        length = _least_prefix(step, ranking, limit_bytes)
+        prefixes.append((ranking, length))
+        yield ranking[:length]
+    for ranking, length in prefixes:
+        yield _minimal_set(step, ranking, limit_bytes)
+        rest = step.count - length
         for more in sorted({2, 5, 10, rest // 8, rest // 3}):
             if 0 < more <= rest:
-                yield order[: least + more]
+                yield ranking[: length + more]
 
 
-def _orders(step: Step) -> list[list[int]]:
+def _rankings(step: Step) -> list[list[int]]:
+    """Return the tensors in the order of several criteria, the longest-lived first in the first one."""
     everything = range(step.count)
-    idle = [step.clock[step.back_at[i]] - step.clock[step.packed[i] + 1] for i in everything]
+    idle = [step.clock[step.first_backward[i]] - step.clock[step.packed[i] + 1] for i in everything]
     return [
-        sorted(everything, key=lambda i: (step.free_from[i] - step.back_at[i], i)),
+        sorted(everything, key=lambda i: (step.release_min[i] - step.first_backward[i], i)),
         list(everything),
-        sorted(everything, key=lambda i: (-step.back_at[i], i)),
+        sorted(everything, key=lambda i: (-step.first_backward[i], i)),
         sorted(everything, key=lambda i: (-idle[i] * step.bytes[i], i)),
         sorted(everything, key=lambda i: (-step.bytes[i], i)),
     ]
 
 
-def _least_prefix(step: Step, order: Sequence[int], limit_bytes: int) -> int:
-    """Return the length of the shortest prefix that keeps the limit, or of all where none does."""
-    low, high = 0, len(order)
+def _least_prefix(step: Step, ranking: Sequence[int], limit_bytes: int) -> int:
+    """Return the length of the shortest prefix that keeps the limit; the whole length where none does."""
+    low, high = 0, len(ranking)
     while low < high:
         middle = (low + high) // 2
-        if int(step.room(order[:middle], limit_bytes).min()) >= 0:
+        if int(step.headroom(ranking[:middle], limit_bytes).min()) >= 0:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _needed(step: Step, order: Sequence[int], limit_bytes: int) -> list[int]:
-    """Return what is left of all tensors when, from the order's end, each for which there is room is kept."""
-    room = step.room(order, limit_bytes)
+def _minimal_set(step: Step, ranking: Sequence[int], limit_bytes: int) -> list[int]:
+    """Start from the set of all tensors; in reverse ranking, remove each whose bytes fit within the limit."""
+    headroom = step.headroom(ranking, limit_bytes)
     needed = []
-    for i in reversed(order):
-        span = room[step.free_from[i] : step.back_at[i]]
+    for i in reversed(ranking):
+        span = headroom[step.release_min[i] : step.first_backward[i]]
         if span.size and int(span.min()) < step.bytes[i]:
             needed.append(i)
         else:
@@ -312,17 +310,19 @@ def _needed(step: Step, order: Sequence[int], limit_bytes: int) -> list[int]:
     return needed
 
 
-def _hasten(step: Step, schedule: Schedule, limit_bytes: int, allowed: float = 0.0) -> Schedule:
-    """Let copy-ins begin earlier where memory allows and nothing is lost: a slower link then does no harm."""
-    for lead in _LEADS:
-        found = step.schedule(schedule.numbers, limit_bytes, lead=lead)
-        if found is not None and found.step_seconds <= max(schedule.step_seconds, allowed):
+def _prefetch_earlier(
+    step: Step, placement: SwapPlacement, limit_bytes: int, allowed_seconds: float = 0.0
+) -> SwapPlacement:
+    """Prefetch earlier where memory allows and the step takes no longer, so that a slower link causes no stall."""
+    for safety_factor in _SAFETY_FACTORS:
+        found = step.place(placement.indices, limit_bytes, safety_factor=safety_factor)
+        if found is not None and found.step_seconds <= max(placement.step_seconds, allowed_seconds):
             return found
-    return schedule
+    return placement
 
 
-def _effort_seconds(step: Step) -> float:
-    return _EFFORT_SECONDS * max(1.0, step.count / 1000)
+def _budget_seconds(step: Step) -> float:
+    return _BUDGET_SECONDS * max(1.0, step.count / 1000)
 
 
 def _check_positive(limit_bytes: int) -> None:

@@ -1,6 +1,6 @@
-"""The timing of a plan, by arithmetic alone: when each node runs, when each copy runs, what is resident.
+"""The predicted timing of a plan: when each node and each copy runs, and the resident bytes.
 
-Place on the data path: the planner's yardstick. The engine is built to behave as this file says.
+Place on the data path: the search compares plans by it. The engine executes plans by the same rules.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ __all__ = ["Copy", "Link", "Swap", "Timing", "resident_bytes", "simulate", "unsw
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between device memory and the tier below it: two FIFO channels, one a direction.
+    """The link between device memory and the tier below it: two FIFO channels, one for each direction.
 
     Parameters
     ----------
     out_bandwidth, in_bandwidth : float
         Bytes per second out of, and into, device memory; may be infinite.
     latency : float, default 0.0
-        Seconds that every copy takes on top of its bytes.
+        Seconds added to every copy.
     swap_seconds, byte_seconds : float, default 0.0
-        By how much each swap, and each byte that swaps, slows the computation around it, in seconds out and back
-        together: what hooks take, and what copies take of the processor. `simulate` knows nothing of it.
+        Overhead in seconds of each swap and of each swapped byte, out and in together: the time of hooks, and the
+        processor time that copies take from the computation. `simulate` does not include it.
 
     Raises
     ------
     ValueError
-        If a bandwidth is not positive, or another figure is negative or not finite.
+        If a bandwidth is not positive, or another value is negative or not finite.
     """
 
     out_bandwidth: float
@@ -50,21 +50,21 @@ class Link:
                 raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
 
     def overhead_seconds(self, nbytes: int) -> float:
-        """By how much swapping one tensor slows the computation around it."""
+        """Return the overhead of swapping one tensor of `nbytes` bytes, in seconds."""
         return self.swap_seconds + self.byte_seconds * nbytes
 
 
 class Swap(NamedTuple):
-    """One tensor that leaves device memory and comes back.
+    """One tensor to swap out and back in.
 
     Parameters
     ----------
     id : int
         Id of the tensor in the trace.
     release : int
-        First node during which its device memory is free; the node waits for the copy-out.
+        First node during which its device memory is free. The node waits for the copy-out.
     prefetch : int
-        Node at whose start its memory is taken again and its copy-in queued.
+        Node before which its device memory is allocated again and its copy-in queued.
     """
 
     id: int
@@ -82,16 +82,17 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a plan does, node by node; times in seconds from the start of the step.
+    """The timing of a plan; times in seconds from the start of the step.
 
     Parameters
     ----------
     ready, start, finish : tuple of float
-        Per node: when its memory is there, when it starts, when it ends.
+        For each node: when the node before it and the copy-outs that it waits for have ended, when it starts (its
+        copy-ins have ended), and when it ends.
     copy_outs, copy_ins : tuple of Copy
-        In the order of their channels.
+        In queue order.
     resident : tuple of int
-        Per node: bytes resident while it runs.
+        For each node: bytes resident while it runs.
     """
 
     ready: tuple[float, ...]
@@ -108,7 +109,7 @@ class Timing:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of bytes resident during a node."""
+        """Largest number of bytes resident during any node."""
         return max(self.resident, default=0)
 
 
@@ -120,7 +121,7 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
     trace : Trace
         The step.
     swaps : iterable of Swap
-        The plan; tensors not named stay in device memory.
+        The plan; the other tensors stay in device memory.
     link : Link
         Bandwidths and latency of the copies.
 
@@ -132,13 +133,16 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
     Raises
     ------
     ValueError
-        If a swap names no tensor or one twice, or its nodes are out of order.
+        If a swap's id is unknown or occurs twice, or its nodes are out of order.
 
     Notes
     -----
-    For each node k in order: it is ready when node k - 1 has ended and the copy-outs of tensors released at k
-    have ended; the copy-ins prefetched at k are queued then, by (first_backward, id); it starts when the copy-ins
-    of tensors first used at k have ended; the copy-outs of tensors packed at k are queued when it ends, by id.
+    For each node k in order:
+
+    1. k is ready when node k - 1 and the copy-outs of the tensors released at k have ended.
+    2. The copy-ins of the tensors prefetched at k are then queued, by (first_backward, id).
+    3. k starts when the copy-ins of the tensors with first_backward k have ended.
+    4. When k ends, the copy-outs of the tensors packed at k are queued, by id.
 
     Examples
     --------
@@ -184,7 +188,7 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
 def _by_node(
     swaps: Sequence[Swap], tensors: dict[int, SavedTensor], node_count: int
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[list[int]]]:
-    """Return for each node the ids released, packed, first used and prefetched there, in the order of their queues."""
+    """Return for each node the ids released, packed, first used by backward and prefetched there, in queue order."""
     releases: list[list[int]] = [[] for _ in range(node_count)]
     packs: list[list[int]] = [[] for _ in range(node_count)]
     uses: list[list[int]] = [[] for _ in range(node_count)]
@@ -199,7 +203,7 @@ def _by_node(
 
 
 def unswapped_bytes(trace: Trace) -> tuple[int, ...]:
-    """Return the bytes resident during each node when every tensor stays in device memory."""
+    """Return the bytes resident during each node if every tensor stays in device memory."""
     return resident_bytes(trace, ())
 
 
@@ -227,8 +231,8 @@ def resident_bytes(trace: Trace, swaps: Sequence[Swap]) -> tuple[int, ...]:
         change[swap.release] -= size[swap.id]
         change[swap.prefetch] += size[swap.id]
     resident, total = [], 0
-    for base, step in zip(trace.base_bytes, change, strict=False):
-        total += step
+    for base, difference in zip(trace.base_bytes, change, strict=False):
+        total += difference
         resident.append(base + total)
     return tuple(resident)
 
@@ -236,7 +240,7 @@ def resident_bytes(trace: Trace, swaps: Sequence[Swap]) -> tuple[int, ...]:
 def _check(swaps: Sequence[Swap], tensors: dict[int, SavedTensor]) -> None:
     for i, swap in enumerate(swaps):
         if swap.id not in tensors:
-            raise ValueError(f"swaps: {swap.id} is the id of no tensor")
+            raise ValueError(f"swaps: no tensor has the id {swap.id}")
         if i and swaps[i - 1].id == swap.id:
             raise ValueError(f"swaps: tensor {swap.id} is swapped twice")
         tensor = tensors[swap.id]

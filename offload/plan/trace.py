@@ -1,4 +1,4 @@
-"""The trace of one training step: what ran, for how long, and which tensors it kept for backward.
+"""The trace of one training step: its nodes, their durations, and the tensors saved for backward.
 
 Place on the data path: the profiler writes a trace, the planner reads it. Imports no torch.
 """
@@ -20,14 +20,14 @@ __all__ = ["FORMAT", "Node", "Recompute", "SavedTensor", "Trace"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One piece of work of the step, in execution order.
+    """One part of the step; the nodes run in order, one after another.
 
     Parameters
     ----------
     name : str
         Module or operator that ran.
     seconds : float
-        Duration of the computation alone, in seconds; stalls are not part of it.
+        Duration of the computation, in seconds, without waits for copies.
     backward : bool
         Whether it belongs to the backward pass.
     """
@@ -39,14 +39,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """How a saved tensor could be computed anew instead of being swapped.
+    """How a saved tensor can be recomputed instead of swapped.
 
     Parameters
     ----------
     seconds : float
         Duration of the computation, in seconds.
     inputs : tuple of int
-        Ids of the saved tensors that it needs (``from`` in the JSON form).
+        Ids of the saved tensors that the computation needs (``from`` in the JSON form).
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One storage that forward keeps for backward; node numbers index ``Trace.nodes``.
+    """One storage that forward saves for backward; node numbers index ``Trace.nodes``.
 
     Parameters
     ----------
@@ -64,10 +64,10 @@ class SavedTensor:
     bytes : int
         Size of the storage, in bytes.
     produced, packed, last_forward, first_backward, last_use : int
-        Nodes at which it comes into being, is saved, is last used by forward, is first and is
-        last used by backward; produced <= packed <= last_forward < first_backward <= last_use.
+        Nodes at which it is allocated, is saved, is last used by forward, is first used by
+        backward and is last used; produced <= packed <= last_forward < first_backward <= last_use.
     recompute : Recompute, optional
-        Present where the tensor could be computed anew.
+        Present where the tensor can be recomputed.
     """
 
     id: int
@@ -91,14 +91,14 @@ class Trace:
     base_bytes : tuple of int
         One per node: bytes resident while it runs that no tensor of `tensors` accounts for.
     tensors : tuple of SavedTensor
-        What forward keeps for backward.
+        The tensors that forward saves for backward.
     source : str, default ""
         Free text: where the trace comes from.
 
     Raises
     ------
     ValueError
-        If a value is malformed; the message names the field with its index.
+        If a value is invalid; the message names the field with its index.
 
     Examples
     --------
@@ -153,7 +153,7 @@ class Trace:
         Raises
         ------
         ValueError
-            If the file is no such trace; the message names the file and the field.
+            If the file is not a valid trace; the message names the file and the field.
         OSError
             If the file cannot be read.
         """
@@ -185,7 +185,7 @@ class Trace:
         Raises
         ------
         ValueError
-            If a field is missing or malformed; the message names it with its index.
+            If a field is missing or invalid; the message names it with its index.
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"trace: expected an object, got {_kind(data)}")
@@ -230,7 +230,7 @@ def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
         raise ValueError(f"{where}.bytes: {tensor.bytes} is negative; write at least 0")
     for field in _NODE_NUMBERS:
         if not 0 <= getattr(tensor, field) < node_count:
-            raise ValueError(f"{where}.{field}: {getattr(tensor, field)} is no node; there are {node_count}, from 0")
+            raise ValueError(f"{where}.{field}: {getattr(tensor, field)} is not a node; there are {node_count}, from 0")
     for early, late in pairwise(_NODE_NUMBERS):
         first, second = getattr(tensor, early), getattr(tensor, late)
         if first > second:
@@ -246,7 +246,7 @@ def _check_recompute(recompute: Recompute, where: str, own_id: int, index_of: Ma
         if source == own_id:
             raise ValueError(f"{where}.from[{i}]: {source} is the tensor itself")
         if source not in index_of:
-            raise ValueError(f"{where}.from[{i}]: {source} is the id of no tensor")
+            raise ValueError(f"{where}.from[{i}]: no tensor has the id {source}")
 
 
 def _read_node(data: Any, where: str) -> Node:

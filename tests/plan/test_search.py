@@ -255,11 +255,11 @@ def test_by_hand_senseless_numbers_are_refused(count, lead, name):
 
 def test_explain_names_what_moves_and_what_it_costs():
     hidden = fastest_plan(one_tensor(), Link(10.0, 10.0), 15).explain()
-    assert "n0 (tensor 7), 10 B: leaves at node 2 (n2), returns at node 4 (n4), 1 node before" in hidden
+    assert "n0 (tensor 7), 10 B: released at node 2 (n2), prefetched at node 4 (n4), 1 node before" in hidden
     assert "hidden" in hidden
     late = fastest_plan(one_tensor(), Link(5.0, 2.5), 15).explain()
     assert "compute waits" in late
-    assert "for it to return" in late
+    assert "for the copy-in" in late
 
 
 def test_a_plan_without_limit_is_certified_at_its_own_peak():

@@ -54,7 +54,7 @@ def four_nodes():
 @pytest.mark.parametrize(
     ("swaps", "message"),
     [
-        ([Swap(8, 1, 3)], "8 is the id of no tensor"),
+        ([Swap(8, 1, 3)], "no tensor has the id 8"),
         ([Swap(7, 1, 3), Swap(7, 2, 3)], "tensor 7 is swapped twice"),
         ([Swap(7, 0, 3)], "last_forward 0 < release"),
         ([Swap(7, 3, 2)], "release 3 and prefetch 2"),

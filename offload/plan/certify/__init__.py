@@ -1,1 +1,1 @@
-"""How far a plan can be from the fastest one: exact solutions and bounds from integer programs."""
+"""Exact plans and lower bounds by mixed-integer programming: how far a plan is from the fastest one."""

@@ -1,6 +1,6 @@
-"""The fastest plan of a small instance, by mixed-integer programming.
+"""The fastest swap-only plan of a small trace, by mixed-integer programming.
 
-Place on the data path: none; it judges the search, in tests and in ``offload plan --exact``.
+Place on the data path: none. Tests and ``offload plan --exact`` compare the search with it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class ExactSwaps:
     swaps : tuple of Swap
         The best plan found.
     step_seconds : float
-        Its step time.
+        Its step time, in seconds.
     optimal : bool
-        Whether it is proven that no swap-only plan is faster (to a relative 1e-6).
+        Whether it is proven that no swap-only plan is faster, to a relative 1e-6.
     """
 
     swaps: tuple[Swap, ...]
@@ -41,47 +41,48 @@ class ExactSwaps:
 def fastest_swaps(
     trace: Trace, link: Link, limit_bytes: int, incumbent: Sequence[Swap], *, seconds_max: float = 60.0
 ) -> ExactSwaps:
-    """Return the fastest swap-only plan within a limit, proven where `optimal` is set.
+    """Return the fastest swap-only plan within a limit that the solver finds in a given time.
 
     Parameters
     ----------
     trace : Trace
-        The step; small, since the effort grows steeply with tensors and nodes.
+        The step. The solver's time grows steeply with its tensors and nodes.
     link : Link
         Bandwidths and latency.
     limit_bytes : int
-        Limit on the resident bytes.
+        Limit on the resident bytes, in bytes.
     incumbent : sequence of Swap
-        A plan within the limit; the answer is never slower.
+        A plan within the limit. The result is at least as fast.
     seconds_max : float, default 60.0
-        Time after which the solver stops with the best plan so far, in seconds.
+        Time limit of the solver, in seconds; at the limit it returns the best plan so far.
 
     Returns
     -------
     ExactSwaps
-        The plan, its step time, and whether it is proven optimal.
+        The plan, its step time in seconds, and whether it is proven optimal.
 
     Raises
     ------
     ImportError
         If scipy is not installed.
     ValueError
-        If the instance is too large for the method.
+        If the trace needs more than `BINARIES_MAX` binary variables.
     InfeasibleLimitError
         If no plan keeps the limit.
 
     Notes
     -----
-    Binary variables say, for each tensor and node, whether the release and whether the prefetch has come; times are
-    continuous and bounded from below only, so that the least step time is the time that `simulate` gives. The
-    incumbent bounds every time from above, which keeps the disjunctions tight.
+    For each tensor and node, two binary variables state whether the tensor has been released and whether it has been
+    prefetched by then. Start and end times are continuous variables with lower bounds from the rules of `simulate`, so
+    minimizing the end of the step gives the time that `simulate` gives. The constraints that hold only for a swapped
+    tensor use big-M terms; the incumbent's step time bounds every time from above and keeps these terms small.
     """
     check_limit(trace, limit_bytes)
     best = simulate(trace, incumbent, link).step_seconds
     step = Step(trace, link)
     if best <= step.clock[-1]:
         return ExactSwaps(tuple(sorted(incumbent)), best, optimal=True)
-    binaries = 2 * sum(back - free + 1 for back, free in zip(step.back_at, step.free_from, strict=True))
+    binaries = 2 * sum(last - first + 1 for last, first in zip(step.first_backward, step.release_min, strict=True))
     if binaries > BINARIES_MAX:
         raise ValueError(
             f"exact: {binaries} binary variables, the limit is {BINARIES_MAX}; leave exact out for a trace of this size"
@@ -95,90 +96,107 @@ def fastest_swaps(
 
 
 def _solve(step: Step, limit_bytes: int, best: float, seconds_max: float) -> tuple[tuple[Swap, ...] | None, bool]:
+    """Return the fastest plan found, None where none is faster than `best`, and whether this is proven."""
     program = Program()
-    gone = [_flags(program, step, i) for i in range(step.count)]
-    back = [_flags(program, step, i) for i in range(step.count)]
+    released = [_binaries(program, step, i) for i in range(step.count)]
+    prefetched = [_binaries(program, step, i) for i in range(step.count)]
     for i in range(step.count):
-        last = step.back_at[i]
-        for k in range(step.free_from[i], last + 1):
-            program.require([(1.0, gone[i][k]), (-1.0, back[i][k])], 0.0)
+        last = step.first_backward[i]
+        for k in range(step.release_min[i], last + 1):
+            program.require([(1.0, released[i][k]), (-1.0, prefetched[i][k])], 0.0)
             if k < last:
-                program.require([(1.0, gone[i][k + 1]), (-1.0, gone[i][k])], 0.0)
-                program.require([(1.0, back[i][k + 1]), (-1.0, back[i][k])], 0.0)
-        program.require([(1.0, back[i][last]), (-1.0, gone[i][last])], 0.0)
-    _limit_rows(program, step, limit_bytes, gone, back)
-    solution = program.minimize(_time_rows(program, step, best, gone, back), seconds_max)
-    if solution.values is None:  # optimal here: nothing is faster than the incumbent
+                program.require([(1.0, released[i][k + 1]), (-1.0, released[i][k])], 0.0)
+                program.require([(1.0, prefetched[i][k + 1]), (-1.0, prefetched[i][k])], 0.0)
+        program.require([(1.0, prefetched[i][last]), (-1.0, released[i][last])], 0.0)
+    _add_limit_rows(program, step, limit_bytes, released, prefetched)
+    solution = program.minimize(_add_time_rows(program, step, best, released, prefetched), seconds_max)
+    if solution.values is None:  # `optimal` then states that nothing is faster than the incumbent
         return None, solution.optimal
     swaps = []
     for i in range(step.count):
-        left = [k for k, column in gone[i].items() if solution.values[column] > 0.5]
-        came = [k for k, column in back[i].items() if solution.values[column] > 0.5]
-        if left and came and min(left) < min(came):
-            swaps.append(Swap(step.ids[i], min(left), min(came)))
+        away = [k for k, column in released[i].items() if solution.values[column] > 0.5]
+        back = [k for k, column in prefetched[i].items() if solution.values[column] > 0.5]
+        if away and back and min(away) < min(back):
+            swaps.append(Swap(step.ids[i], min(away), min(back)))
     return tuple(sorted(swaps)), solution.optimal
 
 
-def _flags(program: Program, step: Step, i: int) -> dict[int, int]:
-    """Return a binary variable for each node at which tensor i may have left, or come back."""
-    return {k: program.variable(0.0, 1.0, integer=True) for k in range(step.free_from[i], step.back_at[i] + 1)}
+def _binaries(program: Program, step: Step, i: int) -> dict[int, int]:
+    """Return a binary variable for each node at which tensor i may be released or prefetched."""
+    nodes = range(step.release_min[i], step.first_backward[i] + 1)
+    return {k: program.variable(0.0, 1.0, integer=True) for k in nodes}
 
 
-def _limit_rows(
-    program: Program, step: Step, limit_bytes: int, gone: Sequence[dict[int, int]], back: Sequence[dict[int, int]]
+def _add_limit_rows(
+    program: Program,
+    step: Step,
+    limit_bytes: int,
+    released: Sequence[dict[int, int]],
+    prefetched: Sequence[dict[int, int]],
 ) -> None:
+    """Add for each node over the limit: the bytes that are swapped out cover the excess."""
     scale = float(max(step.bytes, default=1)) or 1.0
     for k in range(step.node_count):
-        excess = int(step.kept[k]) - limit_bytes
+        excess = int(step.unswapped_bytes[k]) - limit_bytes
         if excess <= 0:
             continue
         terms = []
         for i in range(step.count):
-            if step.free_from[i] <= k < step.back_at[i]:
-                terms += [(step.bytes[i] / scale, gone[i][k]), (-step.bytes[i] / scale, back[i][k])]
+            if step.release_min[i] <= k < step.first_backward[i]:
+                terms += [(step.bytes[i] / scale, released[i][k]), (-step.bytes[i] / scale, prefetched[i][k])]
         program.require(terms, excess / scale)
 
 
-def _time_rows(
-    program: Program, step: Step, best: float, gone: Sequence[dict[int, int]], back: Sequence[dict[int, int]]
+def _add_time_rows(
+    program: Program,
+    step: Step,
+    best: float,
+    released: Sequence[dict[int, int]],
+    prefetched: Sequence[dict[int, int]],
 ) -> int:
-    """Write down when everything happens, in units of the incumbent's step time; return the end's variable."""
+    """Add the rules of `simulate`; return the variable of the step's end. The incumbent takes 100 units of time."""
     unit = best / 100.0
     clock = [seconds / unit for seconds in step.clock]
-    late = 100.0 - clock[-1]  # how far any node may fall behind
-    ready = [program.variable(clock[k], clock[k] + late) for k in range(step.node_count)]
-    start = [program.variable(clock[k], clock[k] + late) for k in range(step.node_count)]
+    delay_max = 100.0 - clock[-1]  # of any node, in a plan that is at least as fast as the incumbent
+    ready = [program.variable(clock[k], clock[k] + delay_max) for k in range(step.node_count)]
+    start = [program.variable(clock[k], clock[k] + delay_max) for k in range(step.node_count)]
     end = program.variable(clock[-1], 100.0)
     for k in range(step.node_count):
         seconds = step.seconds[k] / unit
         program.require([(1.0, start[k]), (-1.0, ready[k])], 0.0)
         program.require([(1.0, ready[k + 1] if k + 1 < step.node_count else end), (-1.0, start[k])], seconds)
-    far = 100.0
+    time_max = 100.0
     previous = program.variable(0.0, 0.0)
     for i in range(step.count):  # the copy-out channel, in its fixed order
-        seconds, swapped = step.out_seconds[i] / unit, gone[i][step.back_at[i]]
-        free = program.variable(0.0, far)
-        program.require([(1.0, free), (-1.0, previous), (-seconds, swapped)], 0.0)
+        seconds, swapped = step.out_seconds[i] / unit, released[i][step.first_backward[i]]
+        channel_free = program.variable(0.0, time_max)
+        program.require([(1.0, channel_free), (-1.0, previous), (-seconds, swapped)], 0.0)
         packed_end = step.seconds[step.packed[i]] / unit
-        reach = clock[step.packed[i] + 1] + late + seconds
-        program.require([(1.0, free), (-1.0, start[step.packed[i]]), (-reach, swapped)], packed_end + seconds - reach)
-        for k, column in gone[i].items():
-            slack = max(0.0, far - clock[k])
-            program.require([(1.0, ready[k]), (-1.0, free), (-slack, column)], -slack)
-        previous = free
+        big_m = clock[step.packed[i] + 1] + delay_max + seconds
+        program.require(
+            [(1.0, channel_free), (-1.0, start[step.packed[i]]), (-big_m, swapped)], packed_end + seconds - big_m
+        )
+        for k, column in released[i].items():
+            big_m = max(0.0, time_max - clock[k])
+            program.require([(1.0, ready[k]), (-1.0, channel_free), (-big_m, column)], -big_m)
+        previous = channel_free
     previous = program.variable(0.0, 0.0)
-    for k in range(step.node_count):  # the copy-in channel: by prefetch node, then first use, then id
-        for i in step.by_use:
-            if not step.free_from[i] <= k <= step.back_at[i]:
+    for k in range(step.node_count):  # the copy-in channel: by prefetch, then first_backward, then id
+        for i in step.copy_in_order:
+            use = step.first_backward[i]
+            if not step.release_min[i] <= k <= use:
                 continue
             seconds = step.in_seconds[i] / unit
-            chosen = [(1.0, back[i][k])] + ([(-1.0, back[i][k - 1])] if k > step.free_from[i] else [])
-            free = program.variable(0.0, far)
-            reach = clock[k] + late + seconds
-            use = start[step.back_at[i]]
-            slack = max(0.0, far - clock[step.back_at[i]])
-            program.require([(1.0, free), (-1.0, previous)] + [(-seconds * c, v) for c, v in chosen], 0.0)
-            program.require([(1.0, free), (-1.0, ready[k])] + [(-reach * c, v) for c, v in chosen], seconds - reach)
-            program.require([(1.0, use), (-1.0, free)] + [(-slack * c, v) for c, v in chosen], -slack)
-            previous = free
+            here = [(1.0, prefetched[i][k])]  # 1 where the tensor is prefetched at node k
+            if k > step.release_min[i]:
+                here.append((-1.0, prefetched[i][k - 1]))
+            channel_free = program.variable(0.0, time_max)
+            ready_m = clock[k] + delay_max + seconds
+            use_m = max(0.0, time_max - clock[use])
+            program.require([(1.0, channel_free), (-1.0, previous)] + [(-seconds * c, v) for c, v in here], 0.0)
+            program.require(
+                [(1.0, channel_free), (-1.0, ready[k])] + [(-ready_m * c, v) for c, v in here], seconds - ready_m
+            )
+            program.require([(1.0, start[use]), (-1.0, channel_free)] + [(-use_m * c, v) for c, v in here], -use_m)
+            previous = channel_free
     return end

@@ -1,6 +1,6 @@
-"""A mixed-integer program as it is written down, row by row, and its solution by scipy's HiGHS.
+"""A mixed-integer program, built row by row and solved by HiGHS through SciPy.
 
-Place on the data path: none; `exact` and `proof` state what they want to know with it.
+Place on the data path: none; `exact` and `proof` build their programs with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Solution:
     Parameters
     ----------
     values : sequence of float or None
-        Of every variable; None where no solution was found.
+        The value of each variable; None where no solution was found.
     bound : float
-        What no solution is below; infinite where it is proven that there is none.
+        Lower bound on the objective of every solution; infinite where it is proven that there is none.
     optimal : bool
-        Whether the search ended: nothing is better than `values`, or there is no solution at all.
+        Whether the solver finished within its time: `values` are optimal, or there is no solution.
     """
 
     values: Sequence[float] | None
@@ -35,7 +35,7 @@ class Solution:
 
 @dataclass(slots=True)
 class Program:
-    """Rows and columns of a program as they are written down."""
+    """Variables with bounds, and constraints as rows of a sparse matrix in coordinate form."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Program:
         return len(self.lower) - 1
 
     def require(self, terms: Sequence[tuple[float, int]], at_least: float) -> None:
-        """Add the row: sum of coefficient times variable >= at_least."""
+        """Add the constraint: the sum of coefficient times variable is >= at_least."""
         row = len(self.at_least)
         for value, column in terms:
             self.rows.append(row)
@@ -62,7 +62,16 @@ class Program:
         self.at_least.append(at_least)
 
     def minimize(self, column: int, seconds_max: float, gap: float = 1e-6) -> Solution:
-        """Return the solution with the least value of one variable, to a relative `gap`.
+        """Minimize one variable.
+
+        Parameters
+        ----------
+        column : int
+            The variable.
+        seconds_max : float
+            Time limit of the solver, in seconds.
+        gap : float, default 1e-6
+            Relative gap between solution and bound at which the solver stops.
 
         Raises
         ------

@@ -1,6 +1,6 @@
-"""How close to the fastest any plan is, for steps that are too large for the exact planner.
+"""A tighter lower bound on the step time, for traces that are too large for the exact planner.
 
-Place on the data path: none; it judges the search and the bound, in the bench.
+Place on the data path: none. The bench and users compare plans and the cut bound with it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ import numpy as np
 
 from offload.plan.bounds import check_limit, cut_bounds
 from offload.plan.certify.program import Program
-from offload.plan.placement import Ints, Schedule, Step
+from offload.plan.placement import Ints, Step, SwapPlacement
 from offload.plan.simulate import Link, Swap, resident_bytes, simulate
 from offload.plan.trace import Trace
 
 __all__ = ["Proof", "prove"]
 
-_UNIT = 100.0  # the program's times: this many for the incumbent's step
-_SPARE = 1e-6  # relative, by which the incumbent may exceed itself
+_UNITS = 100.0  # the incumbent's step time in the program's unit of time
+_SPARE = 1e-6  # relative: the program admits plans this much slower than the incumbent, against rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """How close to the fastest a plan is.
+    """A plan and a proven lower bound.
 
     Parameters
     ----------
     swaps : tuple of Swap
-        The plan; the incumbent, or a faster one that was met.
+        The plan: the incumbent, or a faster one that was found on the way.
     step_seconds : float
-        Its step time.
+        Its step time, in seconds.
     bound_seconds : float
-        What no swap-only plan within the limit can beat, proven; at least the bound of two cuts.
+        Lower bound on the step time of every swap-only plan within the limit, in seconds; at least the double bound of
+        `cut_bounds`.
     """
 
     swaps: tuple[Swap, ...]
@@ -43,7 +44,7 @@ class Proof:
 
     @property
     def gap(self) -> float:
-        """By what share a faster plan could be faster, at most."""
+        """Relative difference between step time and bound."""
         return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
 
 
@@ -56,7 +57,9 @@ def prove(
     gap: float = 0.001,
     seconds_max: float = 60.0,
 ) -> Proof:
-    """Return what no swap-only plan can beat, where tensors move whole and in their order.
+    """Return a lower bound on the step time of every swap-only plan within a limit.
+
+    It is tighter than `cut_bounds`: tensors are swapped as a whole and in queue order.
 
     Parameters
     ----------
@@ -65,18 +68,18 @@ def prove(
     link : Link
         Bandwidths and latency.
     limit_bytes : int
-        Limit on the resident bytes.
+        Limit on the resident bytes, in bytes.
     incumbent : sequence of Swap
         A plan within the limit.
     gap : float, default 0.001
-        Between plan and bound; a smaller one is not sought.
+        Relative difference between plan and bound at which the refinement stops.
     seconds_max : float, default 60.0
-        Time after which the solver stops with the bound so far, in seconds.
+        Time limit, in seconds; at the limit the best bound so far is returned.
 
     Returns
     -------
     Proof
-        The bound, and the fastest plan that was met on the way.
+        The bound, and the fastest plan that was found on the way.
 
     Raises
     ------
@@ -85,20 +88,26 @@ def prove(
     InfeasibleLimitError
         If no plan keeps the limit.
     ValueError
-        If the incumbent does not.
+        If the incumbent exceeds the limit.
 
     Notes
     -----
-    The limit is asked for at some nodes only, the cuts, so that whatever the program says no plan can beat. Binary
-    variables tell which tensors swap, and which of them have left, and come back, at each cut k. Four things hold in
-    every plan. (1) What is away at k are at least the bytes that are too many there. (2) One channel copies out in
-    the order of packing: where a tensor has left by k, so has every swapped one before it; node k is not ready
-    before any node p has ended and all that was packed at p or later and has left by k has been copied. (3) One
-    channel copies in: after node k has ended, all that is away at k and used by node u is copied before u starts.
-    (4) Nodes take their time, one after another. None needs a large constant, so the program is solved quickly.
+    The program is a relaxation: it enforces the limit only at some nodes, the cuts. Its optimum is therefore a valid
+    lower bound. Binary variables state which tensors swap, and for each cut k which are released and which are
+    prefetched by then. Four constraints hold in every plan:
 
-    First the cuts are those at which the incumbent waits. What the program takes for the best set of tensors is then
-    scheduled; where it exceeds the limit or waits, cuts are added, until the bound is near the plan.
+    1. The bytes that are swapped out at k cover the excess over the limit there.
+    2. The copy-out channel is FIFO in pack order: if a tensor is released by k, all swapped tensors packed before it
+       have been copied out. So node k is not ready before any node p has ended and all tensors that were packed at p
+       or later and are released by k have been copied after that.
+    3. The copy-in channel is FIFO: between the end of node k and the start of node u, all tensors that are swapped out
+       at k and used at u or before are copied in.
+    4. Nodes run one after another, each for its time.
+
+    None needs a big-M term, so the program is solved quickly.
+
+    The first cuts are the nodes where the incumbent waits. Each solution's set of tensors is then placed. The nodes
+    where it exceeds the limit or waits become cuts, until the bound is close to the best plan.
 
     Examples
     --------
@@ -116,18 +125,18 @@ def prove(
     step = Step(trace, link)
     swaps, best = tuple(sorted(incumbent)), simulate(trace, incumbent, link).step_seconds
     bound = min(best, max(step.compute_seconds, cut_bounds(trace, limit_bytes, link).double))
-    excess = step.kept - limit_bytes
-    cuts = _waits(trace, link, swaps, excess)
+    excess = step.unswapped_bytes - limit_bytes
+    cuts = _stall_nodes(trace, link, swaps, excess)
     end = time.monotonic() + seconds_max
     while best > bound * (1 + gap) and time.monotonic() < end:
-        numbers, value = _relaxed(step, excess, sorted(cuts), best, gap / 10, end - time.monotonic())
+        indices, value = _solve_relaxation(step, excess, sorted(cuts), best, gap / 10, end - time.monotonic())
         bound = min(best, max(bound, value))
-        if numbers is None:
+        if indices is None:
             break
-        more = _overfull(step, numbers, limit_bytes)
-        found = step.schedule(numbers, limit_bytes)
+        more = _overfull_nodes(step, indices, limit_bytes)
+        found = step.place(indices, limit_bytes)
         if found is not None:
-            more |= _waits(trace, link, step.swaps(found), excess)
+            more |= _stall_nodes(trace, link, step.swaps(found), excess)
             swaps, best = _faster(trace, link, step, found, swaps, best)
         if more <= cuts:
             beside = {k + side for k in cuts for side in (-1, 1)}
@@ -139,67 +148,67 @@ def prove(
 
 
 def _faster(
-    trace: Trace, link: Link, step: Step, found: Schedule, swaps: tuple[Swap, ...], best: float
+    trace: Trace, link: Link, step: Step, found: SwapPlacement, swaps: tuple[Swap, ...], best: float
 ) -> tuple[tuple[Swap, ...], float]:
     seconds = simulate(trace, step.swaps(found), link).step_seconds
     return (step.swaps(found), seconds) if seconds < best else (swaps, best)
 
 
-def _waits(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -> set[int]:
-    """Return the nodes whose memory a plan waits for: where too much leaves late, or keeps copies from beginning."""
+def _stall_nodes(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -> set[int]:
+    """Return the nodes over the limit that cause a plan's stalls: they wait for copy-outs, or delay a late copy-in."""
     timing = simulate(trace, swaps, link)
     first_backward = {tensor.id: tensor.first_backward for tensor in trace.tensors}
     copied = {copy.id: copy.end for copy in timing.copy_ins}
-    least = 1e-9 * timing.step_seconds
+    stall_min = 1e-9 * timing.step_seconds
     ended = (0.0, *timing.finish)
-    nodes = {k for k, ready in enumerate(timing.ready) if ready - ended[k] > least}
+    nodes = {k for k, ready in enumerate(timing.ready) if ready - ended[k] > stall_min}
     for swap in swaps:
-        if copied[swap.id] - timing.ready[first_backward[swap.id]] > least:
+        if copied[swap.id] - timing.ready[first_backward[swap.id]] > stall_min:
             nodes.add(swap.prefetch - 1)
     return {k for k in nodes if excess[k] > 0}
 
 
-def _overfull(step: Step, numbers: Iterable[int], limit_bytes: int) -> set[int]:
-    """Return the nodes at which a set of tensors exceeds the limit, the worst of each run of them."""
-    room = step.room(list(numbers), limit_bytes)
-    below = np.flatnonzero(room < 0)
+def _overfull_nodes(step: Step, indices: Iterable[int], limit_bytes: int) -> set[int]:
+    """Return the node with the largest excess of each run of nodes at which a set of tensors exceeds the limit."""
+    headroom = step.headroom(list(indices), limit_bytes)
+    below = np.flatnonzero(headroom < 0)
     runs = np.split(below, np.flatnonzero(np.diff(below) > 1) + 1)
-    return {int(run[room[run].argmin()]) for run in runs if run.size}
+    return {int(run[headroom[run].argmin()]) for run in runs if run.size}
 
 
-def _relaxed(
+def _solve_relaxation(
     step: Step, excess: Ints, cuts: Sequence[int], best: float, gap: float, seconds_max: float
 ) -> tuple[list[int] | None, float]:
-    """Return the set of tensors that is best as far as the cuts tell, and what no plan can beat, in seconds."""
-    unit = best / _UNIT
-    late = (best * (1 + _SPARE) - step.compute_seconds) / unit
+    """Return the set of tensors in the best solution with these cuts, and the lower bound in seconds."""
+    unit = best / _UNITS
+    delay_max = (best * (1 + _SPARE) - step.compute_seconds) / unit
     program = Program()
-    ready = [program.variable(at / unit, at / unit + late) for at in step.clock]
-    start = [program.variable(at / unit, at / unit + late) for at in step.clock[:-1]]
+    ready = [program.variable(at / unit, at / unit + delay_max) for at in step.clock]
+    start = [program.variable(at / unit, at / unit + delay_max) for at in step.clock[:-1]]
     for k, seconds in enumerate(step.seconds):
         program.require([(1.0, start[k]), (-1.0, ready[k])], 0.0)
         program.require([(1.0, ready[k + 1]), (-1.0, start[k])], seconds / unit)
     swapped = [program.variable(0.0, 1.0, integer=True) for _ in range(step.count)]
     scale = float(max(step.bytes, default=1)) or 1.0
-    gone: dict[int, int] = {}  # by tensor: whether it has left by the last cut, and whether it has come back
-    back: dict[int, int] = {}
+    released: dict[int, int] = {}  # by tensor, at the last cut that it covers
+    prefetched: dict[int, int] = {}
     for k in cuts:
-        covering = [i for i in range(step.count) if step.free_from[i] <= k < step.back_at[i]]
+        covering = [i for i in range(step.count) if step.release_min[i] <= k < step.first_backward[i]]
         for i in covering:
             here = [program.variable(0.0, 1.0, integer=True) for _ in range(2)]
             program.require([(1.0, swapped[i]), (-1.0, here[0])], 0.0)
             program.require([(1.0, here[0]), (-1.0, here[1])], 0.0)
-            if i in gone:
-                program.require([(1.0, here[0]), (-1.0, gone[i])], 0.0)
-                program.require([(1.0, here[1]), (-1.0, back[i])], 0.0)
-            gone[i], back[i] = here
-        away = {i: [(step.bytes[i] / scale, gone[i]), (-step.bytes[i] / scale, back[i])] for i in covering}
+            if i in released:
+                program.require([(1.0, here[0]), (-1.0, released[i])], 0.0)
+                program.require([(1.0, here[1]), (-1.0, prefetched[i])], 0.0)
+            released[i], prefetched[i] = here
+        away = {i: [(step.bytes[i] / scale, released[i]), (-step.bytes[i] / scale, prefetched[i])] for i in covering}
         program.require([term for terms in away.values() for term in terms], int(excess[k]) / scale)
-        _leave_before(program, step, k, {i: gone[i] for i in covering}, swapped, (ready[k], start), unit)
-        for use in sorted({step.back_at[i] for i in covering}):
-            copied = [i for i in covering if step.back_at[i] <= use]
-            terms = [(-step.in_seconds[i] / unit, gone[i]) for i in copied]
-            terms += [(step.in_seconds[i] / unit, back[i]) for i in copied]
+        _add_copy_out_rows(program, step, k, {i: released[i] for i in covering}, swapped, (ready[k], start), unit)
+        for use in sorted({step.first_backward[i] for i in covering}):
+            copied = [i for i in covering if step.first_backward[i] <= use]
+            terms = [(-step.in_seconds[i] / unit, released[i]) for i in copied]
+            terms += [(step.in_seconds[i] / unit, prefetched[i]) for i in copied]
             program.require([(1.0, start[use]), (-1.0, start[k]), *terms], step.seconds[k] / unit)
     solution = program.minimize(ready[-1], seconds_max, gap)
     if solution.values is None:
@@ -207,18 +216,18 @@ def _relaxed(
     return [i for i, column in enumerate(swapped) if solution.values[column] > 0.5], solution.bound * unit
 
 
-def _leave_before(
+def _add_copy_out_rows(
     program: Program,
     step: Step,
     k: int,
-    gone: dict[int, int],
+    released: dict[int, int],
     swapped: Sequence[int],
     times: tuple[int, Sequence[int]],
     unit: float,
 ) -> None:
-    """Write down that what has left by node k has been copied out before, in the order of packing."""
+    """Add constraint 2 for the cut k: tensors released by k have been copied out before, in pack order."""
     ready, start = times
-    passed: list[int] = []  # how far the queue has come, tensor by tensor
+    passed: list[int] = []  # by tensor: whether the channel has reached its place in the queue by k
     copied: list[tuple[float, int]] = []
     nodes: list[int] = []
     for i in range(step.count):
@@ -229,9 +238,9 @@ def _leave_before(
             program.require([(1.0, passed[-2]), (-1.0, passed[-1])], 0.0)
         done = program.variable(0.0, 1.0)
         program.require([(1.0, done), (-1.0, swapped[i]), (-1.0, passed[-1])], -1.0)
-        if i in gone:
-            program.require([(1.0, passed[-1]), (-1.0, gone[i])], 0.0)
-            program.require([(1.0, done), (-1.0, gone[i])], 0.0)
+        if i in released:
+            program.require([(1.0, passed[-1]), (-1.0, released[i])], 0.0)
+            program.require([(1.0, done), (-1.0, released[i])], 0.0)
         copied.append((-step.out_seconds[i] / unit, done))
         nodes.append(step.packed[i])
     for first, node in enumerate(nodes):
