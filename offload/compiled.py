@@ -6,31 +6,21 @@ ended, and its backward takes all of them back before it begins.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from offload.units import format_bytes
 
 _REASON = (
     "offload enters its hooks here, which a graph cannot contain: enable what torch.compile returned, "
     "offload.enable(torch.compile(model, fullgraph=True))"
-)
-_TRACED_NEVER = (
-    "offload.compiled",
-    "offload.allocations",
-    "offload.course",
-    "offload.engine",
-    "offload.forward_wrapper",
-    "offload.held",
-    "offload.hooks",
-    "offload.planning",
-    "offload.profiler",
-    "offload.refusals",
-    "offload.session",
 )
 _COMPILED_NODE = "CompiledFunctionBackward"
 
@@ -63,7 +53,7 @@ def untraced(function: Callable[..., Result], *args: object) -> Result:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is None:
             return function(*args)
-        for name in _TRACED_NEVER:  # hooks are called a thousand times per step: a rule costs nothing where they run
+        for name in _own_modules():  # hooks are called a thousand times per step: a rule costs nothing where they run
             dynamo.trace_rules.add(name)
         _Tracer.call_untraced = dynamo.disable(_call)
     called: Result = _Tracer.call_untraced(function, *args)
@@ -74,10 +64,51 @@ def _call(function: Callable[..., Result], *args: object) -> Result:
     return function(*args)
 
 
+def _own_modules() -> list[str]:
+    """The modules of this package that are loaded, which what runs within a step is; not those of models."""
+    package = f"{__name__.partition('.')[0]}."
+    own = [(name, module) for name, module in list(sys.modules.items()) if name.startswith(package)]
+    # A rule for a package would be one for all that is below it.
+    return [name for name, module in own if not hasattr(module, "__path__") and not _defines_models(module)]
+
+
+def _defines_models(module: ModuleType) -> bool:
+    found = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    return any(each.__module__ == module.__name__ for each in found)
+
+
 class _Tracer:
     """What is known of torch.compile's tracer, once it is loaded."""
 
     call_untraced: Callable[..., Any] | None = None
+
+
+def with_traced_frame(forward: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
+    """A module's forward in a frame that torch.compile traces, where it would pass over forward's own.
+
+    It does so with those of torch.nn, such as Sequential's. `torch.compile(module)` adds such a frame itself where no
+    wrapper of ours hides that forward; `module.compile()` does not.
+    """
+    if not _is_passed_over(forward) or getattr(module, "_compiled_call_impl", None) is not None:
+        return forward
+    framed: Callable[..., Any] = sys.modules["torch._dynamo"].external_utils.wrap_inline(forward)
+    return framed
+
+
+def untraceable_wrappers(module: nn.Module) -> list[nn.Module]:
+    """What torch.compile has returned for a module so far, where it added a frame of its own around it.
+
+    Its graph would break at a wrapper of the module's forward.
+    """
+    if not _is_passed_over(type(module).forward):
+        return []
+    kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
+    return [each for each in gc.get_objects() if type(each) is kind and each._orig_mod is module]
+
+
+def _is_passed_over(forward: Callable[..., Any]) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return isinstance(forward, FunctionType) and dynamo is not None and bool(dynamo.trace_rules.check(forward))
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ class Session(Answers):
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
             self._wrappers.append(ForwardWrapper(model, self._around_forward))
+            for outer in compiled.untraceable_wrappers(model):
+                self._wrappers.append(ForwardWrapper(outer, self._around_compiled))
             modules = dict(model.named_modules())
             for name in options.exclude:
                 self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
@@ -319,6 +321,12 @@ class Session(Answers):
     def _own_round(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         with self._round() as current:
             self._attach(current, args, kwargs)
+            yield
+
+    @contextmanager
+    def _around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around what torch.compile returned, whose graph shall show the model as it is without the engine."""
+        with self._around_forward(args, kwargs), self._wrappers[0].lifted():
             yield
 
     @contextmanager
