@@ -33,6 +33,7 @@ class ForwardWrapper:
             own.put_back(module)
         elif isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
             del module.__dict__["forward"]  # what a deep copy of an enabled module carries: the plain one
+        self._framed: Callable[..., Any] | None = None
         self._is_wanted = True
         self._lifts = 0
         self._lock = threading.Lock()
@@ -56,12 +57,20 @@ class ForwardWrapper:
                 result = self._inner(*args, **kwargs)
             else:
                 module = self._module()
-                result = with_traced_frame(self._inner, module)(module, *args, **kwargs)
+                result = untraced(self._traced, module)(module, *args, **kwargs)
         except BaseException as error:
             untraced(around.__exit__, type(error), error, error.__traceback__)
             raise
         untraced(around.__exit__, None, None, None)
         return result
+
+    def _traced(self, module: nn.Module | None) -> Callable[..., Any]:
+        """The class's forward, such that torch.compile compiles it as it would have without this wrapper."""
+        if self._framed is None:
+            self._framed = with_traced_frame(self._inner)
+        if self._framed is None or getattr(module, "_compiled_call_impl", None) is not None:
+            return self._inner  # module.compile() adds no frame
+        return self._framed
 
     @opaque
     def _twin_calling(self) -> nn.Module | None:

@@ -5,17 +5,16 @@ On the data path: a signature's first step is recorded here; later steps follow 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.allocations import DeviceAllocations, HostAllocations, SavedBytes, watch_allocations
+from offload.call_stack import running_module
 from offload.compiled import is_compiled_node
 from offload.course import Stopwatch
 from offload.engine import Engine, Lease, LeaseReference, has_storage
@@ -24,8 +23,6 @@ from offload.schedule import SavedEntry, StepOrder
 from offload.trace import Node, SavedTensor, Trace
 
 _ROOT = "forward"
-# What runs when a module is called. Hooks would show it too, but torch.compile traces those: its graphs would break.
-_CALLS = frozenset((nn.Module.__call__.__code__, nn.Module._call_impl.__code__))
 
 
 class Recorder:
@@ -166,7 +163,7 @@ class Profiler(Recorder):
         self._groups: dict[int, Group] = {}  # by identity of the storage, while it is alive
         self._all_groups: list[Group] = []
         self._memory: HostAllocations | DeviceAllocations = watch_allocations(engine.device)
-        weakref.finalize(self, self._memory.stop).atexit = False
+        weakref.finalize(self, self._memory.stop)
         self._memory.node(0)
 
     @property
@@ -240,14 +237,8 @@ class Profiler(Recorder):
         self._names.append(self._module)
 
     def _note_module(self, pack_index: int) -> None:
-        """Name this pack after the model's innermost module whose call is running in this thread."""
-        frame: FrameType | None = sys._getframe(1)
-        self._module = _ROOT
-        while frame is not None and self._module == _ROOT:
-            if frame.f_code in _CALLS:
-                self._module = self._module_names.get(id(frame.f_locals.get("self"))) or _ROOT
-            frame = frame.f_back
-        self._pack_names[pack_index] = self._module
+        """Name this pack after the module that is running."""
+        self._module = self._pack_names[pack_index] = running_module(self._module_names) or _ROOT
 
     def profile(self) -> Profile | None:
         """What was recorded. None where the step is not over yet."""

@@ -79,6 +79,7 @@ class Session(Answers):
             self._held.on_optimizer_step(self._planning.stop)
         self._warned: set[type] = set()
         self._compiled_demand: compiled.Demand | None = None
+        self._fallbacks = compiled.Fallbacks()
         self._left_to_checkpoint = False
         self._wrappers: list[ForwardWrapper] = []
         self._feeds: list[Feed] = []
@@ -287,6 +288,7 @@ class Session(Answers):
     @contextmanager
     def _round(self) -> Iterator[Round]:
         current = self._make_round(self)
+        self._fallbacks.round_begins()
         self._local.excluded = 0
         self.counts.begin_round()
         hooks = RoundHooks(current)
@@ -300,6 +302,7 @@ class Session(Answers):
             raise
         finally:
             self._local.hooks = around
+            self._fallbacks.round_ends()
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         if not self._applies():
@@ -408,6 +411,7 @@ class Session(Answers):
             yield f"the plan swaps nothing: hooks are off ({bare})"
         if self._compiled_demand is not None:
             yield str(self._compiled_demand)
+        yield from self._fallbacks.notes()
         if isinstance(self._planning, ByPlan) and not self._planning.knows_temporaries:
             yield (
                 "a step was profiled while another profiler ran, or left before its backward had ended: its "

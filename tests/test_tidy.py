@@ -13,7 +13,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref\(")
 # Layers from the bottom up: a module may import from its own layer and from those below.
 LAYERS = [
-    {"units", "weak", "control_group", "processes", "compiled", "refusals", "page", "_core"},
+    {"units", "weak", "call_stack", "control_group", "processes", "compiled", "refusals", "page", "_core"},
     {"trace", "allocator", "device_memory", "oom_page", "timeline"},
     {"timeline_page"},
     {"plan"},
