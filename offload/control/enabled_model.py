@@ -88,6 +88,7 @@ class EnabledModel:
         self.misplaced = ""
         self.moved = ""
         self.compiled_demand: compiled.Demand | None = None
+        self.fallbacks = compiled.Fallbacks()
         self.left_to_checkpoint = False
         self.recording: StepRecorder | None = None
         self._model = weakref.ref(model)
@@ -101,6 +102,8 @@ class EnabledModel:
         self.wraps = options.n_tensors != 0 or always
         if self.wraps:  # 0 is a true no-op: nothing is wrapped
             self._wrappers.append(ForwardWrapper(model, self._around_forward))
+            for outer in compiled.untraceable_wrappers(model):
+                self._wrappers.append(ForwardWrapper(outer, self._around_compiled))
             modules = dict(model.named_modules())
             for name in options.exclude:
                 self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
@@ -204,6 +207,7 @@ class EnabledModel:
         here = self.on_device
         made = self.recording.round(here) if self.recording is not None else None
         current = made if made is not None else Round(here)
+        self.fallbacks.round_begins()
         here.begin_round()
         hooks = RoundHooks(current)
         around = getattr(self._local, "hooks", None)
@@ -217,6 +221,7 @@ class EnabledModel:
         finally:
             hooks.__exit__()  # once more: an interrupt may have come while they went on or off
             self._local.hooks = around
+            self.fallbacks.round_ends()
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         work_off()
@@ -239,6 +244,12 @@ class EnabledModel:
     def _own_round(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         with self.round() as current:
             self.attach(current, args, kwargs)
+            yield
+
+    @contextmanager
+    def _around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Around what torch.compile returned, whose graph shall show the model as it is without the engine."""
+        with self._around_forward(args, kwargs), self._wrappers[0].lifted():
             yield
 
     def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

@@ -99,6 +99,7 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
         yield f"the plan swaps nothing: hooks are off ({bare})"
     if enabled.compiled_demand is not None:
         yield str(enabled.compiled_demand)
+    yield from enabled.fallbacks.notes()
     if isinstance(here.controller, PlanController) and not here.controller.knows_temporaries:
         yield (
             "a step was profiled while another profiler ran, or left before its backward had ended: its "

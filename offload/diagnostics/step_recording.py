@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine, SwappedView
 from offload.runtime.hooks import Packed, Policy, Round
+from offload.torch_compat.call_stack import running_module
+from offload.torch_compat.compiled import modules_in_graphs
 
 __all__ = ["StepRecording", "WatchedRound"]
 
@@ -73,7 +74,9 @@ class Clock:
 class _Mark:
     """One moment: what begins or ends then."""
 
-    kind: str  # enter, exit (of a module); pack, packed; unpack, unpacked; backward end; optimizer, optimizer end
+    # forward (of the model begins); enter, exit (of a module); pack, packed; unpack, unpacked; backward end; optimizer,
+    # optimizer end
+    kind: str
     moment: Any
     name: str
     memory: tuple[int, int, int]
@@ -90,13 +93,14 @@ class WatchedRound(Round):
     def pack(self, tensor: Tensor) -> Packed:
         """What the graph node shall hold instead of `tensor`; noted."""
         recording = self._recording
-        recording.mark("pack")
+        module = recording.running_module()
+        recording.mark("pack", module)
         packed = super().pack(tensor)
         recording.mark("packed")
         held = packed[0]
-        self._module_of[id(held)] = recording.running_module()
+        self._module_of[id(held)] = module
         if isinstance(held, SwappedView):
-            recording.name_ticket(held.ticket_id, recording.running_module())
+            recording.name_ticket(held.ticket_id, module)
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -141,14 +145,16 @@ class StepRecording:
         self._tier = tier
         self._marks: list[_Mark] = []
         self._tickets: dict[int, str] = {}
-        self._local = threading.local()
+        self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self._forwards = 0
         self._entered = False
         self._backward_noted = False
         self.is_on = True
         self._hooks: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            self._hooks += self._watch(module, name or type(module).__name__)
+        in_graphs = modules_in_graphs(model)
+        for module in model.modules():
+            if module not in in_graphs:
+                self._hooks += self._watch(module, self._names[id(module)])
         self._hooks.append(register_optimizer_step_pre_hook(lambda *_: self.mark("optimizer")))
         self._hooks.append(register_optimizer_step_post_hook(lambda *_: self.mark("optimizer end")))
         engine.store.record_copies(COPIES_MAX)
@@ -176,6 +182,7 @@ class StepRecording:
         self._forwards += 1
         if self._forwards > 1 and not self._entered:
             self.finish()
+        self.mark("forward")
 
     def mark(self, kind: str, name: str = "") -> None:
         """Note this moment."""
@@ -186,8 +193,7 @@ class StepRecording:
 
     def running_module(self) -> str:
         """Name of the innermost module that runs in this thread now."""
-        stack: list[str] = getattr(self._local, "stack", [])
-        return stack[-1] if stack else ""
+        return running_module(self._names)
 
     def name_ticket(self, ticket_id: int, module: str) -> None:
         """Say whose bytes a ticket moves."""
@@ -205,14 +211,9 @@ class StepRecording:
 
     def _watch(self, module: nn.Module, name: str) -> list[RemovableHandle]:
         def enter(module: nn.Module, args: Any) -> None:
-            stack = self._local.__dict__.setdefault("stack", [])
-            stack.append(name)
             self.mark("enter", name)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            stack = self._local.__dict__.get("stack", [])
-            if stack:
-                stack.pop()
             self.mark("exit", name)
 
         return [
@@ -273,6 +274,11 @@ class StepRecording:
                     running.append(mark.name)
                 elif running:
                     running.pop()
+            elif mark.kind == "forward":
+                since = at
+            elif mark.kind == "pack" and mark.name not in ("", *running[-1:]):  # a graph, whose modules have no hooks
+                spans.append(Span("compute", "forward", mark.name, since, at))
+                since = at
             elif mark.kind in ("unpack", "backward end", "end"):
                 if node and at > since:
                     spans.append(Span("compute", "backward", node, since, at))

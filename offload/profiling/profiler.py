@@ -5,12 +5,10 @@ On the data path: a signature's first step is recorded here; later steps follow 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
 
 import torch
 from torch import nn
@@ -22,11 +20,10 @@ from offload.runtime.engine import Engine, Lease, LeaseReference, StorageWatch, 
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import when_gone
+from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
 
 _ROOT = "forward"
-# What runs when a module is called. Hooks would show it too, but torch.compile traces those: its graphs would break.
-_CALLS = frozenset((nn.Module.__call__.__code__, nn.Module._call_impl.__code__))
 
 
 class Recorder:
@@ -244,14 +241,8 @@ class Profiler(Recorder):
         self._names.append(self._module)
 
     def _note_module(self, pack_index: int) -> None:
-        """Name this pack after the model's innermost module whose call is running in this thread."""
-        frame: FrameType | None = sys._getframe(1)
-        self._module = _ROOT
-        while frame is not None and self._module == _ROOT:
-            if frame.f_code in _CALLS:
-                self._module = self._module_names.get(id(frame.f_locals.get("self"))) or _ROOT
-            frame = frame.f_back
-        self._pack_names[pack_index] = self._module
+        """Name this pack after the module that is running."""
+        self._module = self._pack_names[pack_index] = running_module(self._module_names) or _ROOT
 
     def profile(self) -> Profile | None:
         """What was recorded. None where the step is not over yet."""

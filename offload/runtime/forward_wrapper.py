@@ -8,15 +8,16 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
-from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.compiled import opaque, untraced, with_traced_frame
 
 
 class ForwardWrapper:
@@ -32,6 +33,10 @@ class ForwardWrapper:
             own.put_back(module)
         elif isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
             del module.__dict__["forward"]  # what a deep copy of an enabled module carries: the plain one
+        self._framed: Callable[..., Any] | None = None
+        self._is_wanted = True
+        self._lifts = 0
+        self._lock = threading.Lock()
         self._was_own = "forward" in module.__dict__
         self._inner = module.__dict__.get("forward") or type(module).forward
         functools.update_wrapper(self, module.forward)
@@ -48,12 +53,24 @@ class ForwardWrapper:
         around = untraced(self._around, args, kwargs)
         try:  # around the entering too: an interrupt may come when it is done and not yet known to be
             untraced(around.__enter__)
-            result = self._inner(*args, **kwargs) if self._was_own else self._inner(self._module(), *args, **kwargs)
+            if self._was_own:
+                result = self._inner(*args, **kwargs)
+            else:
+                module = self._module()
+                result = untraced(self._traced, module)(module, *args, **kwargs)
         except BaseException as error:
             untraced(around.__exit__, type(error), error, error.__traceback__)
             raise
         untraced(around.__exit__, None, None, None)
         return result
+
+    def _traced(self, module: nn.Module | None) -> Callable[..., Any]:
+        """The class's forward, such that torch.compile compiles it as it would have without this wrapper."""
+        if self._framed is None:
+            self._framed = with_traced_frame(self._inner)
+        if self._framed is None or getattr(module, "_compiled_call_impl", None) is not None:
+            return self._inner  # module.compile() adds no frame
+        return self._framed
 
     @opaque
     def _twin_calling(self) -> nn.Module | None:
@@ -89,6 +106,26 @@ class ForwardWrapper:
 
     def undo(self) -> None:
         """Give the module its own `forward` back."""
+        with self._lock:
+            self._is_wanted = False
+            self._take_away()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Show the module as it is without this wrapper: something around the call does the wrapper's work."""
+        with self._lock:
+            self._lifts += 1
+            self._take_away()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lifts -= 1
+                module = self._module()
+                if module is not None and self._is_wanted and not self._lifts:
+                    module.__dict__["forward"] = self
+
+    def _take_away(self) -> None:
         module = self._module()
         if module is not None and module.__dict__.get("forward") is self:
             self.put_back(module)

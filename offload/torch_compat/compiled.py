@@ -6,12 +6,16 @@ ended, and its backward takes all of them back before it begins.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from offload.units import format_bytes
 
@@ -19,21 +23,7 @@ _REASON = (
     "offload enters its hooks here, which a graph cannot contain: enable what torch.compile returned, "
     "offload.enable(torch.compile(model, fullgraph=True)); before torch.export, call offload.disable(model)"
 )
-_TRACED_NEVER = (
-    "offload.runtime.activations",
-    "offload.torch_compat.compiled",
-    "offload.profiling.allocations",
-    "offload.runtime.executor",
-    "offload.runtime.engine",
-    "offload.runtime.forward_wrapper",
-    "offload.profiling.model_state",
-    "offload.runtime.hooks",
-    "offload.control.device_session",
-    "offload.control.controller",
-    "offload.profiling.profiler",
-    "offload.runtime.refusals",
-    "offload.session",
-)
+_PACKAGE = __name__.partition(".")[0]
 _COMPILED_NODE = "CompiledFunctionBackward"
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -65,7 +55,7 @@ def untraced(function: Callable[..., Result], *args: object) -> Result:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is None:
             return function(*args)
-        for name in _TRACED_NEVER:  # hooks are called a thousand times per step: a rule costs nothing where they run
+        for name in _own_modules():  # hooks are called a thousand times per step: a rule costs nothing where they run
             dynamo.trace_rules.add(name)
         _Tracer.call_untraced = dynamo.disable(_call)
     called: Result = _Tracer.call_untraced(function, *args)
@@ -76,10 +66,131 @@ def _call(function: Callable[..., Result], *args: object) -> Result:
     return function(*args)
 
 
+def _own_modules() -> list[str]:
+    """The loaded modules of this package, which are all that run within a step; not those that define models."""
+    own = [each for name, each in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
+    # A rule for a package would hold for all that is in its folder.
+    return [each.__name__ for each in own if not hasattr(each, "__path__") and not _defines_models(each)]
+
+
+def _defines_models(module: ModuleType) -> bool:
+    found = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    return any(each.__module__ == module.__name__ for each in found)
+
+
 class _Tracer:
     """What is known of torch.compile's tracer, once it is loaded."""
 
     call_untraced: Callable[..., Any] | None = None
+
+
+def with_traced_frame(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A module's forward in a frame that torch.compile traces, where it would pass over forward's own.
+
+    It does so with those of torch.nn, such as Sequential's; `torch.compile(module)` adds such a frame itself where no
+    wrapper of ours hides that forward. None while the compiler is not loaded.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return None
+    framed: Callable[..., Any] = dynamo.external_utils.wrap_inline(forward) if _is_passed_over(forward) else forward
+    return framed
+
+
+def untraceable_wrappers(module: nn.Module) -> list[nn.Module]:
+    """What torch.compile has returned for a module so far, where it added a frame of its own around it.
+
+    Its graph would break at a wrapper of the module's forward.
+    """
+    return _compiled_from(module) if _is_passed_over(type(module).forward) else []
+
+
+def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
+    """The parts of a model whose calls torch.compile traces: a hook there would break its graph."""
+    kind = _optimized_module()
+    roots = [model] if _compiled_from(model) else []
+    for part in model.modules():
+        if kind is not None and type(part) is kind:
+            roots.append(part.get_submodule("_orig_mod"))
+        elif getattr(part, "_compiled_call_impl", None) is not None:
+            roots.append(part)
+    return {part for root in roots for part in root.modules()}
+
+
+def _compiled_from(module: nn.Module) -> list[nn.Module]:
+    """What torch.compile has returned for a module, which itself does not know of it."""
+    kind = _optimized_module()
+    if kind is None:
+        return []
+    return [each for each in gc.get_objects() if type(each) is kind and each._orig_mod is module]
+
+
+def _optimized_module() -> Any:
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
+def _is_passed_over(forward: Callable[..., Any]) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return isinstance(forward, FunctionType) and dynamo is not None and bool(dynamo.trace_rules.check(forward))
+
+
+class Fallbacks:
+    """What torch.compile leaves uncompiled of a model that trains, by torch's own counters."""
+
+    def __init__(self) -> None:
+        self._attempts = 0  # to compile a frame, in this process, at the last look
+        self._failures = 0
+        self._reasons: Counter[str] = Counter()
+        self._given_up: Counter[str] = Counter()
+        self._breaks = 0
+        self._look()
+
+    def round_begins(self) -> None:
+        """Look at what was compiled since the last round, such as a function that calls the model."""
+        self._breaks += sum(count for reason, count in self._look()[1].items() if _REASON in reason)
+
+    def round_ends(self) -> None:
+        """Look at what was compiled within the round."""
+        failures, reasons = self._look()
+        ours = [reason for reason in reasons if _REASON in reason or _folder() in reason]
+        self._breaks += sum(reasons.pop(reason) for reason in ours)
+        titles = {reason.partition("\n")[0] for reason in reasons if reason in _counted("unimplemented")}
+        if failures > 0 and titles:
+            self._given_up[", ".join(sorted(titles))] += failures
+
+    def notes(self) -> Iterator[str]:
+        """What a user should hear of."""
+        for reason, count in self._given_up.items():
+            yield (
+                f"torch.compile gave up on {count} of this model's functions, which run uncompiled: {reason}; "
+                "TORCH_LOGS=recompiles,graph_breaks shows which and why"
+            )
+        if self._breaks:
+            yield (
+                f"torch.compile broke its graphs {self._breaks} times where offload enters its hooks: compile the "
+                "model by itself, offload.enable(torch.compile(model)), and exclude no module inside a graph"
+            )
+
+    def _look(self) -> tuple[int, Counter[str]]:
+        """Frames that torch gave up on since the last look, and the reasons for that and for graph breaks."""
+        frames = _counted("frames")
+        if frames["total"] == self._attempts:
+            return 0, Counter()
+        failures, reasons = self._failures, self._reasons
+        self._attempts, self._failures = frames["total"], frames["total"] - frames["ok"]
+        self._reasons = _counted("unimplemented") + _counted("graph_break")
+        return self._failures - failures, self._reasons - reasons
+
+
+def _folder() -> str:
+    return next(iter(sys.modules[_PACKAGE].__path__))
+
+
+def _counted(what: str) -> Counter[str]:
+    """One of the tracer's counters; empty while it is not loaded."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    found: Counter[str] = utils.counters[what] if utils is not None else Counter()
+    return found
 
 
 @dataclass(frozen=True)

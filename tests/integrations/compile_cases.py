@@ -1,36 +1,10 @@
-"""What torch.compile makes of a model, with and without the engine: kernels, graph breaks, autograd nodes, gradients.
+"""Which compiled models are run with and without the engine: what is compiled how, when, and how the engine plans.
 
-    python tests/integrations/compile_cases.py [--long]      prints the table; --json reads cases from stdin
-
-Every case is a user's script in a process of its own, without a warm-up: torch's counters are read at its end. The
-processes are forked from one that has imported torch and the compiler and has compiled nothing.
+No torch here: `compile_worker.py` runs them, `test_compile_matrix.py` asks for it.
 """
 
-import argparse
-import hashlib
 import itertools
-import json
-import os
-import sys
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
-
-os.environ |= {
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in this process: a pool of compilers does not survive a fork
-    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # count what is generated, not what an earlier case has left
-    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-}
-
-import torch
-import torch._inductor.compile_fx
-from torch import nn
-from torch._dynamo.utils import counters, get_compilation_metrics
-from torch._inductor import metrics
-from torch_rig import Block, make_blocks, replace_blocks
-
-import offload
 
 MODES = {
     "default": {},
@@ -43,14 +17,12 @@ OPTIONS = {
     "": {},
     "fullgraph": {"fullgraph": True},
     "mode=default": {"mode": "default"},
-    "dynamic": {"dynamic": True},
+    "mode=default, dynamic": {"mode": "default", "dynamic": True},
     "another batch size": {},
 }
 MODELS = ("class", "sequential")
 WAYS = ("whole, the wrapper", "whole, the inner model", "whole in place", "block.compile()", "torch.compile(block)")
 ORDERS = ("enable, compile, call", "compile, enable, call", "compile, call, enable")
-STEPS = 7
-PACKAGE = str(Path(offload.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -76,129 +48,34 @@ class Case:
 def every_case() -> list[Case]:
     """The whole matrix."""
     cases = (Case(*each) for each in itertools.product(MODELS, WAYS, ORDERS, OPTIONS, MODES))
-    return [case for case in cases if possible(case)]
+    return [case for case in cases if is_worth_running(case)]
 
 
-def possible(case: Case) -> bool:
-    """Whether there is such a script, and torch itself can run it."""
+def is_worth_running(case: Case) -> bool:
+    """Whether there is such a script, and it differs from the others in what the engine does."""
     if case.way == "whole, the wrapper" and case.order.startswith("enable"):
-        return False  # what is to be enabled is what torch.compile returns
-    # torch itself takes a Sequential that is compiled in place block by block
-    return not (case.model == "sequential" and case.way == "whole in place" and case.option == "fullgraph")
+        return False  # what torch.compile returns cannot be enabled before
+    if case.option == "mode=default":
+        return case.model == "class" and case.mode == "default"  # it is torch's own default
+    return case.option in ("", "fullgraph") or (case.model == "class" and case.mode != "n_tensors=0")
 
 
 def quick_cases() -> list[Case]:
-    """Every way, order, option and mode at least once, the ones that differ most from each other."""
-    fullgraph, dynamic, default = "fullgraph", "dynamic", "mode=default"
+    """Every way, order, option and mode at least once."""
+    whole, inner, in_place, block, blocks = WAYS
     first, between, late = ORDERS
     return [
-        Case("class", "whole, the wrapper", between, "", "default"),
-        Case("class", "whole, the wrapper", between, fullgraph, "memory_limit"),
-        Case("sequential", "whole, the inner model", between, fullgraph, "default"),
-        Case("sequential", "whole, the inner model", first, "", "n_tensors=-1, lb=2"),
-        Case("class", "whole, the inner model", late, default, "n_tensors=-1, lb=auto"),
-        Case("class", "whole in place", first, dynamic, "default"),
-        Case("class", "block.compile()", between, "", "default"),
-        Case("sequential", "block.compile()", first, fullgraph, "memory_limit"),
-        Case("class", "torch.compile(block)", between, "another batch size", "default"),
-        Case("sequential", "torch.compile(block)", late, dynamic, "n_tensors=-1, lb=auto"),
-        Case("class", "torch.compile(block)", between, fullgraph, "n_tensors=0"),
+        Case("class", whole, between, "", "default"),
+        Case("class", inner, first, "", "memory_limit"),
+        Case("sequential", inner, between, "fullgraph", "default"),
+        Case("sequential", inner, first, "fullgraph", "n_tensors=-1, lb=2"),
+        Case("class", in_place, late, "mode=default, dynamic", "n_tensors=-1, lb=auto"),
+        Case("class", block, between, "", "default"),
+        Case("class", block, first, "", "memory_limit"),
+        Case("class", blocks, between, "another batch size", "default"),
+        Case("class", blocks, first, "fullgraph", "n_tensors=-1, lb=auto"),
+        Case("class", blocks, between, "fullgraph", "n_tensors=0"),
     ]
-
-
-def make_model(kind: str) -> nn.Module:
-    """A model of three equal blocks, as a class of the user's own or as a Sequential."""
-    if kind == "class":
-        return make_blocks()
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(*(Block() for _ in range(3))), nn.Linear(64, 8))
-
-
-def compile_model(model: nn.Module, way: str, how: dict) -> nn.Module:
-    """Compile it as the case says; returns what the training calls."""
-    blocks = model.blocks if hasattr(model, "blocks") else model[0]
-    if way.startswith("whole, "):
-        return torch.compile(model, **how)
-    if way == "whole in place":
-        model.compile(**how)
-    elif way == "block.compile()":
-        for block in blocks:
-            block.compile(**how)
-    else:
-        replace_blocks(blocks, **how)
-    return model
-
-
-def run(case: Case) -> dict:
-    """Train as the case says; what was compiled and what came out."""
-    model = make_model(case.model)
-    knobs = MODES[case.mode] if case.mode is not None else None
-    handle = None
-
-    def enable(which: nn.Module) -> None:
-        nonlocal handle
-        if knobs is not None:
-            handle = offload.enable(which, min_tensor_bytes=1, **knobs)
-
-    if case.order == ORDERS[0]:
-        enable(model)
-    call = compile_model(model, case.way, OPTIONS[case.option])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    digest, nodes = hashlib.sha256(), []
-    for number in range(STEPS):
-        if case.order != ORDERS[0] and number == (1 if case.order == ORDERS[2] else 0):
-            enable(call if case.way == "whole, the wrapper" else model)
-        rows = 24 if case.option == "another batch size" and number == STEPS - 2 else 16
-        loss = call(torch.randn(rows, 64, generator=torch.Generator().manual_seed(number))).square().mean()
-        nodes.append(node_names(loss))
-        loss.backward()
-        for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-            digest.update(tensor.detach().numpy().tobytes())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        "kernels": metrics.generated_kernel_count,
-        "breaks": sum(counters["graph_break"].values()),
-        "graphs": counters["stats"]["unique_graphs"],
-        "fallbacks": counters["frames"]["total"] - counters["frames"]["ok"],
-        "nodes": nodes,
-        "digest": digest.hexdigest(),
-        "traced": [each.co_name for each in get_compilation_metrics() if (each.co_filename or "").startswith(PACKAGE)],
-        "steps": handle.report().steps if handle is not None else STEPS,
-        "notes": list(handle.report().notes) if handle is not None else [],
-    }
-
-
-def node_names(loss: torch.Tensor) -> list[str]:
-    """The autograd nodes above a loss, sorted."""
-    found, pending = {}, [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            pending += [next_node for next_node, _ in node.next_functions]
-    return sorted(found.values())
-
-
-def run_apart(case: Case) -> dict:
-    """Run a case in a forked process."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        try:
-            found = run(case)
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(found, pipe)
-        sys.stderr.flush()
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return json.loads(text) if text else {"error": "the process ended without an answer"}
 
 
 def differences(found: dict, plain: dict) -> list[str]:
@@ -210,37 +87,3 @@ def differences(found: dict, plain: dict) -> list[str]:
         for name in ("kernels", "breaks", "graphs", "fallbacks", "nodes", "digest", "traced")
         if found[name] != plain[name]
     ]
-
-
-def main() -> int:
-    """Print the table, or one line of JSON per case; 1 where a case differs from the run without the engine."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--long", action="store_true", help="the whole matrix")
-    parser.add_argument("--json", action="store_true", help="answer each line of stdin, a case, with a line")
-    args = parser.parse_args()
-    if args.json:
-        for line in sys.stdin:
-            print(json.dumps(run_apart(Case(**json.loads(line)))), flush=True)
-        return 0
-    known: dict[Case, dict] = {}
-    different = 0
-    print(f"{'kernels':>13} {'graph breaks':>13}  bit-equal  case")
-    for case in every_case() if args.long else quick_cases():
-        if case.plain not in known:
-            known[case.plain] = run_apart(case.plain)
-        plain, found = known[case.plain], run_apart(case)
-        wrong = differences(found, plain)
-        different += bool(wrong)
-        if "error" in found or "error" in plain:
-            print(f"{'ERROR':>13} {'':>13}  {'':<9}  {case}", *wrong, sep="\n", flush=True)
-            continue
-        kernels, breaks = (f"{found[name]} / {plain[name]}" for name in ("kernels", "breaks"))
-        equal = "yes" if found["digest"] == plain["digest"] else "NO"
-        print(f"{kernels:>13} {breaks:>13}  {equal:<9}  {case}", *(f"  {each[:200]}" for each in wrong), sep="\n")
-        sys.stdout.flush()
-    print(f"{different} cases differ; with / without the engine")
-    return int(different > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
