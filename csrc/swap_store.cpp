@@ -62,7 +62,7 @@ const char* state_name(State state) {
   return kNames[static_cast<size_t>(state)];
 }
 
-void SwapStore::advance(Slot& slot, State to) {
+void advance(Slot& slot, State to) {
   const State from = slot.state.load();
   if (!(successors(from) & bit(to)))
     throw std::logic_error(std::string("a ticket cannot go from ") + state_name(from) + " to " + state_name(to));

@@ -12,7 +12,7 @@
 //   · (slab tier) ready means issued: who waits for in_event, as swap_in makes the compute stream do, finds the bytes;
 //   · a slot is reused only after the last copy that touches it has ended.
 //
-// Two tiers implement it. *slab* (slab_tier.cpp): device → pinned slab → disk. *direct* (direct_tier.cpp, host driver
+// Two tiers implement it. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host driver
 // only): the aligned middle of a block goes straight between its own memory and the file, the ragged ends stay in RAM.
 //
 // Thread safety: everything, from any thread; of two prefetches of one ticket at a time one is refused. A Ticket may be
@@ -95,6 +95,9 @@ struct Slot {
   std::shared_ptr<void> target_owner;
 };
 using SlotRef = std::shared_ptr<Slot>;
+
+// Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds the store's lock.
+void advance(Slot& slot, State to);
 
 class SwapStore;
 
@@ -185,8 +188,6 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   virtual void settle(const SlotRef& slot) = 0;
   virtual void release(const SlotRef& slot) = 0;
   void add_stall(double seconds);
-  // Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds mutex_.
-  static void advance(Slot& slot, State to);
   // What finish_in owes its caller once the copy-in has been issued or has failed. Caller holds mutex_.
   static void require_brought_back(const Slot& slot);
 

@@ -1,22 +1,23 @@
-// Slab → file: which blocks make room when the pinned memory is full, on the spill lane.
+#include "spiller.h"
+
 #include <new>
+#include <utility>
 
 #include "error.h"
 #include "mutants.h"
-#include "slab_tier.h"
 
 namespace offload {
 
 // Queues the coldest residents for the disk until `bytes` are on their way. Null where none can go, or is going.
-EventRef SlabStore::spill_coldest(size_t bytes) {
+EventRef Spiller::make_room(size_t bytes) {
   size_t leaving_bytes = 0;
-  const EventRef spilled = lane_events_->take();
-  lanes_->event_arm(spilled.get());
+  const EventRef spilled = parts_.lane_events->take();
+  parts_.lanes->event_arm(spilled.get());
   // Fires when the last spill below has ended and is gone; at once where there is none.
   const std::shared_ptr<void> under_way(spilled.get(),
-                                        [lanes = lanes_, spilled](void*) { lanes->event_fire(spilled.get()); });
+                                        [lanes = parts_.lanes, spilled](void*) { lanes->event_fire(spilled.get()); });
   for (auto entry = resident_.begin(); entry != resident_.end() && leaving_bytes < bytes;) {
-    const Ref slot = *entry;
+    const SlabRef slot = *entry;
     if (!slot->spill_failed) {
       queue_spill(slot, under_way);
       slot->spill_queued = true;
@@ -25,37 +26,39 @@ EventRef SlabStore::spill_coldest(size_t bytes) {
     }
     entry = resident_.erase(entry);
   }
-  if (last_spill_ != nullptr && lanes_->event_done(last_spill_.get())) last_spill_ = nullptr;
+  if (last_spill_ != nullptr && parts_.lanes->event_done(last_spill_.get())) last_spill_ = nullptr;
   return last_spill_;
 }
 
 // Where that throws, nothing has changed: a wait without its spill harms nobody.
-void SlabStore::queue_spill(const Ref& slot, const std::shared_ptr<void>& under_way) {
-  if (lanes_ == device_) {
-    OFFLOAD_EDGE("spill waits for copy-out", lanes_->stream_wait(spill_lane_, slot->out_event.get()));
+void Spiller::queue_spill(const SlabRef& slot, const std::shared_ptr<void>& under_way) {
+  if (parts_.lanes == parts_.device) {
+    OFFLOAD_EDGE("spill waits for copy-out", parts_.lanes->stream_wait(lane_, slot->out_event.get()));
   } else {
-    OFFLOAD_EDGE("spill waits for copy-out", lanes_->call(spill_lane_, [device = device_, done = slot->out_event] {
-      device->event_synchronize(done.get());
-    }));
+    OFFLOAD_EDGE("spill waits for copy-out",
+                 parts_.lanes->call(lane_, [device = parts_.device, done = slot->out_event] {
+                   device->event_synchronize(done.get());
+                 }));
   }
-  const Ref held = OFFLOAD_BROKEN("a queued spill holds its slot") ? Ref(Ref(), slot.get()) : slot;
-  lanes_->call(spill_lane_, [store = self(), held, under_way] { store->spill(held); });
+  const SlabRef held = OFFLOAD_BROKEN("a queued spill holds its slot") ? SlabRef(SlabRef(), slot.get()) : slot;
+  parts_.lanes->call(lane_, [this, store = parts_.keep(), held, under_way] { spill(held); });
 }
 
-void SlabStore::spill(const Ref& slot) {
-  std::unique_lock lock(mutex_);
+void Spiller::spill(const SlabRef& slot) {
+  std::unique_lock lock(parts_.mutex);
   slot->spill_queued = false;
-  if (slot->released) return free_slot(*slot);
+  if (slot->released) return parts_.free_slot(*slot);
   try {
-    const bool has_arrived = OFFLOAD_BROKEN("spill waits for copy-out") || device_->event_done(slot->out_event.get());
-    if (!has_arrived) return make_spillable(slot);  // the wait for it failed
+    const bool has_arrived =
+        OFFLOAD_BROKEN("spill waits for copy-out") || parts_.device->event_done(slot->out_event.get());
+    if (!has_arrived) return offer(slot);  // the wait for it failed
     if (slot->state == State::copying_out) {
-      count_out(*slot);
+      parts_.count_out(*slot);
       advance(*slot, State::out);
     }
   } catch (const DriverError&) {
-    spill_failure_ = std::current_exception();
-    OFFLOAD_EDGE("a spill that failed may be tried again", make_spillable(slot));
+    failure_ = std::current_exception();
+    OFFLOAD_EDGE("a spill that failed may be tried again", offer(slot));
     return;
   }
   if (!slot->consumed || (slot->state != State::out && slot->state != State::ready)) return;  // wanted back: it stays
@@ -64,18 +67,18 @@ void SlabStore::spill(const Ref& slot) {
   const bool written = static_cast<bool>(slot->extent) || write_extent(*slot, lock);
   slot->busy = false;
   if (slot->state == State::spilling && written) {
-    pool_.release(slot->block, last_copy(*slot));
+    parts_.pool.release(slot->block, parts_.last_copy(*slot));
     slot->block = {};
     advance(*slot, State::on_disk);
   } else if (slot->state == State::spilling) {
     advance(*slot, State::out);
   }
-  if (slot->released) return free_slot(*slot);
-  make_spillable(slot);
+  if (slot->released) return parts_.free_slot(*slot);
+  offer(slot);
 }
 
 // A retained graph may want the block again; until then its room may be needed elsewhere.
-void SlabStore::make_spillable(const Ref& slot) {
+void Spiller::offer(const SlabRef& slot) {
   const bool has_begun = slot->out_event != nullptr;
   if (!has_begun || !slot->block || !slot->consumed || slot->busy || slot->spill_queued) return;
   try {
@@ -86,7 +89,7 @@ void SlabStore::make_spillable(const Ref& slot) {
 }
 
 // Writes the block out with the lock released meanwhile. False where that failed: the block stays in RAM for good.
-bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
+bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   const double begin = now_seconds();
   Extent extent;
@@ -95,10 +98,10 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
   try {
     // Whole sectors: a block is rounded up to 4 KiB, so the bytes behind the last one exist. Never an empty extent,
     // which is none.
-    extent = file_->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
-    crc = file_->write(extent, 0, slot.block.data, extent.bytes, 0);
+    extent = parts_.file->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
+    crc = parts_.file->write(extent, 0, slot.block.data, extent.bytes, 0);
   } catch (...) {
-    OFFLOAD_EDGE("a failed write gives its extent back", file_->release(extent));
+    OFFLOAD_EDGE("a failed write gives its extent back", parts_.file->release(extent));
     extent = {};
     written = OFFLOAD_BROKEN("a write that failed is told");
   }
@@ -106,9 +109,9 @@ bool SlabStore::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock)
   slot.extent = extent;
   slot.crc_out = crc;
   slot.spill_failed = !written;
-  stats_.failed += written ? 0 : 1;
-  stats_.spilled_bytes += written ? slot.bytes : 0;
-  if (written) log_.add(CopyKind::spill, slot.id, slot.bytes, begin);
+  parts_.stats.failed += written ? 0 : 1;
+  parts_.stats.spilled_bytes += written ? slot.bytes : 0;
+  if (written) parts_.log.add(CopyKind::spill, slot.id, slot.bytes, begin);
   return written;
 }
 

@@ -1,0 +1,105 @@
+// A block of the slab tier, and what the copy-out queue, the spiller and the copy-in queue share: the pinned pool, the
+// spill file, the device's two copy streams, and how a slot is freed.
+//
+// Not thread safe: callers hold the store's lock, `mutex`, unless a method says otherwise.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "swap_store.h"
+
+namespace offload {
+
+struct Transfer {  // what its blocks, one or many, share
+  EventRef begin;
+  EventRef end;
+  bool timed = false;
+};
+
+struct SlabSlot final : Slot {
+  Block block;               // while in RAM
+  Stream compute = nullptr;  // of `produced`, then of `target_free`
+  EventRef produced;
+  std::shared_ptr<Transfer> out;
+  std::shared_ptr<Transfer> in;
+  EventRef target_free;  // the compute stream's present point when the target was handed over
+  EventRef filled;       // lane event: every slice of a copy-in from disk has been issued
+  Extent extent;
+  uint32_t crc_out = 0;
+  uint32_t crc_in = 0;
+  size_t issued_bytes = 0;  // of the copy-in under way
+  bool out_counted = false;
+  bool spill_queued = false;
+  bool spill_failed = false;
+  bool busy = false;  // a lane reads or writes for it
+  bool urgent = false;
+  bool consumed = true;  // no copy-in pending: swap_in has been called since the last prefetch
+  double fill_began_seconds = 0;
+};
+using SlabRef = std::shared_ptr<SlabSlot>;
+using SlabRefs = std::vector<SlabRef>;
+
+struct SlabParts {
+  // Throws SpillError, DriverError, and PoolExhausted where the pool is smaller than what reading from disk goes
+  // through.
+  SlabParts(SwapStore& owner, std::mutex& lock, StoreStats& figures, CopyLog& copies, std::shared_ptr<Driver> driver,
+            std::shared_ptr<HostDriver> host_driver, const std::shared_ptr<EventPool>& device_events,
+            const std::shared_ptr<EventPool>& host_events, const StoreOptions& options);
+
+  // What runs on a lane holds the store.
+  std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
+  bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
+  // Whatever has been issued on `stream` has ended afterwards; false where the device's context is lost.
+  bool settle(Stream stream);
+  // The event after which no copy touches the slot's block any more.
+  EventRef last_copy(const SlabSlot& slot);
+  void count_out(SlabSlot& slot);
+  void count_in(SlabSlot& slot);
+  // The slot's last copy may still be under way on a device stream: its event fences the block.
+  void free_slot(SlabSlot& slot);
+
+  SwapStore& store;
+  std::mutex& mutex;
+  StoreStats& stats;
+  CopyLog& log;
+  const std::shared_ptr<Driver> device;
+  const std::shared_ptr<HostDriver> lanes;
+  const std::shared_ptr<EventPool> events;
+  const std::shared_ptr<EventPool> lane_events;
+  const size_t slice_bytes;
+  const std::unique_ptr<SpillFile> file;  // null: no disk
+  SlabPool pool;
+  const size_t bounce_bytes;
+  const std::array<Block, 2> bounces;  // what reading from disk goes through: taken first, so that it never waits
+  const OwnedStream out_stream;
+  const OwnedStream in_stream;
+
+ private:
+  std::array<Block, 2> take_bounces();
+  double seconds_once(Transfer& transfer);
+};
+
+// Bounds how many transfers a lane has on its way.
+class InFlight {
+ public:
+  // Enough to keep a copy engine busy, few enough for an urgent block to overtake.
+  static constexpr size_t kMax = 2;
+
+  explicit InFlight(SlabParts& parts) : parts_(parts) {}
+  // Returns once less than kMax are on their way; releases the lock meanwhile.
+  void await_room(std::unique_lock<std::mutex>& lock);
+  // Counts what has been issued on `stream` by now. Where that cannot be noted what follows goes early, and tells what
+  // is wrong itself.
+  void note(Stream stream);
+
+ private:
+  SlabParts& parts_;
+  std::deque<EventRef> events_;
+};
+
+}  // namespace offload
