@@ -7,6 +7,13 @@
 #include "mutants.h"
 
 namespace offload {
+namespace {
+
+std::deque<SlabRef>::iterator position(std::deque<SlabRef>& queue, const SlabSlot& slot) {
+  return std::find_if(queue.begin(), queue.end(), [&](const SlabRef& each) { return each.get() == &slot; });
+}
+
+}  // namespace
 
 void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   const EventRef target_free = parts_.events->record(compute);
@@ -29,8 +36,6 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  slot->urgent = false;
-  slot->consumed = false;
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 
@@ -61,7 +66,7 @@ void CopyInQueue::end(SlabSlot& slot) {
   ++parts_.stats.in_copies;
   parts_.stats.in_bytes += slot.bytes;
   parts_.log.add(CopyKind::in, slot.id, slot.bytes, slot.in->begin, slot.in->end);
-  advance(slot, State::ready);
+  advance(slot, State::arriving);
 }
 
 void CopyInQueue::issue_from_slab(const SlabRef& slot, size_t bytes) {
@@ -75,7 +80,7 @@ void CopyInQueue::issue_from_slab(const SlabRef& slot, size_t bytes) {
     advance(*slot, State::out);
   }
   if (slot->state == State::copying_in) return;
-  remove(from_slab_, *slot);
+  remove_from_slab(*slot);
 }
 
 // One transfer for several small blocks. Where that fails each is tried alone.
@@ -89,7 +94,7 @@ void CopyInQueue::issue_run(const SlabRefs& slots) {
   }
   for (const SlabRef& slot : slots) {
     end(*slot);
-    remove(from_slab_, *slot);
+    remove_from_slab(*slot);
   }
 }
 
@@ -122,7 +127,7 @@ SlabRefs CopyInQueue::next_run(const SlabRef& first) {
   size_t run_bytes = 0;
   for (auto each = std::find(from_slab_.begin(), from_slab_.end(), first); each != from_slab_.end(); ++each) {
     const SlabSlot& slot = **each;
-    if (!parts_.is_small(slot) || slot.issued_bytes > 0 || slot.urgent != first->urgent) break;
+    if (!parts_.is_small(slot) || slot.issued_bytes > 0) break;
     if ((run_bytes += slot.bytes) > parts_.slice_bytes) break;
     try {
       run.push_back(*each);
@@ -137,8 +142,8 @@ SlabRefs CopyInQueue::next_run(const SlabRef& first) {
 void CopyInQueue::pump() {
   std::unique_lock lock(parts_.mutex);
   in_flight_.await_room(lock);
-  const SlabRef first = most_urgent(from_slab_);
-  if (first == nullptr) return;
+  if (from_slab_.empty()) return;
+  const SlabRef first = from_slab_.front();
   const SlabRefs run = next_run(first);
   if (run.size() > 1) {
     issue_run(run);
@@ -150,9 +155,9 @@ void CopyInQueue::pump() {
 
 void CopyInQueue::fill() {
   std::unique_lock lock(parts_.mutex);
-  const SlabRef slot = most_urgent(from_disk_);
-  if (slot == nullptr) return;
-  slot->busy = true;
+  if (from_disk_.empty()) return;
+  const SlabRef slot = from_disk_.front();
+  filling_ = slot.get();
   try {
     fill_slice(slot, lock);
   } catch (...) {
@@ -163,13 +168,13 @@ void CopyInQueue::fill() {
     lock.lock();
     slot->failure = failure;
     slot->issued_bytes = 0;
-    advance(*slot, State::on_disk);
+    if (slot->state != State::released) advance(*slot, State::on_disk);
   }
-  slot->busy = false;
-  if (slot->state == State::filling && !slot->released) return;
-  remove(from_disk_, *slot);
+  filling_ = nullptr;
+  if (slot->state == State::filling) return;
+  remove_from_disk(*slot);
   parts_.lanes->event_fire(slot->filled.get());
-  if (slot->released) parts_.free_slot(*slot);
+  if (slot->state == State::released) parts_.free_slot(*slot);
 }
 
 void CopyInQueue::fill_slice(const SlabRef& slot, std::unique_lock<std::mutex>& lock) {
@@ -187,15 +192,15 @@ void CopyInQueue::fill_slice(const SlabRef& slot, std::unique_lock<std::mutex>& 
   if (at + bytes == slot->bytes) parts_.file->verify(slot->extent, slot->crc_out, slot->crc_in);
   lock.lock();
   if (at + bytes == slot->bytes) parts_.log.add(CopyKind::fill, slot->id, slot->bytes, slot->fill_began_seconds);
-  if (slot->released) return;
+  if (slot->state == State::released) return;
   issue_slice(*slot, bounce.data, bytes);
-  last_read = slot->state == State::ready ? slot->in_event : parts_.events->record(parts_.in_stream);
+  last_read = slot->state == State::arriving ? slot->in_event : parts_.events->record(parts_.in_stream);
 }
 
 // Lets the block overtake all others: afterwards its copy-in has been issued, or has failed.
 void CopyInQueue::issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock) {
-  slot->urgent = true;
   if (slot->state == State::filling) {
+    make_urgent(*slot);
     const EventRef filled = slot->filled;
     lock.unlock();
     parts_.lanes->event_synchronize(filled.get());
@@ -204,11 +209,13 @@ void CopyInQueue::issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock)
   if (slot->state == State::copying_in) issue_from_slab(slot, slot->bytes - slot->issued_bytes);
 }
 
-void CopyInQueue::cancel(SlabSlot& slot) {
-  remove(from_slab_, slot);
-  if (slot.state != State::filling || slot.busy) return;
-  remove(from_disk_, slot);
+bool CopyInQueue::cancel(const SlabSlot& slot) {
+  remove_from_slab(slot);
+  if (&slot == filling_) return true;
+  if (slot.state != State::filling) return false;
+  remove_from_disk(slot);
   parts_.lanes->event_fire(slot.filled.get());
+  return false;
 }
 
 void CopyInQueue::drain() {
@@ -216,15 +223,24 @@ void CopyInQueue::drain() {
   parts_.lanes->stream_synchronize(fill_lane_);
 }
 
-SlabRef CopyInQueue::most_urgent(const std::deque<SlabRef>& queue) {
-  if (queue.empty()) return nullptr;
-  auto urgent = std::find_if(queue.begin(), queue.end(), [](const SlabRef& each) { return each->urgent; });
-  return urgent == queue.end() ? queue.front() : *urgent;
+void CopyInQueue::make_urgent(const SlabSlot& slot) {
+  const auto end_of_urgent = from_disk_.begin() + static_cast<std::ptrdiff_t>(urgent_count_);
+  const auto at = position(from_disk_, slot);
+  if (at < end_of_urgent || at == from_disk_.end()) return;
+  std::rotate(end_of_urgent, at, at + 1);
+  ++urgent_count_;
 }
 
-void CopyInQueue::remove(std::deque<SlabRef>& queue, const SlabSlot& slot) {
-  queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const SlabRef& each) { return each.get() == &slot; }),
-              queue.end());
+void CopyInQueue::remove_from_disk(const SlabSlot& slot) {
+  const auto at = position(from_disk_, slot);
+  if (at == from_disk_.end()) return;
+  if (static_cast<size_t>(at - from_disk_.begin()) < urgent_count_) --urgent_count_;
+  from_disk_.erase(at);
+}
+
+void CopyInQueue::remove_from_slab(const SlabSlot& slot) {
+  const auto at = position(from_slab_, slot);
+  if (at != from_slab_.end()) from_slab_.erase(at);
 }
 
 }  // namespace offload

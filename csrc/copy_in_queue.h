@@ -24,8 +24,8 @@ class CopyInQueue {
   // Lets the block overtake all others: afterwards its copy-in has been issued, or has failed. Releases the lock while
   // it waits for the disk.
   void issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock);
-  // Nobody wants the block any more. What a lane is reading for it is still read.
-  void cancel(SlabSlot& slot);
+  // Nobody wants the block any more. Whether a lane is reading for it, which then frees the slot.
+  bool cancel(const SlabSlot& slot);
   // Waits for the lanes; without the lock.
   void drain();
 
@@ -40,14 +40,17 @@ class CopyInQueue {
   void pump();
   void fill();
   void fill_slice(const SlabRef& slot, std::unique_lock<std::mutex>& lock);
-  static SlabRef most_urgent(const std::deque<SlabRef>& queue);
-  static void remove(std::deque<SlabRef>& queue, const SlabSlot& slot);
+  void make_urgent(const SlabSlot& slot);
+  void remove_from_disk(const SlabSlot& slot);
+  void remove_from_slab(const SlabSlot& slot);
 
   SlabParts& parts_;
   size_t next_bounce_ = 0;
   std::array<EventRef, 2> last_reads_;  // of the bounces, by the copy-in stream
   std::deque<SlabRef> from_slab_;
-  std::deque<SlabRef> from_disk_;
+  std::deque<SlabRef> from_disk_;  // the urgent ones first
+  size_t urgent_count_ = 0;
+  const SlabSlot* filling_ = nullptr;  // that the fill lane is reading for
   InFlight in_flight_;
   const OwnedStream pump_lane_;  // feeds the copy-in stream slice by slice
   const OwnedStream fill_lane_;  // file → bounce → copy-in stream

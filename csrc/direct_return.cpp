@@ -14,13 +14,17 @@ void DirectStore::restore_ragged(const DirectSlot& slot) {
   std::copy(head_end, slot.ragged.end(), target + slot.head_bytes + slot.middle_bytes);
 }
 
-void DirectStore::begin_in(const SlotRef& base, Stream) {
+void DirectStore::begin_in(const SlotRef& base, void* target, Stream, std::shared_ptr<void> owner) {
   auto slot = std::static_pointer_cast<DirectSlot>(base);
   const size_t alignment = file_.alignment_bytes();
-  if ((reinterpret_cast<uintptr_t>(slot->target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
+  if ((reinterpret_cast<uintptr_t>(target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
     throw std::invalid_argument("the target's address must be congruent to the source's modulo alignment_bytes");
+  // Not before its own copy-out; on this tier the caller still has the source then and seldom asks.
+  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
+  std::lock_guard lock(mutex_);
+  require_prefetchable(*slot);
   if (slot->middle_bytes == 0) {
-    std::lock_guard lock(mutex_);
+    set_target(*slot, target, owner);
     advance(*slot, State::copying_in);
     const double begin = now_seconds();
     restore_ragged(*slot);
@@ -29,11 +33,6 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
     advance(*slot, State::ready);
     return;
   }
-  // Not before its own copy-out; on this tier the caller still has the source then and seldom asks.
-  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
-  std::lock_guard lock(mutex_);
-  if (slot->state == State::failed || slot->state == State::cancelled)
-    throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
   const EventRef in_event = events_->take();
   lanes_->event_arm(in_event.get());
   // Each call reads one slice of whatever is most urgent when its turn comes, so an urgent block overtakes. They are
@@ -41,6 +40,7 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
   auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
   for (size_t at = 0; at < slot->middle_bytes; at += slice_bytes_) lanes_->call(in_lane_, [store] { store->read(); });
   incoming_.push_back(slot);
+  set_target(*slot, target, owner);
   advance(*slot, State::copying_in);
   slot->in_event = in_event;
   slot->middle_done = 0;
@@ -120,11 +120,11 @@ void DirectStore::read_small(const Refs& slots) {
 void DirectStore::end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure) {
   slot.busy = false;
   slot.middle_done += bytes;
-  if (failure != nullptr) {
+  if (slot.state == State::released) {
+    end_in(slot, State::released);
+  } else if (failure != nullptr) {
     slot.failure = failure;
     end_in(slot, State::on_disk);
-  } else if (slot.released) {
-    end_in(slot, State::ready);
   } else if (slot.middle_done == slot.middle_bytes) {
     restore_ragged(slot);
     ++stats_.in_copies;
@@ -140,7 +140,7 @@ void DirectStore::end_in(DirectSlot& slot, State state) {
   slot.target_owner = nullptr;
   advance(slot, state);
   lanes_->event_fire(slot.in_event.get());
-  if (slot.released) free_slot(slot);
+  if (state == State::released) free_slot(slot);
 }
 
 void DirectStore::finish_in(const SlotRef& slot, Stream) {

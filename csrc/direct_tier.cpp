@@ -134,11 +134,12 @@ void DirectStore::write_small(const Refs& slots) {
 // Caller holds the lock.
 void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure,
                           double begin_seconds) {
+  const bool is_released = slot.state == State::released;
   if (failure != nullptr && !OFFLOAD_BROKEN("a write that failed is told")) {
     OFFLOAD_EDGE("a failed write gives its extent back", file_.release(extent));
     slot.failure = failure;
     ++stats_.failed;
-    advance(slot, State::failed);
+    if (!is_released) advance(slot, State::failed);
   } else {
     slot.extent = extent;
     slot.crc_out = crc;
@@ -146,9 +147,9 @@ void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, 
     stats_.out_bytes += slot.bytes;
     stats_.spilled_bytes += slot.middle_bytes;
     log_.add(CopyKind::out, slot.id, slot.bytes, begin_seconds);
-    advance(slot, State::on_disk);
+    if (!is_released) advance(slot, State::on_disk);
   }
-  if (slot.released) free_slot(slot);
+  if (is_released) free_slot(slot);
 }
 
 bool DirectStore::cancel(Slot& slot) {
@@ -170,20 +171,13 @@ void DirectStore::withdraw(const Ref& slot) {
 void DirectStore::release(const SlotRef& base) {
   auto slot = std::static_pointer_cast<DirectSlot>(base);
   std::lock_guard lock(mutex_);
-  slot->released = true;
-  switch (slot->state) {
-    case State::queued:
-      withdraw(slot);
-      free_slot(*slot);
-      break;
-    case State::copying_out:
-      break;  // end_out frees it
-    case State::copying_in:
-      if (!slot->busy) end_in(*slot, State::ready);
-      break;
-    default:
-      free_slot(*slot);
-  }
+  if (slot->state == State::queued) withdraw(slot);
+  const bool is_transferred = slot->busy || slot->state == State::copying_out;
+  const bool is_incoming = slot->state == State::copying_in;
+  advance(*slot, State::released);
+  if (is_transferred) return;  // the lane frees it
+  if (is_incoming) return end_in(*slot, State::released);
+  free_slot(*slot);
 }
 
 void DirectStore::free_slot(DirectSlot& slot) {

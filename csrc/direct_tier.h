@@ -40,7 +40,7 @@ class DirectStore final : public SwapStore {
   SlotRef begin_out(const void* source, size_t bytes, Stream, uint64_t need) override;
   bool out_done(Slot& slot) override { return slot.state != State::queued && slot.state != State::copying_out; }
   bool cancel(Slot& slot) override;
-  void begin_in(const SlotRef& slot, Stream) override;
+  void begin_in(const SlotRef& slot, void* target, Stream, std::shared_ptr<void> owner) override;
   void finish_in(const SlotRef& slot, Stream) override;
   void settle(const SlotRef& slot) override;
   void release(const SlotRef& slot) override;

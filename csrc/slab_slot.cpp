@@ -67,24 +67,24 @@ void SlabParts::free_slot(SlabSlot& slot) {
 }
 
 void SlabParts::count_out(SlabSlot& slot) {
-  if (slot.out == nullptr || slot.out_counted || !device->event_done(slot.out_event.get())) return;
+  if (slot.out == nullptr || !device->event_done(slot.out_event.get())) return;
   stats.out_seconds += seconds_once(*slot.out);
   ++stats.out_copies;
   stats.out_bytes += slot.bytes;
-  slot.out_counted = true;
+  slot.out = nullptr;
 }
 
 void SlabParts::count_in(SlabSlot& slot) {
-  if (slot.in == nullptr || slot.in->timed || slot.issued_bytes < slot.bytes) return;
+  if (slot.in == nullptr || slot.in->begin == nullptr || slot.issued_bytes < slot.bytes) return;
   if (device->event_done(slot.in_event.get())) stats.in_seconds += seconds_once(*slot.in);
 }
 
 // How long a transfer took, told to the first of its blocks that asks; 0 where the device does not tell.
 double SlabParts::seconds_once(Transfer& transfer) {
-  if (transfer.timed) return 0;
-  transfer.timed = true;
+  const EventRef begin = std::exchange(transfer.begin, nullptr);
+  if (begin == nullptr) return 0;
   try {
-    return 1e-3 * device->event_elapsed_ms(transfer.begin.get(), transfer.end.get());
+    return 1e-3 * device->event_elapsed_ms(begin.get(), transfer.end.get());
   } catch (const DriverError&) {
     return 0;
   }

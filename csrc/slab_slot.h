@@ -16,16 +16,23 @@
 namespace offload {
 
 struct Transfer {  // what its blocks, one or many, share
-  EventRef begin;
+  EventRef begin;  // null once its time has been counted
   EventRef end;
-  bool timed = false;
+};
+
+// Where a slot is with the spiller, beside its state: a block may be wanted back while it is written to disk.
+enum class Spill : uint8_t {
+  none,
+  queued,
+  writing,
+  failed  // it stays in RAM for good
 };
 
 struct SlabSlot final : Slot {
   Block block;               // while in RAM
   Stream compute = nullptr;  // of `produced`, then of `target_free`
   EventRef produced;
-  std::shared_ptr<Transfer> out;
+  std::shared_ptr<Transfer> out;  // null once it has been counted
   std::shared_ptr<Transfer> in;
   EventRef target_free;  // the compute stream's present point when the target was handed over
   EventRef filled;       // lane event: every slice of a copy-in from disk has been issued
@@ -33,12 +40,7 @@ struct SlabSlot final : Slot {
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
   size_t issued_bytes = 0;  // of the copy-in under way
-  bool out_counted = false;
-  bool spill_queued = false;
-  bool spill_failed = false;
-  bool busy = false;  // a lane reads or writes for it
-  bool urgent = false;
-  bool consumed = true;  // no copy-in pending: swap_in has been called since the last prefetch
+  Spill spill = Spill::none;
   double fill_began_seconds = 0;
 };
 using SlabRef = std::shared_ptr<SlabSlot>;

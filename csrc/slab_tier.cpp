@@ -103,13 +103,13 @@ bool SlabStore::cancel(Slot& slot) {
   return true;
 }
 
-void SlabStore::begin_in(const SlotRef& base, Stream compute) {
+void SlabStore::begin_in(const SlotRef& base, void* target, Stream compute, std::shared_ptr<void> owner) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::lock_guard lock(mutex_);
   if (slot->state == State::queued) copy_out_queue_.issue();
-  if (slot->state == State::failed || slot->state == State::cancelled)
-    throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
+  require_prefetchable(*slot);
   copy_in_queue_.push(slot, compute);
+  set_target(*slot, target, owner);
   spiller_.withdraw(slot);
 }
 
@@ -117,7 +117,7 @@ void SlabStore::finish_in(const SlotRef& base, Stream compute) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::unique_lock lock(mutex_);
   copy_in_queue_.issue(slot, lock);
-  slot->consumed = true;
+  if (slot->state == State::arriving) advance(*slot, State::ready);
   spiller_.offer(slot);
   require_brought_back(*slot);
   const EventRef in_event = slot->in_event;
@@ -138,12 +138,11 @@ void SlabStore::settle(const SlotRef& base) {
 void SlabStore::release(const SlotRef& base) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::lock_guard lock(mutex_);
-  slot->released = true;
   if (slot->state == State::queued) copy_out_queue_.cancel(*slot);
   spiller_.withdraw(slot);
-  copy_in_queue_.cancel(*slot);
-  if (slot->busy || slot->spill_queued) return;  // the lane frees it
-  parts_.free_slot(*slot);
+  const bool is_read = copy_in_queue_.cancel(*slot);
+  advance(*slot, State::released);
+  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane does
 }
 
 void SlabStore::quiesce() {

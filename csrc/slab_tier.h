@@ -27,7 +27,7 @@ class SlabStore final : public SwapStore {
   bool out_done(Slot& slot) override;
   void issue_out(Slot& slot) override;
   bool cancel(Slot& slot) override;
-  void begin_in(const SlotRef& slot, Stream compute) override;
+  void begin_in(const SlotRef& slot, void* target, Stream compute, std::shared_ptr<void> owner) override;
   void finish_in(const SlotRef& slot, Stream compute) override;
   void settle(const SlotRef& slot) override;
   void release(const SlotRef& slot) override;

@@ -18,12 +18,10 @@ EventRef Spiller::make_room(size_t bytes) {
                                         [lanes = parts_.lanes, spilled](void*) { lanes->event_fire(spilled.get()); });
   for (auto entry = resident_.begin(); entry != resident_.end() && leaving_bytes < bytes;) {
     const SlabRef slot = *entry;
-    if (!slot->spill_failed) {
-      queue_spill(slot, under_way);
-      slot->spill_queued = true;
-      leaving_bytes += slot->bytes;
-      last_spill_ = spilled;
-    }
+    queue_spill(slot, under_way);
+    slot->spill = Spill::queued;
+    leaving_bytes += slot->bytes;
+    last_spill_ = spilled;
     entry = resident_.erase(entry);
   }
   if (last_spill_ != nullptr && parts_.lanes->event_done(last_spill_.get())) last_spill_ = nullptr;
@@ -46,8 +44,8 @@ void Spiller::queue_spill(const SlabRef& slot, const std::shared_ptr<void>& unde
 
 void Spiller::spill(const SlabRef& slot) {
   std::unique_lock lock(parts_.mutex);
-  slot->spill_queued = false;
-  if (slot->released) return parts_.free_slot(*slot);
+  slot->spill = Spill::none;
+  if (slot->state == State::released) return parts_.free_slot(*slot);
   try {
     const bool has_arrived =
         OFFLOAD_BROKEN("spill waits for copy-out") || parts_.device->event_done(slot->out_event.get());
@@ -61,11 +59,11 @@ void Spiller::spill(const SlabRef& slot) {
     OFFLOAD_EDGE("a spill that failed may be tried again", offer(slot));
     return;
   }
-  if (!slot->consumed || (slot->state != State::out && slot->state != State::ready)) return;  // wanted back: it stays
+  if (slot->state != State::out && slot->state != State::ready) return;  // wanted back: it stays
   advance(*slot, State::spilling);
-  slot->busy = true;
+  slot->spill = Spill::writing;
   const bool written = static_cast<bool>(slot->extent) || write_extent(*slot, lock);
-  slot->busy = false;
+  slot->spill = written ? Spill::none : Spill::failed;
   if (slot->state == State::spilling && written) {
     parts_.pool.release(slot->block, parts_.last_copy(*slot));
     slot->block = {};
@@ -73,14 +71,15 @@ void Spiller::spill(const SlabRef& slot) {
   } else if (slot->state == State::spilling) {
     advance(*slot, State::out);
   }
-  if (slot->released) return parts_.free_slot(*slot);
+  if (slot->state == State::released) return parts_.free_slot(*slot);
   offer(slot);
 }
 
 // A retained graph may want the block again; until then its room may be needed elsewhere.
 void Spiller::offer(const SlabRef& slot) {
   const bool has_begun = slot->out_event != nullptr;
-  if (!has_begun || !slot->block || !slot->consumed || slot->busy || slot->spill_queued) return;
+  const bool is_wanted = slot->state == State::copying_in || slot->state == State::arriving;
+  if (!has_begun || !slot->block || is_wanted || slot->spill != Spill::none) return;
   try {
     resident_.insert(slot);
   } catch (const std::bad_alloc&) {
@@ -108,7 +107,6 @@ bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   lock.lock();
   slot.extent = extent;
   slot.crc_out = crc;
-  slot.spill_failed = !written;
   parts_.stats.failed += written ? 0 : 1;
   parts_.stats.spilled_bytes += written ? slot.bytes : 0;
   if (written) parts_.log.add(CopyKind::spill, slot.id, slot.bytes, begin);

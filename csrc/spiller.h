@@ -22,6 +22,8 @@ class Spiller {
   void offer(const SlabRef& slot);
   // The block stays, unless it is on its way.
   void withdraw(const SlabRef& slot) { resident_.erase(slot); }
+  // Whether the lane will free the slot where its ticket goes.
+  static bool holds(const SlabSlot& slot) { return slot.spill == Spill::queued || slot.spill == Spill::writing; }
   // Queues the coldest blocks for the disk until `bytes` are on their way. A lane event that completes when they have
   // gone; null where none can go, or is going.
   EventRef make_room(size_t bytes);

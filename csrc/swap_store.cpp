@@ -23,22 +23,20 @@ uint16_t successors(State state) {
     case State::on_disk:
       return bit(State::filling) | bit(State::copying_in);
     case State::filling:
-      return bit(State::copying_in) | bit(State::ready) | bit(State::on_disk);
+      return bit(State::arriving) | bit(State::on_disk);
     case State::copying_in:
-      return bit(State::ready) | bit(State::on_disk) | bit(State::out);
+      return bit(State::arriving) | bit(State::ready) | bit(State::on_disk) | bit(State::out);
+    case State::arriving:
+      return bit(State::ready) | bit(State::copying_in) | bit(State::filling);
     case State::ready:  // a retained graph brings the same bytes back again
       return bit(State::copying_in) | bit(State::filling) | bit(State::spilling);
     case State::cancelled:
     case State::failed:
+    case State::released:
       return 0;
   }
   return 0;
 }
-
-struct Claim {  // given up on leaving
-  std::atomic<bool>& claimed;
-  ~Claim() { claimed = false; }
-};
 
 template <typename Reference>
 union Leaked {  // a reference that is never given up
@@ -57,16 +55,30 @@ class Stopwatch {
 }  // namespace
 
 const char* state_name(State state) {
-  static constexpr const char* kNames[] = {"queued",  "copying_out", "out",   "spilling",  "on_disk",
-                                           "filling", "copying_in",  "ready", "cancelled", "failed"};
+  static constexpr const char* kNames[] = {"queued",     "copying_out", "out",   "spilling",  "on_disk", "filling",
+                                           "copying_in", "arriving",    "ready", "cancelled", "failed",  "released"};
   return kNames[static_cast<size_t>(state)];
 }
 
 void advance(Slot& slot, State to) {
   const State from = slot.state.load();
-  if (!(successors(from) & bit(to)))
+  if (to != State::released && !(successors(from) & bit(to)))
     throw std::logic_error(std::string("a ticket cannot go from ") + state_name(from) + " to " + state_name(to));
   slot.state.store(to);
+}
+
+void SwapStore::require_prefetchable(const Slot& slot) {
+  const State now = slot.state;
+  if (now == State::cancelled || now == State::failed)
+    throw std::logic_error(std::string("nothing was swapped out: the ticket is ") + state_name(now));
+  if (now == State::filling || now == State::copying_in)
+    throw std::logic_error("a copy-in of this ticket is under way");
+}
+
+void SwapStore::set_target(Slot& slot, void* target, std::shared_ptr<void>& owner) {
+  slot.target = target;
+  OFFLOAD_EDGE("copy-in holds its target's owner", slot.target_owner.swap(owner));
+  OFFLOAD_EDGE("a second attempt forgets the first", slot.failure = nullptr);
 }
 
 void SwapStore::require_brought_back(const Slot& slot) {
@@ -123,6 +135,7 @@ bool Ticket::out_done() {
     case State::queued:
     case State::copying_out:
     case State::copying_in:
+    case State::arriving:
     case State::ready:
       store_->lanes_->breathe();
       return store_->out_done(*slot_);
@@ -149,26 +162,7 @@ bool Ticket::cancel() {
 void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner) {
   store_->lanes_->require_same_process();
   store_->lanes_->breathe();
-  {
-    std::lock_guard lock(store_->mutex_);
-    const State now = state();
-    if (now == State::cancelled || now == State::failed)
-      throw std::logic_error(std::string("nothing was swapped out: the ticket is ") + state_name(now));
-    if (now == State::filling || now == State::copying_in || slot_->claimed.exchange(true))
-      throw std::logic_error("a copy-in of this ticket is under way");
-    slot_->target = target;
-    OFFLOAD_EDGE("copy-in holds its target's owner", slot_->target_owner = std::move(owner));
-    OFFLOAD_EDGE("a second attempt forgets the first", slot_->failure = nullptr);
-  }
-  const Claim claim{slot_->claimed};
-  std::shared_ptr<void> given_up;  // outlives the lock
-  try {
-    store_->begin_in(slot_, compute);
-  } catch (...) {
-    std::lock_guard lock(store_->mutex_);
-    if (state() != State::filling && state() != State::copying_in) given_up = std::move(slot_->target_owner);
-    throw;
-  }
+  store_->begin_in(slot_, target, compute, std::move(owner));
 }
 
 bool Ticket::in_done() {

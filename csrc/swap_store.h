@@ -2,14 +2,15 @@
 //
 // One state machine per ticket owns every ordering edge:
 //
-//   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → ready → slot free
+//   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → arriving → ready → released
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
 //   · a copy-in starts after its copy-out (and spill), and after the compute stream's present point at prefetch, so
 //     that it never overwrites memory that stream was still using;
 //   · swap_in orders the compute stream after the copy-in;
-//   · (slab tier) ready means issued: who waits for in_event, as swap_in makes the compute stream do, finds the bytes;
+//   · (slab tier) arriving means issued: in_event completes when the bytes are there, and swap_in orders the compute
+//     stream after it; ready means that it has. (direct tier) ready means that the bytes are there;
 //   · a slot is reused only after the last copy that touches it has ended.
 //
 // Two tiers implement it. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host driver
@@ -49,9 +50,11 @@ enum class State : uint8_t {
   on_disk,
   filling,
   copying_in,
+  arriving,
   ready,
   cancelled,  // never copied: the source is the only copy
-  failed      // the copy-out failed: the source is the only copy
+  failed,     // the copy-out failed: the source is the only copy
+  released    // the ticket is gone; the slot goes when no lane works on it
 };
 
 const char* state_name(State state);
@@ -85,8 +88,6 @@ struct Slot {
   size_t bytes = 0;
   uint64_t need = 0;  // larger: needed later
   std::atomic<State> state{State::queued};
-  std::atomic<bool> claimed{false};  // by a prefetch that has set its target, and not queued its copy-in yet
-  bool released = false;
   EventRef out_event;  // completes when the source is no longer read
   EventRef in_event;   // completes when the target is whole
   std::exception_ptr failure;
@@ -183,11 +184,15 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // What stream_wait needs before it can wait for out_event.
   virtual void issue_out(Slot&) {}
   virtual bool cancel(Slot& slot) = 0;
-  virtual void begin_in(const SlotRef& slot, Stream compute) = 0;
+  virtual void begin_in(const SlotRef& slot, void* target, Stream compute, std::shared_ptr<void> owner) = 0;
   virtual void finish_in(const SlotRef& slot, Stream compute) = 0;
   virtual void settle(const SlotRef& slot) = 0;
   virtual void release(const SlotRef& slot) = 0;
   void add_stall(double seconds);
+  // Throws std::logic_error where there is nothing to bring back, or it is being brought. Caller holds mutex_.
+  static void require_prefetchable(const Slot& slot);
+  // Hands the copy-in its target; `owner` becomes that of the last one, to be let go without the lock.
+  static void set_target(Slot& slot, void* target, std::shared_ptr<void>& owner);
   // What finish_in owes its caller once the copy-in has been issued or has failed. Caller holds mutex_.
   static void require_brought_back(const Slot& slot);
 
