@@ -22,7 +22,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   const size_t slices = std::max<size_t>((slot->bytes + part_bytes - 1) / part_bytes, 1);
   const EventRef filled = in_slab ? nullptr : parts_.lane_events->take();
   if (filled != nullptr) parts_.lanes->event_arm(filled.get());
-  for (size_t slice = 0; slice < slices; ++slice) {  // each finds nothing to do where the queue has no room
+  for (size_t slice = 0; slice < slices; ++slice) {  // a call finds nothing to do if the push below fails
     if (in_slab) {
       parts_.lanes->call(pump_lane_, [this, store = parts_.keep()] { pump(); });
     } else {
@@ -74,8 +74,7 @@ void CopyInQueue::issue_from_slab(const SlabRef& slot, size_t bytes) {
     issue_slice(*slot, slot->block.data + slot->issued_bytes, bytes);
   } catch (...) {
     slot->failure = std::current_exception();
-    parts_.settle(
-        parts_.in_stream);  // slices issued before write to the target, which is free to go when this is known
+    parts_.settle(parts_.in_stream);  // earlier slices may still write to the target, which may be freed from here on
     slot->issued_bytes = 0;
     advance(*slot, State::out);
   }
@@ -83,7 +82,7 @@ void CopyInQueue::issue_from_slab(const SlabRef& slot, size_t bytes) {
   remove_from_slab(*slot);
 }
 
-// One transfer for several small blocks. Where that fails each is tried alone.
+// Issues several small blocks as one transfer. If that fails, each is tried alone.
 void CopyInQueue::issue_run(const SlabRefs& slots) {
   try {
     copy(slots);
@@ -120,8 +119,7 @@ void CopyInQueue::copy(const SlabRefs& slots) {
   }
 }
 
-// `first` and, where it is small, the small ones behind it that are as urgent, within a slice and what memory there is
-// to name them in.
+// `first` and, if it is small, the small ones behind it, up to a slice and to what memory allows.
 SlabRefs CopyInQueue::next_run(const SlabRef& first) {
   SlabRefs run;
   size_t run_bytes = 0;
@@ -138,7 +136,7 @@ SlabRefs CopyInQueue::next_run(const SlabRef& first) {
   return run;
 }
 
-// Issues one slice of the most urgent block, or several small blocks, once less than kInFlight are on their way.
+// Issues one slice of the first block, or several small blocks, once fewer than InFlight::kMax transfers are in flight.
 void CopyInQueue::pump() {
   std::unique_lock lock(parts_.mutex);
   in_flight_.await_room(lock);
@@ -163,7 +161,7 @@ void CopyInQueue::fill() {
   } catch (...) {
     const std::exception_ptr failure = std::current_exception();
     if (lock.owns_lock()) lock.unlock();
-    // Slices issued before write to the target: nobody may hear of it, and free it, before them.
+    // Earlier slices may still write to the target, which its owner may free once it learns of the failure.
     OFFLOAD_EDGE("failure is told after the slices before it", parts_.settle(parts_.in_stream));
     lock.lock();
     slot->failure = failure;
@@ -197,7 +195,6 @@ void CopyInQueue::fill_slice(const SlabRef& slot, std::unique_lock<std::mutex>& 
   last_read = slot->state == State::arriving ? slot->in_event : parts_.events->record(parts_.in_stream);
 }
 
-// Lets the block overtake all others: afterwards its copy-in has been issued, or has failed.
 void CopyInQueue::issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock) {
   if (slot->state == State::filling) {
     make_urgent(*slot);

@@ -1,9 +1,9 @@
-// The way back to a device: slab → device on the store's copy-in stream, fed by the pump lane; file → bounce → device
-// by the fill lane.
+// The copy-ins of the slab tier: slab → device on the store's copy-in stream, issued by the pump lane; file → bounce
+// buffer → device, issued by the fill lane.
 //
-// A lane takes one slice of the most urgent block when its turn comes, or several small blocks as one transfer, so that
-// an urgent block overtakes. Callers hold the store's lock. Where there is no memory for what a lane needs, its blocks
-// fail, each by itself; a lane throws nothing but DriverError.
+// A lane issues one slice of its first block at a time, or several small blocks as one transfer, so that an urgent
+// block can overtake. Callers hold the store's lock. If a lane runs out of memory, only the blocks it works on fail; it
+// throws nothing but DriverError.
 #pragma once
 
 #include <array>
@@ -19,12 +19,12 @@ class CopyInQueue {
   explicit CopyInQueue(SlabParts& parts)
       : parts_(parts), in_flight_(parts), pump_lane_(*parts.lanes), fill_lane_(*parts.lanes) {}
 
-  // Queues a block that has its target. Throws DriverError, std::bad_alloc: then nothing was queued.
+  // Queues a slot. Throws DriverError, std::bad_alloc: nothing was queued then.
   void push(const SlabRef& slot, Stream compute);
-  // Lets the block overtake all others: afterwards its copy-in has been issued, or has failed. Releases the lock while
-  // it waits for the disk.
+  // Lets the slot overtake all others and returns when its copy-in has been issued or has failed. Releases the lock
+  // while it waits for the disk.
   void issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock);
-  // Nobody wants the block any more. Whether a lane is reading for it, which then frees the slot.
+  // Removes a slot that is being released. Returns true if the fill lane is reading for it, and so frees it.
   bool cancel(const SlabSlot& slot);
   // Waits for the lanes; without the lock.
   void drain();
@@ -50,9 +50,9 @@ class CopyInQueue {
   std::deque<SlabRef> from_slab_;
   std::deque<SlabRef> from_disk_;  // the urgent ones first
   size_t urgent_count_ = 0;
-  const SlabSlot* filling_ = nullptr;  // that the fill lane is reading for
+  const SlabSlot* filling_ = nullptr;  // the slot that the fill lane is reading for
   InFlight in_flight_;
-  const OwnedStream pump_lane_;  // feeds the copy-in stream slice by slice
+  const OwnedStream pump_lane_;  // slab → copy-in stream, slice by slice
   const OwnedStream fill_lane_;  // file → bounce → copy-in stream
 };
 

@@ -28,7 +28,6 @@ void CopyOutQueue::feed() {
   in_flight_.note(parts_.out_stream);
 }
 
-// Caller holds the lock, here and in everything that issues.
 void CopyOutQueue::issue() {
   while (!slots_.empty()) {
     const SlabRef first = slots_.front();
@@ -42,8 +41,7 @@ void CopyOutQueue::issue() {
   }
 }
 
-// The longest run of small blocks at the front, within a slice and what memory there is to name them in. Empty where
-// the first is large.
+// The longest run of small blocks at the front, up to a slice and to what memory allows. Empty if the first is large.
 SlabRefs CopyOutQueue::next_run() {
   SlabRefs run;
   size_t run_bytes = 0;
@@ -59,19 +57,19 @@ SlabRefs CopyOutQueue::next_run() {
   return run;
 }
 
-// One transfer. Where that fails each of its blocks is tried alone, so that each one's failure is its own.
+// Issues one transfer. If that fails, each of its blocks is tried alone, so that each has its own result.
 void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
   try {
     copy(slots, count);
   } catch (...) {
     const std::exception_ptr failure = std::current_exception();
-    const bool settled = parts_.settle(parts_.out_stream);  // some of it may be on its way
+    const bool settled = parts_.settle(parts_.out_stream);  // part of it may have been issued
     if (count > 1) {
       for (size_t each = 0; each < count; ++each) issue_run(slots + each, 1);
     } else {
       SlabSlot& slot = **slots;
       slot.failure = failure;
-      if (!settled) slot.block = {};  // nobody can say what still writes there: it is leaked
+      if (!settled) slot.block = {};  // a copy may still write to it: leaked
       fail(slot);
     }
     return;

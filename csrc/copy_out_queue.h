@@ -1,12 +1,11 @@
-// The way out of a device: blocks that wait for their copy-out, then device → slab on the store's copy-out stream.
+// The copy-outs of the slab tier: device → slab on the store's copy-out stream.
 //
-// Small blocks are coalesced, as a copy of its own for each would leave the link idle between them. They wait here for
-// the feed lane, which issues all that have gathered as one transfer whenever fewer than two are in flight: at once
-// where the link is idle, in batches where it is the bottleneck. A large block, wait_out and a full pool issue them at
-// once.
+// Small blocks are coalesced: one copy each would leave the link idle between them. The feed lane issues all queued
+// blocks as one transfer whenever fewer than two are in flight, so an idle link starts at once and a busy link gets
+// batches. A large block, wait_out and a full pool issue everything at once.
 //
-// Callers hold the store's lock. Where there is no memory for what the lane needs, its blocks fail, each by itself; a
-// lane throws nothing but DriverError.
+// Callers hold the store's lock. If a lane runs out of memory, only the blocks it works on fail; it throws nothing but
+// DriverError.
 #pragma once
 
 #include <deque>
@@ -21,12 +20,12 @@ class CopyOutQueue {
   CopyOutQueue(SlabParts& parts, Spiller& spiller)
       : parts_(parts), spiller_(spiller), in_flight_(parts), lane_(*parts.lanes) {}
 
-  // Queues a block that has its room; issues it at once where it is large: its state may be failed then. Throws
-  // DriverError, std::bad_alloc: then nothing was queued.
+  // Queues a slot that has its block; a large one is issued at once, and may be failed afterwards. Throws DriverError,
+  // std::bad_alloc: nothing was queued then.
   void push(const SlabRef& slot);
-  // Issues everything that waits.
+  // Issues everything queued.
   void issue();
-  // Takes a block that waits out of the queue: it is cancelled, and its room is free.
+  // Cancels a queued slot and frees its block.
   void cancel(SlabSlot& slot);
   void cancel_all();
   // Waits for the lane; without the lock.
@@ -41,11 +40,11 @@ class CopyOutQueue {
 
   SlabParts& parts_;
   Spiller& spiller_;
-  std::deque<SlabRef> slots_;  // whose copy-out has not been issued
+  std::deque<SlabRef> slots_;  // not issued yet
   size_t bytes_ = 0;
   bool feed_queued_ = false;
   InFlight in_flight_;
-  const OwnedStream lane_;  // feeds the copy-out stream with small blocks
+  const OwnedStream lane_;  // issues small blocks on the copy-out stream
 };
 
 }  // namespace offload

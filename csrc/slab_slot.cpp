@@ -49,13 +49,13 @@ void SlabParts::free_slot(SlabSlot& slot) {
     count_out(slot);
     count_in(slot);
   } catch (const DriverError&) {
-    // A figure less; the slot must go all the same.
+    // One copy is missing from the statistics; the slot is freed all the same.
   }
   if (slot.block) {
     try {
       pool.release(slot.block, last_copy(slot));
     } catch (...) {
-      if (settle(in_stream)) pool.release(slot.block, nullptr);  // else nobody can say what still reads it: leaked
+      if (settle(in_stream)) pool.release(slot.block, nullptr);  // else a copy may still read it: leaked
     }
     slot.block = {};
   }
@@ -79,7 +79,7 @@ void SlabParts::count_in(SlabSlot& slot) {
   if (device->event_done(slot.in_event.get())) stats.in_seconds += seconds_once(*slot.in);
 }
 
-// How long a transfer took, told to the first of its blocks that asks; 0 where the device does not tell.
+// The duration of a transfer, counted once for all its blocks; 0 if the device cannot time it.
 double SlabParts::seconds_once(Transfer& transfer) {
   const EventRef begin = std::exchange(transfer.begin, nullptr);
   if (begin == nullptr) return 0;
@@ -115,7 +115,7 @@ void InFlight::await_room(std::unique_lock<std::mutex>& lock) {
     try {
       parts_.device->event_synchronize(oldest.get());
     } catch (const DriverError&) {
-      // Nobody else would issue what comes next: it goes early, and tells what is wrong with the device itself.
+      // The next transfer is issued early and reports the device's error itself.
     }
     lock.lock();
   }

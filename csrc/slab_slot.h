@@ -15,17 +15,17 @@
 
 namespace offload {
 
-struct Transfer {  // what its blocks, one or many, share
+struct Transfer {  // one issued transfer, shared by its blocks
   EventRef begin;  // null once its time has been counted
   EventRef end;
 };
 
-// Where a slot is with the spiller, beside its state: a block may be wanted back while it is written to disk.
+// A slot's state with the spiller, beside its own: a block may be prefetched while it is written to disk.
 enum class Spill : uint8_t {
   none,
   queued,
   writing,
-  failed  // it stays in RAM for good
+  failed  // the block stays in RAM
 };
 
 struct SlabSlot final : Slot {
@@ -34,12 +34,12 @@ struct SlabSlot final : Slot {
   EventRef produced;
   std::shared_ptr<Transfer> out;  // null once it has been counted
   std::shared_ptr<Transfer> in;
-  EventRef target_free;  // the compute stream's present point when the target was handed over
+  EventRef target_free;  // the compute stream's present point at prefetch
   EventRef filled;       // lane event: every slice of a copy-in from disk has been issued
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
-  size_t issued_bytes = 0;  // of the copy-in under way
+  size_t issued_bytes = 0;  // of the current copy-in
   Spill spill = Spill::none;
   double fill_began_seconds = 0;
 };
@@ -53,16 +53,16 @@ struct SlabParts {
             std::shared_ptr<HostDriver> host_driver, const std::shared_ptr<EventPool>& device_events,
             const std::shared_ptr<EventPool>& host_events, const StoreOptions& options);
 
-  // What runs on a lane holds the store.
+  // Held by everything that runs on a lane.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
-  // Whatever has been issued on `stream` has ended afterwards; false where the device's context is lost.
+  // Waits for everything issued on `stream`. Returns false if the device's context is lost.
   bool settle(Stream stream);
   // The event after which no copy touches the slot's block any more.
   EventRef last_copy(const SlabSlot& slot);
   void count_out(SlabSlot& slot);
   void count_in(SlabSlot& slot);
-  // The slot's last copy may still be under way on a device stream: its event fences the block.
+  // Frees the block, the extent and the target. A copy may still be under way: its event fences the block.
   void free_slot(SlabSlot& slot);
 
   SwapStore& store;
@@ -77,7 +77,7 @@ struct SlabParts {
   const std::unique_ptr<SpillFile> file;  // null: no disk
   SlabPool pool;
   const size_t bounce_bytes;
-  const std::array<Block, 2> bounces;  // what reading from disk goes through: taken first, so that it never waits
+  const std::array<Block, 2> bounces;  // for reads from disk; allocated first, so that they never wait for room
   const OwnedStream out_stream;
   const OwnedStream in_stream;
 
@@ -86,17 +86,17 @@ struct SlabParts {
   double seconds_once(Transfer& transfer);
 };
 
-// Bounds how many transfers a lane has on its way.
+// Limits how many transfers of a lane are in flight.
 class InFlight {
  public:
   // Enough to keep a copy engine busy, few enough for an urgent block to overtake.
   static constexpr size_t kMax = 2;
 
   explicit InFlight(SlabParts& parts) : parts_(parts) {}
-  // Returns once less than kMax are on their way; releases the lock meanwhile.
+  // Waits until fewer than kMax are in flight; releases the lock meanwhile.
   void await_room(std::unique_lock<std::mutex>& lock);
-  // Counts what has been issued on `stream` by now. Where that cannot be noted what follows goes early, and tells what
-  // is wrong itself.
+  // Counts what has been issued on `stream` so far. If that fails, the next transfer is issued early and reports the
+  // device's error itself.
   void note(Stream stream);
 
  private:

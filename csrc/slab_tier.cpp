@@ -18,15 +18,15 @@ SlabStore::SlabStore(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver>
       copy_in_queue_(parts_) {}
 
 SlabStore::~SlabStore() {
-  // No ticket is left, but its last copies may be: the slabs go only after them. A driver that cannot say so has lost
-  // its context, and its copies with it.
+  // Released tickets may still have copies under way: they end before the slabs are freed. A driver that fails here has
+  // lost its context, and the copies with it.
   try {
     for (const OwnedStream* stream : {&parts_.out_stream, &parts_.in_stream}) device_->stream_synchronize(*stream);
   } catch (const DriverError&) {
   }
 }
 
-SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
+SlotRef SlabStore::queue_copy_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
   device_->require_not_capturing(compute);
   auto slot = std::make_shared<SlabSlot>();
   slot->id = ++last_id_;
@@ -47,18 +47,18 @@ SlotRef SlabStore::begin_out(const void* source, size_t bytes, Stream compute, u
   return slot;
 }
 
-// Waits for fenced blocks, then for spills, coldest first; gives up where nothing is left to wait for.
+// Waits for fenced blocks, then for spills of the coldest blocks; throws when there is nothing left to wait for.
 Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) {
-  std::exception_ptr failure;  // of a spill that should have made room
+  std::exception_ptr failure;  // of a spill
   for (;;) {
     std::optional<PinningFailed> refused;
     try {
       if (auto block = parts_.pool.try_allocate(bytes)) return *block;
     } catch (const PinningFailed& error) {
-      refused.emplace(error);  // what is pinned already may come free
+      refused.emplace(error);  // blocks in pinned memory may become free
     }
     if (failure) std::rethrow_exception(failure);
-    copy_out_queue_.issue();  // what waits in there can be neither awaited nor spilled
+    copy_out_queue_.issue();  // queued copy-outs can be neither awaited nor spilled
     const bool possible = bytes <= (refused ? parts_.pool.largest_slab_bytes() : parts_.pool.max_bytes());
     if (const EventRef fence = parts_.pool.oldest_fence(); possible && fence != nullptr) {
       lock.unlock();
@@ -82,7 +82,7 @@ bool SlabStore::out_done(Slot& base) {
   std::lock_guard lock(mutex_);
   auto& slot = static_cast<SlabSlot&>(base);
   if (slot.state == State::queued) return false;
-  // On its way back, maybe, before it has left.
+  // A copy-in may be queued before the copy-out has ended.
   if (slot.out_event != nullptr && !device_->event_done(slot.out_event.get())) return false;
   if (slot.state == State::copying_out) {
     parts_.count_out(slot);
@@ -103,26 +103,27 @@ bool SlabStore::cancel(Slot& slot) {
   return true;
 }
 
-void SlabStore::begin_in(const SlotRef& base, void* target, Stream compute, std::shared_ptr<void> owner) {
+void SlabStore::prefetch(const SlotRef& base, void* target, Stream compute, std::shared_ptr<void> owner) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::lock_guard lock(mutex_);
   if (slot->state == State::queued) copy_out_queue_.issue();
   require_prefetchable(*slot);
   copy_in_queue_.push(slot, compute);
   set_target(*slot, target, owner);
-  spiller_.withdraw(slot);
+  spiller_.remove(slot);
 }
 
-void SlabStore::finish_in(const SlotRef& base, Stream compute) {
+void SlabStore::swap_in(const SlotRef& base, Stream compute) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::unique_lock lock(mutex_);
   copy_in_queue_.issue(slot, lock);
   if (slot->state == State::arriving) advance(*slot, State::ready);
   spiller_.offer(slot);
-  require_brought_back(*slot);
+  require_swapped_in(*slot);
   const EventRef in_event = slot->in_event;
   lock.unlock();
-  if (OFFLOAD_BROKEN("a read that failed is told") && in_event == nullptr) return;  // the bytes are asked, not a crash
+  if (OFFLOAD_BROKEN("a read that failed is told") && in_event == nullptr)
+    return;  // a test shall find wrong bytes, not a crash
   OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 
@@ -139,10 +140,10 @@ void SlabStore::release(const SlotRef& base) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::lock_guard lock(mutex_);
   if (slot->state == State::queued) copy_out_queue_.cancel(*slot);
-  spiller_.withdraw(slot);
+  spiller_.remove(slot);
   const bool is_read = copy_in_queue_.cancel(*slot);
   advance(*slot, State::released);
-  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane does
+  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane frees it
 }
 
 void SlabStore::quiesce() {

@@ -1,10 +1,10 @@
 // The slab tier's store: device ↔ pinned slab over the device's own copy streams, slab ↔ spill file over host lanes.
 //
-// A block waits in the copy-out queue, lies in a slab, goes to disk by the spiller where the slabs are full, and comes
-// back by the copy-in queue. This file ties the three together and makes room for new blocks.
+// The copy-out queue copies a block to a slab, the spiller writes it to disk when the slabs are full, and the copy-in
+// queue copies it back. This file ties the three together and makes room for new blocks.
 //
-// A caller queues its lanes' work first, which finds nothing to do where the block then cannot be queued itself, and
-// moves the block on last, which needs no memory.
+// On running out of memory: work for a lane is queued first, and finds nothing to do if its block then cannot be
+// queued; the block's state changes last, which needs no memory.
 #pragma once
 
 #include <memory>
@@ -23,12 +23,12 @@ class SlabStore final : public SwapStore {
   SlabStore(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   ~SlabStore() override;
 
-  SlotRef begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) override;
+  SlotRef queue_copy_out(const void* source, size_t bytes, Stream compute, uint64_t need) override;
   bool out_done(Slot& slot) override;
   void issue_out(Slot& slot) override;
   bool cancel(Slot& slot) override;
-  void begin_in(const SlotRef& slot, void* target, Stream compute, std::shared_ptr<void> owner) override;
-  void finish_in(const SlotRef& slot, Stream compute) override;
+  void prefetch(const SlotRef& slot, void* target, Stream compute, std::shared_ptr<void> owner) override;
+  void swap_in(const SlotRef& slot, Stream compute) override;
   void settle(const SlotRef& slot) override;
   void release(const SlotRef& slot) override;
   void quiesce() override;
@@ -40,7 +40,7 @@ class SlabStore final : public SwapStore {
  private:
   Block obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes);
 
-  // Destroyed from the last on, which waits for nothing: work on a lane that uses these holds the store.
+  // Destroyed from the last to the first, without waiting: work on a lane holds the store.
   SlabParts parts_;
   Spiller spiller_;
   CopyOutQueue copy_out_queue_;

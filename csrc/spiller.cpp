@@ -8,19 +8,18 @@
 
 namespace offload {
 
-// Queues the coldest residents for the disk until `bytes` are on their way. Null where none can go, or is going.
 EventRef Spiller::make_room(size_t bytes) {
-  size_t leaving_bytes = 0;
+  size_t queued_bytes = 0;
   const EventRef spilled = parts_.lane_events->take();
   parts_.lanes->event_arm(spilled.get());
-  // Fires when the last spill below has ended and is gone; at once where there is none.
+  // Destroyed, and so fired, with the last spill queued below; at once if there is none.
   const std::shared_ptr<void> under_way(spilled.get(),
                                         [lanes = parts_.lanes, spilled](void*) { lanes->event_fire(spilled.get()); });
-  for (auto entry = resident_.begin(); entry != resident_.end() && leaving_bytes < bytes;) {
+  for (auto entry = resident_.begin(); entry != resident_.end() && queued_bytes < bytes;) {
     const SlabRef slot = *entry;
     queue_spill(slot, under_way);
     slot->spill = Spill::queued;
-    leaving_bytes += slot->bytes;
+    queued_bytes += slot->bytes;
     last_spill_ = spilled;
     entry = resident_.erase(entry);
   }
@@ -28,7 +27,7 @@ EventRef Spiller::make_room(size_t bytes) {
   return last_spill_;
 }
 
-// Where that throws, nothing has changed: a wait without its spill harms nobody.
+// If this throws, nothing has changed: a wait without its spill is harmless.
 void Spiller::queue_spill(const SlabRef& slot, const std::shared_ptr<void>& under_way) {
   if (parts_.lanes == parts_.device) {
     OFFLOAD_EDGE("spill waits for copy-out", parts_.lanes->stream_wait(lane_, slot->out_event.get()));
@@ -49,7 +48,7 @@ void Spiller::spill(const SlabRef& slot) {
   try {
     const bool has_arrived =
         OFFLOAD_BROKEN("spill waits for copy-out") || parts_.device->event_done(slot->out_event.get());
-    if (!has_arrived) return offer(slot);  // the wait for it failed
+    if (!has_arrived) return offer(slot);  // waiting for it failed
     if (slot->state == State::copying_out) {
       parts_.count_out(*slot);
       advance(*slot, State::out);
@@ -59,7 +58,7 @@ void Spiller::spill(const SlabRef& slot) {
     OFFLOAD_EDGE("a spill that failed may be tried again", offer(slot));
     return;
   }
-  if (slot->state != State::out && slot->state != State::ready) return;  // wanted back: it stays
+  if (slot->state != State::out && slot->state != State::ready) return;  // prefetched meanwhile: it stays
   advance(*slot, State::spilling);
   slot->spill = Spill::writing;
   const bool written = static_cast<bool>(slot->extent) || write_extent(*slot, lock);
@@ -75,7 +74,6 @@ void Spiller::spill(const SlabRef& slot) {
   offer(slot);
 }
 
-// A retained graph may want the block again; until then its room may be needed elsewhere.
 void Spiller::offer(const SlabRef& slot) {
   const bool has_begun = slot->out_event != nullptr;
   const bool is_wanted = slot->state == State::copying_in || slot->state == State::arriving;
@@ -83,11 +81,11 @@ void Spiller::offer(const SlabRef& slot) {
   try {
     resident_.insert(slot);
   } catch (const std::bad_alloc&) {
-    // It stays in RAM: others make room.
+    // It stays in RAM; other blocks make room.
   }
 }
 
-// Writes the block out with the lock released meanwhile. False where that failed: the block stays in RAM for good.
+// Writes the block to disk, with the lock released. Returns false if that failed.
 bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   const double begin = now_seconds();
@@ -95,8 +93,8 @@ bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   uint32_t crc = 0;
   bool written = true;
   try {
-    // Whole sectors: a block is rounded up to 4 KiB, so the bytes behind the last one exist. Never an empty extent,
-    // which is none.
+    // Whole sectors: blocks are allocated in multiples of 4 KiB, so the bytes behind the last one exist. At least one
+    // sector: an extent of zero bytes means none.
     extent = parts_.file->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
     crc = parts_.file->write(extent, 0, slot.block.data, extent.bytes, 0);
   } catch (...) {

@@ -1,6 +1,7 @@
 // Slab → file: which blocks make room when the pinned memory is full, on a lane of its own.
 //
-// A block is offered while nobody wants it back; the one that is needed last goes first. Callers hold the store's lock.
+// Blocks without a copy-in under way are candidates; the one that is needed last goes first. Callers hold the store's
+// lock.
 #pragma once
 
 #include <exception>
@@ -17,17 +18,17 @@ class Spiller {
  public:
   explicit Spiller(SlabParts& parts) : parts_(parts), lane_(*parts.lanes) {}
 
-  // Lets the block go to disk, where that is possible now. A retained graph may want it again; until then its room may
-  // be needed elsewhere.
+  // Makes the block a candidate, if its state allows. This includes blocks already swapped in: a retained graph may
+  // swap them in again.
   void offer(const SlabRef& slot);
-  // The block stays, unless it is on its way.
-  void withdraw(const SlabRef& slot) { resident_.erase(slot); }
-  // Whether the lane will free the slot where its ticket goes.
+  // The block is no candidate any more; a spill that is queued stays queued.
+  void remove(const SlabRef& slot) { resident_.erase(slot); }
+  // Whether the lane frees the slot when its ticket is released.
   static bool holds(const SlabSlot& slot) { return slot.spill == Spill::queued || slot.spill == Spill::writing; }
-  // Queues the coldest blocks for the disk until `bytes` are on their way. A lane event that completes when they have
-  // gone; null where none can go, or is going.
+  // Queues spills of the coldest candidates, of `bytes` bytes or more. Returns a lane event that completes when all
+  // queued spills have ended; null if none is queued.
   EventRef make_room(size_t bytes);
-  // For who has waited for room: the driver could not say what has arrived. Told once.
+  // The driver's error that kept the last spill from starting, for the caller that waits for room. Returned once.
   std::exception_ptr take_failure() { return std::exchange(failure_, nullptr); }
   // Waits for the lane; without the lock.
   void drain() { parts_.lanes->stream_synchronize(lane_); }
@@ -44,8 +45,8 @@ class Spiller {
   bool write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock);
 
   SlabParts& parts_;
-  std::set<SlabRef, ColdestFirst> resident_;  // in a slab, with no copy-in or spill pending
-  EventRef last_spill_;                       // lane event: every spill queued so far has ended; null where all have
+  std::set<SlabRef, ColdestFirst> resident_;  // candidates: in a slab, with no copy-in or spill pending
+  EventRef last_spill_;                       // lane event: every spill queued so far has ended; null if none is queued
   std::exception_ptr failure_;
   const OwnedStream lane_;
 };

@@ -28,7 +28,7 @@ uint16_t successors(State state) {
       return bit(State::arriving) | bit(State::ready) | bit(State::on_disk) | bit(State::out);
     case State::arriving:
       return bit(State::ready) | bit(State::copying_in) | bit(State::filling);
-    case State::ready:  // a retained graph brings the same bytes back again
+    case State::ready:  // a retained graph swaps the same bytes in again
       return bit(State::copying_in) | bit(State::filling) | bit(State::spilling);
     case State::cancelled:
     case State::failed:
@@ -39,7 +39,7 @@ uint16_t successors(State state) {
 }
 
 template <typename Reference>
-union Leaked {  // a reference that is never given up
+union Leaked {  // a reference that is never released
   Reference kept;
   ~Leaked() {}
 };
@@ -81,7 +81,7 @@ void SwapStore::set_target(Slot& slot, void* target, std::shared_ptr<void>& owne
   OFFLOAD_EDGE("a second attempt forgets the first", slot.failure = nullptr);
 }
 
-void SwapStore::require_brought_back(const Slot& slot) {
+void SwapStore::require_swapped_in(const Slot& slot) {
   if (OFFLOAD_BROKEN("a read that failed is told")) return;
   if (slot.failure != nullptr) std::rethrow_exception(slot.failure);
   if (slot.state != State::ready)
@@ -90,8 +90,8 @@ void SwapStore::require_brought_back(const Slot& slot) {
 
 Ticket SwapStore::swap_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
   lanes_->require_same_process();
-  lanes_->breathe();
-  return {shared_from_this(), begin_out(source, bytes, compute, need)};
+  lanes_->run_some();
+  return {shared_from_this(), queue_copy_out(source, bytes, compute, need)};
 }
 
 void SwapStore::add_stall(double seconds) {
@@ -130,14 +130,14 @@ std::string Ticket::failure_text() const {
 }
 
 bool Ticket::out_done() {
-  if (store_->lanes_->in_forked_child()) return false;  // nobody finishes it here; who only drops it leaks
+  if (store_->lanes_->in_forked_child()) return false;  // no lane runs in a forked child
   switch (state()) {
     case State::queued:
     case State::copying_out:
     case State::copying_in:
     case State::arriving:
     case State::ready:
-      store_->lanes_->breathe();
+      store_->lanes_->run_some();
       return store_->out_done(*slot_);
     default:
       return true;
@@ -161,16 +161,16 @@ bool Ticket::cancel() {
 
 void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner) {
   store_->lanes_->require_same_process();
-  store_->lanes_->breathe();
-  store_->begin_in(slot_, target, compute, std::move(owner));
+  store_->lanes_->run_some();
+  store_->prefetch(slot_, target, compute, std::move(owner));
 }
 
 bool Ticket::in_done() {
   if (store_->lanes_->in_forked_child()) return true;
-  store_->lanes_->breathe();
+  store_->lanes_->run_some();
   std::lock_guard lock(store_->mutex_);
   const State now = state();
-  // Not all issued: the event says nothing yet.
+  // Not all of it is issued: there is no event yet.
   if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in))
     return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
@@ -179,7 +179,7 @@ bool Ticket::in_done() {
 void Ticket::swap_in(Stream compute) {
   store_->lanes_->require_same_process();
   const Stopwatch watch;
-  store_->finish_in(slot_, compute);
+  store_->swap_in(slot_, compute);
   store_->add_stall(watch.seconds());
 }
 
@@ -197,7 +197,7 @@ Ticket& Ticket::operator=(Ticket&& other) noexcept {
 
 void Ticket::release() noexcept {
   if (slot_ == nullptr) return;
-  // A forked child owns none of the engine's threads and maybe a locked mutex: it leaks.
+  // A forked child has no lanes, and the mutex may be locked for good: it leaks the slot.
   if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child leaks its tickets")) {
     const Leaked<SlotRef> slot{slot_};
     const Leaked<std::shared_ptr<SwapStore>> store{store_};
