@@ -8,7 +8,7 @@ namespace offload {
 namespace {
 
 constexpr int kAnchorAttempts = 3;
-constexpr double kAnchorSecondsMax = 10;  // CUDA tells milliseconds as a float: within 1 µs up to here
+constexpr double kAnchorSecondsMax = 10;  // CUDA returns milliseconds as a float: within 1 µs up to here
 
 }  // namespace
 
@@ -21,7 +21,7 @@ double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// On a stream without work the event completes between the two looks at the clock; the closest pair tells best when.
+// On an idle stream the event completes between the two readings of the clock; the closest pair is the most precise.
 std::shared_ptr<const Anchor> Anchor::measure(Driver& device, EventPool& events) {
   const OwnedStream stream(device);
   auto best = std::make_shared<Anchor>();
@@ -53,7 +53,7 @@ void CopyLog::push(Pending pending) {
   try {
     pending_.push_back(std::move(pending));
   } catch (const std::bad_alloc&) {
-    // A copy less in the timeline; the copy itself is well.
+    // The copy is missing from the timeline; the copy itself is not affected.
   }
 }
 
@@ -73,16 +73,16 @@ std::vector<CopyEntry> CopyLog::take() {
     };
     each.entry.begin_seconds = seconds(each.begin);
     each.entry.end_seconds = seconds(each.end);
-    each.begin = nullptr;  // told by the next call where the device fails at a later one
+    each.begin = nullptr;  // complete: the next call returns it if the device fails at a later one
   }
   const auto ended = std::stable_partition(pending_.begin(), pending_.end(),
                                            [](const Pending& each) { return each.begin != nullptr; });
-  std::vector<CopyEntry> told;
-  for (auto each = ended; each != pending_.end(); ++each) told.push_back(each->entry);
+  std::vector<CopyEntry> done;
+  for (auto each = ended; each != pending_.end(); ++each) done.push_back(each->entry);
   pending_.erase(ended, pending_.end());
-  std::stable_sort(told.begin(), told.end(),
+  std::stable_sort(done.begin(), done.end(),
                    [](const CopyEntry& a, const CopyEntry& b) { return a.end_seconds < b.end_seconds; });
-  return told;
+  return done;
 }
 
 }  // namespace offload

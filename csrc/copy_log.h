@@ -1,10 +1,10 @@
-// What a timeline draws: which ticket's bytes moved when, in seconds of CLOCK_MONOTONIC. Off unless somebody asks.
+// The copies that a timeline draws: which ticket's bytes moved when, in seconds of CLOCK_MONOTONIC. Off by default.
 //
-// Host copies come with their times. Device copies come with the events around them, whose times are asked for in
-// take(), when they have completed; an anchor (one event, and the host's time when it completed) relates both clocks.
+// Host copies are added with their times. Device copies are added with the events around them; take() reads their times
+// once they have completed. An anchor (one event, and the host's time when it completed) relates both clocks.
 //
-// Bounded: beyond its limit the oldest entries are forgotten. Not thread safe: the swap store calls it under its lock,
-// but for Anchor::measure, which waits for the device.
+// Bounded: beyond its limit the oldest entries are dropped. Not thread safe: the swap store calls it under its lock,
+// except for Anchor::measure, which waits for the device.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ class CopyLog {
  public:
   explicit CopyLog(std::shared_ptr<Driver> device) : device_(std::move(device)) {}
 
-  // Keeps the newest `limit` copies from now on; 0 stops, and forgets what there is.
+  // Keeps the newest `limit` copies from now on; 0 stops and clears the log.
   void start(size_t limit, std::shared_ptr<const Anchor> anchor);
   bool is_on() const { return limit_ > 0; }
   // The anchor of the device copies added from now on: times are exact near it.
@@ -53,7 +53,7 @@ class CopyLog {
 
   void add(CopyKind kind, uint64_t ticket_id, size_t bytes, double begin_seconds);  // ends now
   void add(CopyKind kind, uint64_t ticket_id, size_t bytes, EventRef begin, EventRef end);
-  // The copies that have ended, by the time they ended; each is told once. Throws DriverError.
+  // The copies that have ended, in the order of their ends; each is returned once. Throws DriverError.
   std::vector<CopyEntry> take();
 
  private:

@@ -8,14 +8,14 @@
 
 namespace offload {
 
-void DirectStore::save_ragged(DirectSlot& slot) {
+void DirectStore::save_ends(DirectSlot& slot) {
   const char* source = static_cast<const char*>(slot.source);
   const size_t tail_at = slot.head_bytes + slot.middle_bytes;
-  slot.ragged.assign(source, source + slot.head_bytes);
-  slot.ragged.insert(slot.ragged.end(), source + tail_at, source + slot.bytes);
+  slot.ends.assign(source, source + slot.head_bytes);
+  slot.ends.insert(slot.ends.end(), source + tail_at, source + slot.bytes);
 }
 
-SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_t need) {
+SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, uint64_t need) {
   auto slot = std::make_shared<DirectSlot>();
   slot->id = ++last_id_;
   slot->bytes = bytes;
@@ -27,13 +27,13 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
   std::lock_guard lock(mutex_);
   if (slot->middle_bytes == 0) {
     const double begin = now_seconds();
-    save_ragged(*slot);
+    save_ends(*slot);
     log_.add(CopyKind::out, slot->id, bytes, begin);
     advance(*slot, State::out);
   } else {
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
-    lanes_->call(out_lane_,  // finds nothing to do where the queue has no room
+    lanes_->call(out_lane_,  // finds nothing to do if the push below fails
                  [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
     outgoing_.push_back(slot);
   }
@@ -41,8 +41,8 @@ SlotRef DirectStore::begin_out(const void* source, size_t bytes, Stream, uint64_
   return slot;
 }
 
-// The longest run of small blocks as urgent as the first, within a slice and what memory there is to name them in.
-// Empty where the first is large.
+// The longest run of small blocks as urgent as the first, up to a slice and to what memory allows. Empty if the first
+// is large.
 DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::const_iterator end) const {
   Refs run;
   size_t run_bytes = 0;
@@ -58,7 +58,7 @@ DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::con
   return run;
 }
 
-// Writes the block at the front; where it is small, with the small ones behind it.
+// Writes the first block and, if it is small, the small ones behind it.
 void DirectStore::write_out() {
   Ref first;
   Refs run;
@@ -88,7 +88,7 @@ void DirectStore::write_large(DirectSlot& slot) {
   uint32_t crc = 0;
   std::exception_ptr failure;
   try {
-    save_ragged(slot);
+    save_ends(slot);
     extent = file_.allocate(slot.middle_bytes);
     crc = file_.write(extent, 0, static_cast<const char*>(slot.source) + slot.head_bytes, slot.middle_bytes, 0);
   } catch (...) {
@@ -99,7 +99,7 @@ void DirectStore::write_large(DirectSlot& slot) {
   end_out(slot, extent, crc, failure, begin_seconds);
 }
 
-// Submitted together; where there is no room for all, each finds out by itself.
+// Writes several small blocks at once. If there is no room for all, each is written alone.
 void DirectStore::write_small(const Refs& slots) {
   const double begin_seconds = now_seconds();
   std::vector<uint64_t> bytes;
@@ -107,7 +107,7 @@ void DirectStore::write_small(const Refs& slots) {
   std::vector<Piece> pieces;
   try {
     for (const Ref& slot : slots) {
-      save_ragged(*slot);
+      save_ends(*slot);
       bytes.push_back(slot->middle_bytes);
     }
     pieces.reserve(slots.size());
@@ -134,11 +134,12 @@ void DirectStore::write_small(const Refs& slots) {
 // Caller holds the lock.
 void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure,
                           double begin_seconds) {
+  const bool is_released = slot.state == State::released;
   if (failure != nullptr && !OFFLOAD_BROKEN("a write that failed is told")) {
     OFFLOAD_EDGE("a failed write gives its extent back", file_.release(extent));
     slot.failure = failure;
     ++stats_.failed;
-    advance(slot, State::failed);
+    if (!is_released) advance(slot, State::failed);
   } else {
     slot.extent = extent;
     slot.crc_out = crc;
@@ -146,44 +147,38 @@ void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, 
     stats_.out_bytes += slot.bytes;
     stats_.spilled_bytes += slot.middle_bytes;
     log_.add(CopyKind::out, slot.id, slot.bytes, begin_seconds);
-    advance(slot, State::on_disk);
+    if (!is_released) advance(slot, State::on_disk);
   }
-  if (slot.released) free_slot(slot);
+  if (is_released) free_slot(slot);
 }
 
 bool DirectStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
   if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
-  withdraw(*std::find_if(outgoing_.begin(), outgoing_.end(), [&](const Ref& each) { return each.get() == &slot; }));
+  cancel_queued(
+      *std::find_if(outgoing_.begin(), outgoing_.end(), [&](const Ref& each) { return each.get() == &slot; }));
   return true;
 }
 
-// Caller holds the lock. The copy-out will not happen.
-void DirectStore::withdraw(const Ref& slot) {
-  const Ref withdrawn = slot;  // the queue's own reference goes
-  outgoing_.erase(std::find(outgoing_.begin(), outgoing_.end(), withdrawn));
-  advance(*withdrawn, State::cancelled);
+// Caller holds the lock.
+void DirectStore::cancel_queued(const Ref& slot) {
+  const Ref cancelled = slot;  // outlives the queue's reference
+  outgoing_.erase(std::find(outgoing_.begin(), outgoing_.end(), cancelled));
+  advance(*cancelled, State::cancelled);
   ++stats_.cancelled;
-  lanes_->event_fire(withdrawn->out_event.get());
+  lanes_->event_fire(cancelled->out_event.get());
 }
 
 void DirectStore::release(const SlotRef& base) {
   auto slot = std::static_pointer_cast<DirectSlot>(base);
   std::lock_guard lock(mutex_);
-  slot->released = true;
-  switch (slot->state) {
-    case State::queued:
-      withdraw(slot);
-      free_slot(*slot);
-      break;
-    case State::copying_out:
-      break;  // end_out frees it
-    case State::copying_in:
-      if (!slot->busy) end_in(*slot, State::ready);
-      break;
-    default:
-      free_slot(*slot);
-  }
+  if (slot->state == State::queued) cancel_queued(slot);
+  const bool is_transferred = slot->busy || slot->state == State::copying_out;
+  const bool is_incoming = slot->state == State::copying_in;
+  advance(*slot, State::released);
+  if (is_transferred) return;  // the lane frees it
+  if (is_incoming) return end_in(*slot, State::released);
+  free_slot(*slot);
 }
 
 void DirectStore::free_slot(DirectSlot& slot) {
@@ -197,7 +192,7 @@ void DirectStore::quiesce() {
   if (lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child waits for no lane")) return;
   {
     std::lock_guard lock(mutex_);
-    while (!outgoing_.empty()) withdraw(outgoing_.front());
+    while (!outgoing_.empty()) cancel_queued(outgoing_.front());
   }
   lanes_->stream_synchronize(out_lane_);
   lanes_->stream_synchronize(in_lane_);

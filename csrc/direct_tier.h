@@ -1,9 +1,9 @@
 // The direct tier's store: blocks of plain RAM ↔ the spill file, with no buffer in between.
 //
-// direct_tier.cpp holds the way out and the slots; direct_return.cpp the way back. One lane each; a lane takes what is
-// first (on the way back: most urgent) when its turn comes, and small neighbours along.
+// direct_tier.cpp has the copy-outs and the slots, direct_swap_in.cpp the copy-ins, with one lane each. The out lane
+// takes the first block, the in lane the most urgent one; each takes small neighbours along.
 //
-// Where there is no memory for what a lane needs, the blocks it has taken fail, each by itself; it never throws.
+// If a lane runs out of memory, only the blocks it works on fail; it never throws.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,15 @@
 namespace offload {
 
 struct DirectSlot final : Slot {
-  size_t head_bytes = 0;     // before the first aligned address
-  size_t middle_bytes = 0;   // on disk
-  std::vector<char> ragged;  // head, then tail
+  size_t head_bytes = 0;    // before the first aligned address
+  size_t middle_bytes = 0;  // on disk
+  std::vector<char> ends;   // head, then tail
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
   size_t middle_done = 0;  // of the copy-in under way
   bool busy = false;       // a lane is transferring
-  bool urgent = false;     // somebody waits for it
+  bool urgent = false;     // a caller waits for it
   double in_began_seconds = 0;
 };
 
@@ -37,11 +37,11 @@ class DirectStore final : public SwapStore {
         out_lane_(*lanes),
         in_lane_(*lanes) {}
 
-  SlotRef begin_out(const void* source, size_t bytes, Stream, uint64_t need) override;
+  SlotRef queue_copy_out(const void* source, size_t bytes, Stream, uint64_t need) override;
   bool out_done(Slot& slot) override { return slot.state != State::queued && slot.state != State::copying_out; }
   bool cancel(Slot& slot) override;
-  void begin_in(const SlotRef& slot, Stream) override;
-  void finish_in(const SlotRef& slot, Stream) override;
+  void prefetch(const SlotRef& slot, void* target, Stream, std::shared_ptr<void> owner) override;
+  void swap_in(const SlotRef& slot, Stream) override;
   void settle(const SlotRef& slot) override;
   void release(const SlotRef& slot) override;
   void quiesce() override;
@@ -60,7 +60,7 @@ class DirectStore final : public SwapStore {
   void write_large(DirectSlot& slot);
   void write_small(const Refs& slots);
   void end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure, double begin_seconds);
-  void withdraw(const Ref& slot);
+  void cancel_queued(const Ref& slot);
   void read();
   void read_slice(DirectSlot& slot);
   void read_small(const Refs& slots);
@@ -69,14 +69,14 @@ class DirectStore final : public SwapStore {
   bool is_small(const DirectSlot& slot) const { return slot.middle_bytes < std::min(kSmallBytes, slice_bytes_); }
   static char* target_middle(const DirectSlot& slot) { return static_cast<char*>(slot.target) + slot.head_bytes; }
   void free_slot(DirectSlot& slot);
-  static void save_ragged(DirectSlot& slot);
-  static void restore_ragged(const DirectSlot& slot);
+  static void save_ends(DirectSlot& slot);
+  static void restore_ends(const DirectSlot& slot);
 
   const size_t slice_bytes_;
   SpillFile file_;
   Queue outgoing_;  // copy-outs not begun
   Queue incoming_;  // copy-ins not finished
-  // Last, so that they go first. Waits for nothing: work on a lane that uses the above holds the store.
+  // Last, so that they are destroyed first, without waiting: work on a lane holds the store.
   const OwnedStream out_lane_;
   const OwnedStream in_lane_;
 };

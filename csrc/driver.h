@@ -62,22 +62,22 @@ class Driver {
   virtual void copy_out(void* host, const void* device, size_t bytes, Stream stream) = 0;
   virtual void copy_in(void* device, const void* host, size_t bytes, Stream stream) = 0;
 
-  // The same for several blocks that do not overlap, in any order among themselves. Where it throws, any of them may
-  // have been queued: synchronize the stream before telling what came of them.
+  // The same for several blocks that do not overlap, in any order. If it throws, any of them may have been queued:
+  // synchronize the stream before using the result.
   virtual void copy_out_batch(const Copy* copies, size_t count, Stream stream) = 0;
   virtual void copy_in_batch(const Copy* copies, size_t count, Stream stream) = 0;
 
   // Pins a page-aligned range for DMA (on the host driver: nothing to do).
   virtual void host_register(void* address, size_t bytes) = 0;
-  // False where the driver refuses: the range is still pinned then, and must stay mapped.
+  // False if the driver refuses: the range is still pinned then, and must stay mapped.
   virtual bool host_unregister(void* address) noexcept = 0;
 
   virtual DeviceMemory device_memory() = 0;
-  // The NUMA node that is nearest to the device; -1 where there is no choice. Never an error.
+  // The NUMA node nearest to the device; -1 if there is no choice. Never an error.
   virtual int numa_node() noexcept { return -1; }
 };
 
-// A stream of its holder's, destroyed with it; that waits for nothing. The driver must outlive it. Creating it throws
+// A stream that is destroyed with its owner, without waiting. The driver must outlive it. Creating it throws
 // DriverError.
 class OwnedStream {
  public:

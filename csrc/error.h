@@ -39,7 +39,7 @@ class DriverError : public std::runtime_error {
   const int code;
 };
 
-// Host memory cannot be pinned. The device itself is well, so that a caller can do without.
+// Host memory cannot be pinned. The device itself works, so a caller can go on without the memory.
 class PinningFailed : public DriverError {
  public:
   explicit PinningFailed(const DriverError& cause) : DriverError(cause) {}

@@ -1,6 +1,6 @@
 // Recycles a driver's events: creating one is a driver call, and a step needs several per swapped tensor.
 //
-// An EventRef is shared by whoever must wait for the same point; the last holder gives the event back. Thread safe.
+// An EventRef is shared by all that wait for the same point; the last one returns the event to the pool. Thread safe.
 #pragma once
 
 #include <memory>

@@ -1,7 +1,7 @@
 // Which ranges of one linear space (a slab's bytes, a file's bytes) are free. Best fit with coalescing neighbours.
 //
-// Pure bookkeeping: touches no memory. Not thread safe; its owner locks. All offsets and lengths are multiples of the
-// granule given at construction; requests are rounded up to it, never to a power of two.
+// Bookkeeping only: touches none of that memory. Not thread safe; its owner locks. All offsets and lengths are
+// multiples of the granule given at construction; requests are rounded up to it, never to a power of two.
 #pragma once
 
 #include <cstddef>
@@ -21,13 +21,13 @@ class ExtentMap {
 
   // Adds [offset, offset + bytes) as free space.
   void grow(uint64_t offset, uint64_t bytes);
-  // The smallest free range that fits `bytes` rounded up; nullopt where none does. Returns its offset.
+  // Allocates from the smallest free range that fits `bytes` rounded up. Returns the offset; nullopt if none fits.
   std::optional<uint64_t> allocate(uint64_t bytes);
-  // Gives back what allocate returned; `bytes` is the same request. Throws std::bad_alloc, and is as it was then, where
-  // neither neighbour is free.
+  // Frees what allocate returned; `bytes` is the same request. May throw std::bad_alloc if neither neighbour is free:
+  // nothing has changed then.
   void release(uint64_t offset, uint64_t bytes);
 
-  // Takes the free range that ends at `end`, where there is one, out of the space. Returns its length.
+  // Removes the free range that ends at `end` from the space. Returns its length, 0 if there is none.
   uint64_t cut_tail(uint64_t end);
 
   uint64_t free_bytes() const { return free_bytes_; }

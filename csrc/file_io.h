@@ -34,7 +34,7 @@ class FileIo {
   virtual size_t start(int descriptor, const FileTransfer* transfers, size_t count, size_t slot);
   // Waits for the transfer that has been started in `slot`. Returns the bytes moved, or −errno.
   virtual int64_t wait(int descriptor, const FileTransfer& transfer, size_t slot);
-  // Waits for all that this thread has started: afterwards nobody touches the caller's memory.
+  // Waits for all that this thread has started: afterwards the kernel no longer touches the caller's memory.
   virtual void drain() noexcept;
 };
 

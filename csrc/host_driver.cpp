@@ -20,7 +20,7 @@
 namespace offload {
 namespace {
 
-// Python delivers signals to its main thread; ours must never be picked for them.
+// Python handles signals in its main thread: the kernel must not deliver them to a lane.
 void become_lane(int niceness) {
   sigset_t all;
   sigfillset(&all);
@@ -55,8 +55,8 @@ Stream HostDriver::stream_create() {
     std::lock_guard lock(mutex_);
     streams_.push_back(stream);
   }
-  // Detached: a worker owns its driver and its stream and leaves when the stream is closed and drained, so that no
-  // destructor ever has to join, whichever thread it runs on.
+  // Detached: a worker owns its driver and its stream and ends when the stream is closed and drained, so that no
+  // destructor has to join it.
   if (schedule_ != Schedule::stepped) std::thread(worker, shared_from_this(), stream).detach();
   return stream.get();
 }
@@ -90,7 +90,7 @@ void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream
     try {
       head.work();
     } catch (const DriverError&) {
-      // A device whose context is lost: its own callers hear so from their calls, and a lane must outlive it.
+      // The device's context is lost: callers get the error from their own calls; the lane goes on.
     }
     head.work = nullptr;  // what it captured may call back into this driver on destruction
     lock.lock();
@@ -127,7 +127,7 @@ bool HostDriver::step(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-void HostDriver::breathe() {
+void HostDriver::run_some() {
   if (schedule_ != Schedule::stepped) return;
   std::unique_lock lock(mutex_);
   for (uint64_t left = random_() % 4; left > 0 && step(lock); --left) {

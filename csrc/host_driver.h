@@ -4,8 +4,10 @@
 // that everything asynchronous in the data plane passes through one queue type whatever the device is. The compute
 // stream (nullptr) is the calling thread.
 //
-// Three schedules. `threads` is production. `delays` sleeps a seeded random time before operations. `stepped` has no
-// threads at all: whoever waits runs the next runnable operation, chosen by the seed, so that a failure replays.
+// Three schedules. `threads` is production. The other two make this driver the device of the tests, which is why they
+// are part of it: the code under test is the code that runs, down to its queues. `delays` sleeps a seeded random time
+// before operations. `stepped` has no threads: a thread that waits runs the next runnable operation, chosen by the
+// seed, so that every failure replays.
 #pragma once
 
 #include <condition_variable>
@@ -58,12 +60,11 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   // An event that work fires by hand: pending from arm to fire.
   void event_arm(Event event);
   void event_fire(Event event);
-  // Under `stepped`: runs a few operations, as other threads might have by now. Elsewhere nothing. Callers hold no
-  // lock.
-  void breathe();
+  // Under `stepped`: runs a few operations, as lanes might have by now. Otherwise does nothing. Callers hold no lock.
+  void run_some();
 
  private:
-  // One record of an event. Who waits for it holds it, so that recording the event again changes nothing for them.
+  // One record of an event. Waiters hold the record, so that recording the event again does not affect them.
   struct Point {
     bool done = false;
     double done_seconds = 0;

@@ -1,5 +1,5 @@
-// Where whole huge pages lie within a piece of memory, the kernel is asked to use them: direct I/O and the driver pin
-// page by page, and of huge ones there are 512 times fewer.
+// Asks the kernel for huge pages within a piece of memory: direct I/O and the driver pin page by page, and there are
+// 512 times fewer huge ones.
 #pragma once
 
 #include <sys/mman.h>

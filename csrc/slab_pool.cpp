@@ -22,7 +22,7 @@
 namespace offload {
 namespace {
 
-constexpr std::chrono::seconds kRefusalHolds{60};  // whoever held the memory may have given it back by then
+constexpr std::chrono::seconds kRefusalHolds{60};  // other programs may have freed memory by then
 
 constexpr size_t kPopulatorsMax = 4;
 
@@ -50,7 +50,7 @@ char* map_pages(size_t bytes, int node) {
     try {
       *next = std::thread(populate, data + at, std::min(part_bytes, bytes - at));
       ++next;
-    } catch (const std::exception&) {  // no room for a thread more
+    } catch (const std::exception&) {  // no memory for another thread
       if (OFFLOAD_BROKEN("a thread that cannot start is not needed")) throw std::bad_alloc();
       populate(data + at, std::min(part_bytes, bytes - at));
     }
@@ -62,7 +62,7 @@ char* map_pages(size_t bytes, int node) {
 
 void unmap_pages(char* data, size_t bytes) noexcept {
 #ifdef OFFLOAD_MUTANTS
-  madvise(data, bytes, MADV_DONTNEED);  // a copy that comes too late shall be seen, not crash
+  madvise(data, bytes, MADV_DONTNEED);  // a late copy shall be detected, not crash
 #else
   munmap(data, bytes);
 #endif
@@ -81,7 +81,7 @@ SlabPool::~SlabPool() {
     for (const Fenced& entry : fenced_)
       if (!driver_->in_forked_child()) driver_->event_synchronize(entry.fence.get());
   } catch (const DriverError&) {
-    return;  // a lost context: nobody can say what still reads the slabs, so they are leaked
+    return;  // a lost context: copies may still read the slabs, so they are leaked
   }
   for (const Slab& slab : slabs_) {
     if (slab.data == nullptr) continue;
@@ -122,7 +122,7 @@ bool SlabPool::grow(size_t bytes) {
   const auto begin = std::chrono::steady_clock::now();
   const bool refused = refusal_ && slab_bytes >= refused_bytes_ && begin < asked_again_at_;
   if (refused && !OFFLOAD_BROKEN("a refused pinning is not tried again")) throw PinningFailed(*refusal_);
-  Slab& slab = empty_slab();  // once pages are pinned nothing may need memory any more
+  Slab& slab = empty_slab();  // allocated first: after pinning, nothing may throw
   ExtentMap all{kPageBytes};
   all.grow(0, slab_bytes);
   char* data = map_pages(slab_bytes, numa_node_);
@@ -153,13 +153,13 @@ SlabPool::Slab& SlabPool::empty_slab() {
 
 void SlabPool::release(const Block& block, EventRef fence) {
   try {
-    if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // asked when room is wanted
+    if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // checked when room is needed
       fenced_.push_back({block, std::move(fence)});
     } else {
       give_back(block);
     }
   } catch (const std::bad_alloc&) {
-    // No memory to note it in: the block stays counted as used.
+    // No memory to record it: the block stays counted as used.
   }
 }
 
@@ -173,7 +173,7 @@ void SlabPool::give_back(const Block& block) {
   stats_.requested_bytes -= block.bytes;
 }
 
-// A driver that fails to answer leaves every block where it is.
+// If the driver fails, every block stays fenced.
 void SlabPool::sweep() {
   for (auto entry = fenced_.begin(); entry != fenced_.end();) {
     if (driver_->event_done(entry->fence.get())) {

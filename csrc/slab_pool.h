@@ -1,7 +1,7 @@
 // Pinned host memory: large slabs registered with the driver, cut into exact-size blocks.
 //
 // A block is rounded up to 4 KiB only, so one buffer serves DMA and direct I/O. Best fit with coalescing neighbours.
-// Reuse is fenced: a block released with an event is not handed out before that event is done, whoever dropped it.
+// Reuse is fenced: a block released with an event is not allocated again before that event is done.
 // The pool never holds more than `max_bytes`. Not thread safe: the swap store calls it under its lock. Blocks and
 // slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
 #pragma once
@@ -33,8 +33,8 @@ struct Block {
 struct PoolStats {
   size_t max_bytes = 0;
   size_t held_bytes = 0;        // slabs, pinned
-  size_t used_bytes = 0;        // blocks handed out or still fenced, rounded
-  size_t requested_bytes = 0;   // the same blocks as asked for
+  size_t used_bytes = 0;        // blocks allocated or still fenced, rounded
+  size_t requested_bytes = 0;   // the same blocks as requested
   size_t high_water_bytes = 0;  // most of used_bytes so far
   double registration_seconds = 0;
 };
@@ -46,19 +46,18 @@ class SlabPool {
   SlabPool(const SlabPool&) = delete;
   SlabPool& operator=(const SlabPool&) = delete;
 
-  // nullopt where no free range fits and the cap leaves no room for a slab that would. Throws PinningFailed when
-  // pinning fails; nothing is held then that was not held before. What was refused once is not asked for again, nor
-  // anything larger, before a slab has been given back, trim() called or a minute passed: a refusal costs as much as a
-  // slab.
+  // nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed when pinning fails;
+  // nothing changes then. After a refusal, nothing as large is tried again until a slab has been freed, trim() has been
+  // called or a minute has passed: a refusal costs as much time as a slab.
   std::optional<Block> try_allocate(size_t bytes);
-  // `fence`: the last event after which nobody touches the block; null when nobody does any more.
+  // `fence`: the event of the block's last copy; null if no copy is under way.
   void release(const Block& block, EventRef fence);
-  // The fence that has waited longest, for a caller that wants to wait for a block; null where none is pending.
+  // The oldest fence, for a caller that waits for a block; null if there is none.
   EventRef oldest_fence() const;
-  // Gives every slab without blocks back to the system. Returns the bytes given back.
+  // Returns every empty slab to the system. Returns the bytes freed.
   size_t trim();
 
-  size_t free_bytes() const;  // what could still be handed out in all, fragmentation aside
+  size_t free_bytes() const;  // that can still be allocated, fragmentation aside
   size_t max_bytes() const { return max_bytes_; }
   size_t largest_slab_bytes() const;
   PoolStats stats();

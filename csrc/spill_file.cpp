@@ -27,7 +27,7 @@ constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
 #endif
 constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfers shorter than a sector
 
-// Whatever happens, nobody may touch the caller's memory after a transfer has returned.
+// After a transfer has returned, or thrown, the kernel may not touch the caller's memory.
 struct Drain {
   FileIo& io;
   ~Drain() { io.drain(); }
@@ -68,7 +68,7 @@ void SpillFile::open_in(const std::string& directory) {
     direct_ = direct != 0;
     error_number = errno;
     OFFLOAD_EDGE("the spill file has no name", unlink(file.c_str()));
-    if (descriptor_ >= 0 || error_number == EEXIST) break;  // somebody else's file or link: refused, not tried again
+    if (descriptor_ >= 0 || error_number == EEXIST) break;  // another user's file or link: refused
   }
   rmdir(folder.c_str());
   if (descriptor_ < 0) fail(error_number, 0, "cannot create the spill file");
@@ -81,7 +81,7 @@ void SpillFile::probe_alignment() {
   struct statx about{};
   if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
   const size_t asked_bytes = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
-  // Opened with O_DIRECT, but the file system would not honour it; or it wants more than extents and slabs have.
+  // The file system does not honour O_DIRECT, or wants more than the alignment of extents and slabs.
   if (about.stx_dio_mem_align == 0 || asked_bytes > kExtentBytes) {
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
     direct_ = false;
@@ -144,7 +144,7 @@ void SpillFile::release(const Extent& extent) {
   try {
     free_.release(extent.offset, extent.bytes);
   } catch (const std::bad_alloc&) {
-    return;  // no memory to note it in: the extent stays counted as used
+    return;  // no memory to record it: the extent stays counted as used
   }
   stats_.used_bytes -= free_.round_up(extent.bytes);
 }

@@ -1,12 +1,12 @@
 // The disk tier: one private file of extents, written and read with direct I/O where the file system allows it.
 //
-// The file is unlinked from birth (O_TMPFILE, or created in a 0700 directory and removed at once), mode 0600: a killed
-// process leaves nothing behind. Space is allocated before it is written, so that a full disk shows early; freed
-// extents are reused, so that the file does not grow from step to step. Every completion is checked: short transfers
-// and EINTR are continued, anything else is a SpillError with errno, path and offset.
+// The file is unnamed (O_TMPFILE, or created in a 0700 directory and unlinked at once), mode 0600: the OS deletes it
+// when the process ends. Space is allocated before it is written, so that a full disk is noticed early; freed extents
+// are reused, so that the file does not grow from step to step. Every completion is checked: short transfers and EINTR
+// are continued, anything else is a SpillError with errno, path and offset.
 //
-// Reads and writes are cut into pieces with a bounded number in flight (Linux AIO; plain pread/pwrite where the kernel
-// refuses it), and the CRC32C of one piece is computed while the next ones are on their way.
+// Reads and writes are cut into pieces with a bounded number in flight (Linux AIO, or plain pread and pwrite where the
+// kernel refuses it). The CRC32C of one piece is computed while the next ones are in flight.
 //
 // Thread safe. read() and write() block their caller; they are called on lanes.
 #pragma once
@@ -51,38 +51,38 @@ struct Piece {
 
 class SpillFile {
  public:
-  // Throws SpillError where `directory` cannot hold a file.
+  // Throws SpillError if no file can be created in `directory`.
   explicit SpillFile(const std::string& directory);
   ~SpillFile();
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;
 
-  // Memory, length and file offset of a transfer must be multiples of this; 1 where I/O is buffered,
-  // as where the file system asks for more than an extent's 4096.
+  // Address, length and file offset of a transfer must be multiples of this; 1 if I/O is buffered, which it also is if
+  // the file system wants more than an extent's 4096.
   size_t alignment_bytes() const { return alignment_bytes_; }
   const std::string& path() const { return path_; }
 
   Extent allocate(uint64_t bytes);
-  // Extents side by side, so that what is written together lies together. Each is released by itself.
+  // Adjacent extents, for blocks that are written together. Each is released by itself.
   std::vector<Extent> allocate_adjacent(const std::vector<uint64_t>& bytes);
   void release(const Extent& extent);
 
   // Transfers `bytes` bytes at `at` within `extent`. Returns `crc` continued over them.
   uint32_t write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc);
   uint32_t read(const Extent& extent, uint64_t at, void* data, size_t bytes, uint32_t crc);
-  // The same for several small pieces, submitted together. A piece that fails gets its failure; the others do not.
+  // The same for several small pieces, submitted together. A piece that fails gets its own failure.
   void write_together(std::vector<Piece>& pieces);
   void read_together(std::vector<Piece>& pieces);
-  // Throws SpillError (EIO) where what came back is not what was written.
+  // Throws SpillError (EIO) if the checksums differ.
   void verify(const Extent& extent, uint32_t expected, uint32_t found) const;
 
-  // Gives the space behind the last extent back to the disk. Returns the bytes given back.
+  // Returns the space behind the last extent to the disk. Returns the bytes freed.
   uint64_t trim();
 
   SpillStats stats() const;
 
-  // What stands between the file and the kernel. One that replaces it is used by transfers that begin later, and is
-  // kept as long as the file; at most one may.
+  // The file's system calls. A replacement is used by transfers that begin later, and is kept as long as the file; it
+  // can be replaced once.
   FileIo& io() const { return *io_.load(); }
   void replace_io(std::shared_ptr<FileIo> io) { io_ = (replacement_ = std::move(io)).get(); }
   int descriptor() const { return descriptor_; }

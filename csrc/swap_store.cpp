@@ -23,25 +23,23 @@ uint16_t successors(State state) {
     case State::on_disk:
       return bit(State::filling) | bit(State::copying_in);
     case State::filling:
-      return bit(State::copying_in) | bit(State::ready) | bit(State::on_disk);
+      return bit(State::arriving) | bit(State::on_disk);
     case State::copying_in:
-      return bit(State::ready) | bit(State::on_disk) | bit(State::out);
-    case State::ready:  // a retained graph brings the same bytes back again
+      return bit(State::arriving) | bit(State::ready) | bit(State::on_disk) | bit(State::out);
+    case State::arriving:
+      return bit(State::ready) | bit(State::copying_in) | bit(State::filling);
+    case State::ready:  // a retained graph swaps the same bytes in again
       return bit(State::copying_in) | bit(State::filling) | bit(State::spilling);
     case State::cancelled:
     case State::failed:
+    case State::released:
       return 0;
   }
   return 0;
 }
 
-struct Claim {  // given up on leaving
-  std::atomic<bool>& claimed;
-  ~Claim() { claimed = false; }
-};
-
 template <typename Reference>
-union Leaked {  // a reference that is never given up
+union Leaked {  // a reference that is never released
   Reference kept;
   ~Leaked() {}
 };
@@ -57,19 +55,33 @@ class Stopwatch {
 }  // namespace
 
 const char* state_name(State state) {
-  static constexpr const char* kNames[] = {"queued",  "copying_out", "out",   "spilling",  "on_disk",
-                                           "filling", "copying_in",  "ready", "cancelled", "failed"};
+  static constexpr const char* kNames[] = {"queued",     "copying_out", "out",   "spilling",  "on_disk", "filling",
+                                           "copying_in", "arriving",    "ready", "cancelled", "failed",  "released"};
   return kNames[static_cast<size_t>(state)];
 }
 
-void SwapStore::advance(Slot& slot, State to) {
+void advance(Slot& slot, State to) {
   const State from = slot.state.load();
-  if (!(successors(from) & bit(to)))
+  if (to != State::released && !(successors(from) & bit(to)))
     throw std::logic_error(std::string("a ticket cannot go from ") + state_name(from) + " to " + state_name(to));
   slot.state.store(to);
 }
 
-void SwapStore::require_brought_back(const Slot& slot) {
+void SwapStore::require_prefetchable(const Slot& slot) {
+  const State now = slot.state;
+  if (now == State::cancelled || now == State::failed)
+    throw std::logic_error(std::string("nothing was swapped out: the ticket is ") + state_name(now));
+  if (now == State::filling || now == State::copying_in)
+    throw std::logic_error("a copy-in of this ticket is under way");
+}
+
+void SwapStore::set_target(Slot& slot, void* target, std::shared_ptr<void>& owner) {
+  slot.target = target;
+  OFFLOAD_EDGE("copy-in holds its target's owner", slot.target_owner.swap(owner));
+  OFFLOAD_EDGE("a second attempt forgets the first", slot.failure = nullptr);
+}
+
+void SwapStore::require_swapped_in(const Slot& slot) {
   if (OFFLOAD_BROKEN("a read that failed is told")) return;
   if (slot.failure != nullptr) std::rethrow_exception(slot.failure);
   if (slot.state != State::ready)
@@ -78,8 +90,8 @@ void SwapStore::require_brought_back(const Slot& slot) {
 
 Ticket SwapStore::swap_out(const void* source, size_t bytes, Stream compute, uint64_t need) {
   lanes_->require_same_process();
-  lanes_->breathe();
-  return {shared_from_this(), begin_out(source, bytes, compute, need)};
+  lanes_->run_some();
+  return {shared_from_this(), queue_copy_out(source, bytes, compute, need)};
 }
 
 void SwapStore::add_stall(double seconds) {
@@ -118,13 +130,14 @@ std::string Ticket::failure_text() const {
 }
 
 bool Ticket::out_done() {
-  if (store_->lanes_->in_forked_child()) return false;  // nobody finishes it here; who only drops it leaks
+  if (store_->lanes_->in_forked_child()) return false;  // no lane runs in a forked child
   switch (state()) {
     case State::queued:
     case State::copying_out:
     case State::copying_in:
+    case State::arriving:
     case State::ready:
-      store_->lanes_->breathe();
+      store_->lanes_->run_some();
       return store_->out_done(*slot_);
     default:
       return true;
@@ -148,35 +161,16 @@ bool Ticket::cancel() {
 
 void Ticket::prefetch(void* target, Stream compute, std::shared_ptr<void> owner) {
   store_->lanes_->require_same_process();
-  store_->lanes_->breathe();
-  {
-    std::lock_guard lock(store_->mutex_);
-    const State now = state();
-    if (now == State::cancelled || now == State::failed)
-      throw std::logic_error(std::string("nothing was swapped out: the ticket is ") + state_name(now));
-    if (now == State::filling || now == State::copying_in || slot_->claimed.exchange(true))
-      throw std::logic_error("a copy-in of this ticket is under way");
-    slot_->target = target;
-    OFFLOAD_EDGE("copy-in holds its target's owner", slot_->target_owner = std::move(owner));
-    OFFLOAD_EDGE("a second attempt forgets the first", slot_->failure = nullptr);
-  }
-  const Claim claim{slot_->claimed};
-  std::shared_ptr<void> given_up;  // outlives the lock
-  try {
-    store_->begin_in(slot_, compute);
-  } catch (...) {
-    std::lock_guard lock(store_->mutex_);
-    if (state() != State::filling && state() != State::copying_in) given_up = std::move(slot_->target_owner);
-    throw;
-  }
+  store_->lanes_->run_some();
+  store_->prefetch(slot_, target, compute, std::move(owner));
 }
 
 bool Ticket::in_done() {
   if (store_->lanes_->in_forked_child()) return true;
-  store_->lanes_->breathe();
+  store_->lanes_->run_some();
   std::lock_guard lock(store_->mutex_);
   const State now = state();
-  // Not all issued: the event says nothing yet.
+  // Not all of it is issued: there is no event yet.
   if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in))
     return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
@@ -185,7 +179,7 @@ bool Ticket::in_done() {
 void Ticket::swap_in(Stream compute) {
   store_->lanes_->require_same_process();
   const Stopwatch watch;
-  store_->finish_in(slot_, compute);
+  store_->swap_in(slot_, compute);
   store_->add_stall(watch.seconds());
 }
 
@@ -203,7 +197,7 @@ Ticket& Ticket::operator=(Ticket&& other) noexcept {
 
 void Ticket::release() noexcept {
   if (slot_ == nullptr) return;
-  // A forked child owns none of the engine's threads and maybe a locked mutex: it leaks.
+  // A forked child has no lanes, and the mutex may be locked for good: it leaks the slot.
   if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child leaks its tickets")) {
     const Leaked<SlotRef> slot{slot_};
     const Leaked<std::shared_ptr<SwapStore>> store{store_};

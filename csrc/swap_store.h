@@ -1,26 +1,27 @@
-// The store of swapped blocks: bytes leave device memory by swap_out, which answers with a Ticket, and come back by it.
+// The store of swapped blocks: swap_out copies bytes out of device memory and returns a Ticket, which swaps them in.
 //
 // One state machine per ticket owns every ordering edge:
 //
-//   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → ready → slot free
+//   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → arriving → ready → released
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
 //   · a copy-in starts after its copy-out (and spill), and after the compute stream's present point at prefetch, so
 //     that it never overwrites memory that stream was still using;
 //   · swap_in orders the compute stream after the copy-in;
-//   · (slab tier) ready means issued: who waits for in_event, as swap_in makes the compute stream do, finds the bytes;
+//   · (slab tier) arriving means issued: in_event completes when the bytes are there, and swap_in orders the compute
+//     stream after it; ready means that swap_in has done so. (direct tier) ready means that the bytes are there;
 //   · a slot is reused only after the last copy that touches it has ended.
 //
-// Two tiers implement it. *slab* (slab_tier.cpp): device → pinned slab → disk. *direct* (direct_tier.cpp, host driver
-// only): the aligned middle of a block goes straight between its own memory and the file, the ragged ends stay in RAM.
+// Two tiers implement it. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host driver
+// only): the aligned middle of a block moves between its own memory and the file; its unaligned ends stay in RAM.
 //
-// Thread safety: everything, from any thread; of two prefetches of one ticket at a time one is refused. A Ticket may be
-// dropped at any time and in any state; that waits for no copy. Whatever asks the device, which is all but id, bytes,
-// state, failure_text, cancel and release, throws DriverError where the device fails; other errors are stated. After a
-// failed copy-out the source is still whole, and after a failed copy-in the ticket is as it was before prefetch. Where
-// there is no memory swap_out and prefetch throw std::bad_alloc before anything has begun; release ends the ticket all
-// the same, but its block or extent may stay counted as used.
+// Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket one is refused. A
+// Ticket may be dropped at any time and in any state, without waiting. Errors: every method but id, bytes, state,
+// failure_text, cancel and release throws DriverError when the device fails; other errors are listed with the method.
+// After a failed copy-out the source is still whole; after a failed copy-in the ticket is as it was before prefetch.
+// When memory runs out, swap_out and prefetch throw std::bad_alloc before anything has begun. release always succeeds,
+// but its block or extent may stay counted as used.
 #pragma once
 
 #include <atomic>
@@ -49,18 +50,20 @@ enum class State : uint8_t {
   on_disk,
   filling,
   copying_in,
+  arriving,
   ready,
-  cancelled,  // never copied: the source is the only copy
-  failed      // the copy-out failed: the source is the only copy
+  cancelled,  // before its copy-out: the source is the only copy
+  failed,     // in its copy-out: the source is the only copy
+  released    // the ticket is gone; the slot is freed once no lane works on it
 };
 
 const char* state_name(State state);
 
-constexpr size_t kSmallBytes = size_t{1} << 20;  // smaller blocks that wait side by side become one transfer
+constexpr size_t kSmallBytes = size_t{1} << 20;  // adjacent queued blocks below this size become one transfer
 
 struct StoreOptions {
   size_t host_bytes_max = 0;              // cap of the slab tier's pinned memory
-  size_t slab_bytes = size_t{256} << 20;  // how much is pinned at a time
+  size_t slab_bytes = size_t{256} << 20;  // pinned at a time
   size_t slice_bytes = size_t{32} << 20;  // an urgent copy-in waits for at most the slices in flight
   std::string spill_directory;            // empty: no disk tier
 };
@@ -68,9 +71,9 @@ struct StoreOptions {
 struct StoreStats {
   uint64_t out_bytes = 0, in_bytes = 0;
   uint64_t out_copies = 0, in_copies = 0;        // blocks
-  uint64_t out_transfers = 0, in_transfers = 0;  // what was issued for them: slices of large blocks, batches of small
-  double out_seconds = 0, in_seconds = 0;        // during which a copy in that direction was under way
-  double stall_seconds = 0;                      // during which a caller waited in wait_out or swap_in
+  uint64_t out_transfers = 0, in_transfers = 0;  // slices of large blocks, batches of small ones
+  double out_seconds = 0, in_seconds = 0;        // while a copy in that direction was under way
+  double stall_seconds = 0;                      // while a caller waited in wait_out or swap_in
   uint64_t spilled_bytes = 0;                    // written to disk
   uint64_t cancelled = 0, failed = 0;
   uint64_t live_tickets = 0;  // slots not free yet
@@ -78,15 +81,13 @@ struct StoreStats {
   SpillStats spill;
 };
 
-// One swapped block. Tiers derive from it what they need.
+// One swapped block. Each tier derives its own.
 struct Slot {
   virtual ~Slot() = default;
   uint64_t id = 0;
   size_t bytes = 0;
   uint64_t need = 0;  // larger: needed later
   std::atomic<State> state{State::queued};
-  std::atomic<bool> claimed{false};  // by a prefetch that has set its target, and not queued its copy-in yet
-  bool released = false;
   EventRef out_event;  // completes when the source is no longer read
   EventRef in_event;   // completes when the target is whole
   std::exception_ptr failure;
@@ -96,12 +97,15 @@ struct Slot {
 };
 using SlotRef = std::shared_ptr<Slot>;
 
+// Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds the store's lock.
+void advance(Slot& slot, State to);
+
 class SwapStore;
 
 // Handle of one swapped block. Movable, not copyable.
 class Ticket {
  public:
-  Ticket() = default;  // of nothing, until one is moved into it
+  Ticket() = default;  // empty: only good as the target of a move
   Ticket(std::shared_ptr<SwapStore> store, SlotRef slot) : store_(std::move(store)), slot_(std::move(slot)) {}
   Ticket(Ticket&&) = default;
   Ticket& operator=(Ticket&& other) noexcept;
@@ -110,25 +114,25 @@ class Ticket {
   uint64_t id() const { return slot_->id; }  // unique within its store
   size_t bytes() const { return slot_->bytes; }
   State state() const { return slot_->state.load(); }
-  // What the last failed copy met; empty where none failed.
+  // The error of the last failed copy; empty if none failed.
   std::string failure_text() const;
-  // Whether the source is no longer read. After a failure too: then state() is failed.
+  // Whether the source is no longer read; true after a failure as well.
   bool out_done();
-  // Orders `compute` after the copy-out. On the host driver that blocks.
+  // Orders `compute` after the copy-out. On the host driver this blocks.
   void wait_out(Stream compute);
-  // Takes a copy-out back that has not begun. False where it has.
+  // Cancels a copy-out that has not begun. Returns false if it has.
   bool cancel();
-  // Begins to bring the bytes back into `target` (`bytes` large; in the direct tier with the source's residue modulo
-  // the file's alignment). `owner` is held until the copy has ended; in the slab tier until the ticket is dropped,
-  // which may be sooner: there the caller keeps the target until in_done() or settle(). Throws std::logic_error where a
-  // copy-in is already under way or there is nothing to bring back.
+  // Queues the copy-in to `target` (of `bytes` bytes; in the direct tier its address is congruent to the source's
+  // modulo alignment_bytes). `owner` is held until the copy has ended; in the slab tier until the ticket is dropped,
+  // which may be sooner: there the caller keeps the target until in_done() or settle(). Throws std::logic_error if a
+  // copy-in is under way or nothing was swapped out.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
-  // Whether no copy-in writes to the target any more, whatever came of it.
+  // Whether no copy-in writes to the target any more, successful or not.
   bool in_done();
-  // Orders `compute` after the copy-in, letting it overtake queued ones. Throws what the copy-in met (SpillError); the
-  // ticket can then be prefetched again. Throws std::logic_error where nothing was prefetched.
+  // Orders `compute` after the copy-in, which overtakes queued ones. Throws the copy-in's error (SpillError); the
+  // ticket can then be prefetched again. Throws std::logic_error if nothing was prefetched.
   void swap_in(Stream compute);
-  // Returns once no copy-in writes to the target any more, whatever came of it.
+  // Returns once no copy-in writes to the target any more, successful or not.
   void settle();
   void release() noexcept;
 
@@ -140,28 +144,29 @@ class Ticket {
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
   // `device`: provider of the device's streams. `lanes`: host streams for file I/O (the same object where the device
-  // is the host). Throws SpillError, PoolExhausted (no room for what reading from disk goes through), DriverError,
+  // is the host). Throws SpillError, PoolExhausted (no room for the bounce buffers), DriverError,
   // std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
                                                 const StoreOptions& options);
   virtual ~SwapStore() = default;
 
-  // Begins to copy `bytes` bytes at `source` out, after what `compute` has queued. `need`: larger means needed later.
-  // The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, PinningFailed, DriverError: then
-  // nothing was begun. A small block may wait for others; where its copy then cannot be begun its state is failed.
+  // Queues the copy-out of `bytes` bytes at `source`, after what `compute` has queued. `need`: larger means needed
+  // later. The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, PinningFailed, DriverError:
+  // nothing was queued then. A small block may wait for others; if its copy cannot be issued later, its state is
+  // failed.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
-  // Cancels what has not begun and waits for what has; afterwards no copy touches anybody's memory.
+  // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;
-  // Gives slabs without blocks, and the end of the spill file, back to the system. Returns the bytes given back.
+  // Returns empty slabs, and the unused end of the spill file, to the system. Returns the bytes freed.
   virtual size_t trim() = 0;
   virtual StoreStats stats() = 0;
-  // Keeps the begin and end of the newest `limit` copies from now on; 0, as it is at first, stops that and forgets
-  // them. "out" and "in" cross the device's border, "spill" and "fill" are between slab and file.
+  // Records the begin and end of the newest `limit` copies from now on; 0 (the default) stops and clears the record.
+  // "out" and "in" are copies from and to the device, "spill" and "fill" those between slab and file.
   void record_copies(size_t limit);
-  // Tells the recorded copies that have ended, each once; after a failure they are told by the next call.
+  // Returns the recorded copies that have ended, each once; after an error the next call returns them.
   std::vector<CopyEntry> take_copies();
-  // Residue alignment that targets must share with their source; 1: any.
+  // A target's address must be congruent to its source's modulo this; 1: any address.
   virtual size_t alignment_bytes() const = 0;
   virtual SpillFile* spill_file() = 0;
   void require_same_process() const { lanes_->require_same_process(); }
@@ -175,20 +180,22 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
         lane_events_(lanes_ == device_ ? events_ : std::make_shared<EventPool>(lanes_)),
         log_(device_) {}
 
-  virtual SlotRef begin_out(const void* source, size_t bytes, Stream compute, uint64_t need) = 0;
+  virtual SlotRef queue_copy_out(const void* source, size_t bytes, Stream compute, uint64_t need) = 0;
   virtual bool out_done(Slot& slot) = 0;
-  // What stream_wait needs before it can wait for out_event.
+  // Issues the copy-out, so that out_event can be waited for.
   virtual void issue_out(Slot&) {}
   virtual bool cancel(Slot& slot) = 0;
-  virtual void begin_in(const SlotRef& slot, Stream compute) = 0;
-  virtual void finish_in(const SlotRef& slot, Stream compute) = 0;
+  virtual void prefetch(const SlotRef& slot, void* target, Stream compute, std::shared_ptr<void> owner) = 0;
+  virtual void swap_in(const SlotRef& slot, Stream compute) = 0;
   virtual void settle(const SlotRef& slot) = 0;
   virtual void release(const SlotRef& slot) = 0;
   void add_stall(double seconds);
-  // Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds mutex_.
-  static void advance(Slot& slot, State to);
-  // What finish_in owes its caller once the copy-in has been issued or has failed. Caller holds mutex_.
-  static void require_brought_back(const Slot& slot);
+  // Throws std::logic_error if nothing was swapped out or a copy-in is under way. Caller holds mutex_.
+  static void require_prefetchable(const Slot& slot);
+  // Sets the target of the copy-in; returns the previous owner in `owner`, to be destroyed without the lock.
+  static void set_target(Slot& slot, void* target, std::shared_ptr<void>& owner);
+  // Throws the copy-in's error, or std::logic_error if nothing was prefetched. Caller holds mutex_.
+  static void require_swapped_in(const Slot& slot);
 
   const std::shared_ptr<Driver> device_;
   const std::shared_ptr<HostDriver> lanes_;

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign.mutants import edges_in_sources
 from setuptools.errors import SetupError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,12 @@ def test_imports_without_torch_and_opens_no_cuda(extension: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert extension.name in run.stdout
     assert "libcuda" not in run.stdout
+
+
+def test_guards_leave_nothing_in_the_build(extension: Path) -> None:
+    # The names by which tests leave guards out (csrc/mutants.h), and what tests replace (csrc/file_io.h).
+    assert [edge for edge in edges_in_sources() if edge.encode() in extension.read_bytes()] == []
+    assert b"FaultyIo" not in extension.read_bytes()
 
 
 def test_every_source_is_built() -> None:

@@ -1,4 +1,4 @@
-"""Builds the native parts in test shapes: with mutants, with faults, or as a stress program. Cached by source."""
+"""Builds the native parts for tests: with mutants, with faults, as a stress program. Cached by the sources' hash."""
 
 from __future__ import annotations
 

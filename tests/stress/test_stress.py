@@ -49,4 +49,4 @@ def test_a_planted_memory_error_is_found():
     require("address,undefined")
     said = run_planted("a queued spill holds its slot", "address,undefined")
     assert re.search(USE_AFTER_FREE, said)
-    assert "slab_spill.cpp" in said
+    assert "spiller.cpp" in said

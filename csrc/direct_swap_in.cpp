@@ -1,4 +1,4 @@
-// The way back: the file's sectors straight into the target, the ragged ends from RAM.
+// The copy-ins of the direct tier: the file's sectors straight into the target, its unaligned ends from RAM.
 #include <algorithm>
 #include <new>
 #include <stdexcept>
@@ -7,40 +7,40 @@
 
 namespace offload {
 
-void DirectStore::restore_ragged(const DirectSlot& slot) {
+void DirectStore::restore_ends(const DirectSlot& slot) {
   char* target = static_cast<char*>(slot.target);
-  const auto head_end = slot.ragged.begin() + static_cast<std::ptrdiff_t>(slot.head_bytes);
-  std::copy(slot.ragged.begin(), head_end, target);
-  std::copy(head_end, slot.ragged.end(), target + slot.head_bytes + slot.middle_bytes);
+  const auto head_end = slot.ends.begin() + static_cast<std::ptrdiff_t>(slot.head_bytes);
+  std::copy(slot.ends.begin(), head_end, target);
+  std::copy(head_end, slot.ends.end(), target + slot.head_bytes + slot.middle_bytes);
 }
 
-void DirectStore::begin_in(const SlotRef& base, Stream) {
+void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::shared_ptr<void> owner) {
   auto slot = std::static_pointer_cast<DirectSlot>(base);
   const size_t alignment = file_.alignment_bytes();
-  if ((reinterpret_cast<uintptr_t>(slot->target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
+  if ((reinterpret_cast<uintptr_t>(target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
     throw std::invalid_argument("the target's address must be congruent to the source's modulo alignment_bytes");
+  // After its own copy-out. This rarely waits: while the copy-out is under way the caller still has the source.
+  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
+  std::lock_guard lock(mutex_);
+  require_prefetchable(*slot);
   if (slot->middle_bytes == 0) {
-    std::lock_guard lock(mutex_);
+    set_target(*slot, target, owner);
     advance(*slot, State::copying_in);
     const double begin = now_seconds();
-    restore_ragged(*slot);
+    restore_ends(*slot);
     log_.add(CopyKind::in, slot->id, slot->bytes, begin);
     slot->target_owner = nullptr;
     advance(*slot, State::ready);
     return;
   }
-  // Not before its own copy-out; on this tier the caller still has the source then and seldom asks.
-  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
-  std::lock_guard lock(mutex_);
-  if (slot->state == State::failed || slot->state == State::cancelled)
-    throw std::logic_error("nothing was swapped out: the copy-out did not succeed");
   const EventRef in_event = events_->take();
   lanes_->event_arm(in_event.get());
-  // Each call reads one slice of whatever is most urgent when its turn comes, so an urgent block overtakes. They are
-  // queued before the block, and find nothing to do where there is no memory for that.
+  // Each call reads one slice of the block that is most urgent then, so that an urgent one overtakes. The calls are
+  // queued before the block, and find nothing to do if there is no memory to queue it.
   auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
   for (size_t at = 0; at < slot->middle_bytes; at += slice_bytes_) lanes_->call(in_lane_, [store] { store->read(); });
   incoming_.push_back(slot);
+  set_target(*slot, target, owner);
   advance(*slot, State::copying_in);
   slot->in_event = in_event;
   slot->middle_done = 0;
@@ -48,7 +48,7 @@ void DirectStore::begin_in(const SlotRef& base, Stream) {
   slot->urgent = false;
 }
 
-// Reads a slice of the most urgent block; where that is small, it and the small ones behind it that are as urgent.
+// Reads a slice of the most urgent block; if it is small, the whole of it and the equally urgent small ones behind it.
 void DirectStore::read() {
   Ref first;
   Refs run;
@@ -120,13 +120,13 @@ void DirectStore::read_small(const Refs& slots) {
 void DirectStore::end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure) {
   slot.busy = false;
   slot.middle_done += bytes;
-  if (failure != nullptr) {
+  if (slot.state == State::released) {
+    end_in(slot, State::released);
+  } else if (failure != nullptr) {
     slot.failure = failure;
     end_in(slot, State::on_disk);
-  } else if (slot.released) {
-    end_in(slot, State::ready);
   } else if (slot.middle_done == slot.middle_bytes) {
-    restore_ragged(slot);
+    restore_ends(slot);
     ++stats_.in_copies;
     stats_.in_bytes += slot.bytes;
     log_.add(CopyKind::in, slot.id, slot.bytes, slot.in_began_seconds);
@@ -140,13 +140,13 @@ void DirectStore::end_in(DirectSlot& slot, State state) {
   slot.target_owner = nullptr;
   advance(slot, state);
   lanes_->event_fire(slot.in_event.get());
-  if (slot.released) free_slot(slot);
+  if (state == State::released) free_slot(slot);
 }
 
-void DirectStore::finish_in(const SlotRef& slot, Stream) {
+void DirectStore::swap_in(const SlotRef& slot, Stream) {
   settle(slot);
   std::lock_guard lock(mutex_);
-  require_brought_back(*slot);
+  require_swapped_in(*slot);
 }
 
 void DirectStore::settle(const SlotRef& slot) {

@@ -1,0 +1,50 @@
+// The copy-outs of the slab tier: device → slab on the store's copy-out stream.
+//
+// Small blocks are coalesced: one copy each would leave the link idle between them. The feed lane issues all queued
+// blocks as one transfer whenever fewer than two are in flight, so an idle link starts at once and a busy link gets
+// batches. A large block, wait_out and a full pool issue everything at once.
+//
+// Callers hold the store's lock. If a lane runs out of memory, only the blocks it works on fail; it throws nothing but
+// DriverError.
+#pragma once
+
+#include <deque>
+
+#include "slab_slot.h"
+#include "spiller.h"
+
+namespace offload {
+
+class CopyOutQueue {
+ public:
+  CopyOutQueue(SlabParts& parts, Spiller& spiller)
+      : parts_(parts), spiller_(spiller), in_flight_(parts), lane_(*parts.lanes) {}
+
+  // Queues a slot that has its block; a large one is issued at once, and may be failed afterwards. Throws DriverError,
+  // std::bad_alloc: nothing was queued then.
+  void push(const SlabRef& slot);
+  // Issues everything queued.
+  void issue();
+  // Cancels a queued slot and frees its block.
+  void cancel(SlabSlot& slot);
+  void cancel_all();
+  // Waits for the lane; without the lock.
+  void drain() { parts_.lanes->stream_synchronize(lane_); }
+
+ private:
+  void feed();
+  SlabRefs next_run();
+  void issue_run(const SlabRef* slots, size_t count);
+  void copy(const SlabRef* slots, size_t count);
+  void fail(SlabSlot& slot);
+
+  SlabParts& parts_;
+  Spiller& spiller_;
+  std::deque<SlabRef> slots_;  // not issued yet
+  size_t bytes_ = 0;
+  bool feed_queued_ = false;
+  InFlight in_flight_;
+  const OwnedStream lane_;  // issues small blocks on the copy-out stream
+};
+
+}  // namespace offload
