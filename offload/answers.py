@@ -128,7 +128,7 @@ class Answers:
         self._recording = StepRecording(model, self.engine, self._device, self._tier(), path)
         return self._recording
 
-    def verdict(self) -> Verdict:
+    def _verdict(self) -> Verdict:
         """What a planned step needs and takes, as far as it is known by now; `report` begins with it."""
         return assess(
             Subject(
@@ -145,7 +145,7 @@ class Answers:
     def __repr__(self) -> str:
         model = self._model()
         name = type(model).__name__ if model is not None else "a model that is gone"
-        state, asked = self.verdict().state(), wish(self.options)
+        state, asked = self._verdict().state(), wish(self.options)
         return f"<offload.Session of {name} on {self._device}{'' if asked in state else f', {asked}'}: {state}>"
 
     def _make_round(self, policy: Policy) -> Round:

@@ -147,7 +147,7 @@ class Session(Answers):
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
         self._planning.settle()
         return Report(
-            verdict=weigh_process(self.verdict()),
+            verdict=weigh_process(self._verdict()),
             steps=self.counts.steps,
             device=str(self._device),
             tier=self._tier(),
@@ -479,7 +479,7 @@ def enable(
     ------
     ValueError, OSError
         An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then. A
-        `memory_limit` that no plan keeps is refused by the model's second forward, with the least feasible one.
+        `memory_limit` that no plan keeps is refused by the model's second forward: an `InfeasibleLimitError`.
     RuntimeError
         The CUDA driver refuses.
 
