@@ -150,7 +150,7 @@ def enable_least(model: nn.Module, probe: Callable[[], None], **options: Any) ->
         except InfeasibleLimitError as error:
             handle.disable()
             refused = error
-            limit_bytes = int(error.least_bytes * (1 + LEAST_MARGIN))
+            limit_bytes = int(error.least_limit_bytes * (1 + LEAST_MARGIN))
         else:
             return handle
     raise refused

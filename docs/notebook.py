@@ -62,10 +62,11 @@ with tqdm(range(6)) as bar:
         "text",
         """## What did it do?
 
-The report says what moved, and what did not and why. The plan says, tensor by tensor, what was chosen, and how far from
-the best possible plan it is (*gap*).""",
+The report begins with what a planned step needs and takes, and how it is without offload; behind *details* is what
+moved, and what did not and why. The plan says, tensor by tensor, what was chosen, and how far from the best possible
+plan it is (*gap*).""",
     ),
-    ("code", "print(handle.report())"),
+    ("code", "handle.report()"),
     ("code", "print(handle.plan.explain())"),
     (
         "text",

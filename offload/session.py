@@ -27,7 +27,6 @@ from offload.diagnostics.assessment import wish
 from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.session_report import make_report, make_verdict, tier
 from offload.diagnostics.step_recording import StepRecording
-from offload.diagnostics.verdict import Verdict
 from offload.options import Options, check_options
 from offload.plan import Plan
 from offload.plan.trace import Trace
@@ -105,10 +104,6 @@ class Session:
         """What has been moved since `enable`, what has not and why."""
         work_off()
         return make_report(self._enabled, self._feeds, self._remarks)
-
-    def verdict(self) -> Verdict:
-        """What a planned step needs and takes, as far as it is known by now; `report` begins with it."""
-        return make_verdict(self._enabled)
 
     @property
     def plan(self) -> Plan | None:
@@ -235,7 +230,7 @@ class Session:
     def __repr__(self) -> str:
         model = self._model()
         name = type(model).__name__ if model is not None else "a model that is gone"
-        state, asked = self.verdict().state(), wish(self._options)
+        state, asked = make_verdict(self._enabled).state(), wish(self._options)
         return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
 
     # -- what the package asks ----------------------------------------------------------------------------------------
@@ -330,7 +325,7 @@ def enable(
     ------
     ValueError, OSError
         An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then. A
-        `memory_limit` that no plan keeps is refused by the model's second forward, with the least feasible one.
+        `memory_limit` that no plan keeps is refused by the model's second forward: an `InfeasibleLimitError`.
     RuntimeError
         The CUDA driver refuses.
 

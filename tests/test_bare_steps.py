@@ -36,7 +36,7 @@ def test_a_plan_without_swaps_takes_the_hooks_off(tmp_path, monkeypatch):
     # One profiled, three measured; then the fifth and the tenth of the planned eleven.
     assert (report.steps, report.profiled_steps, report.bare_steps) == (12, 1, 12 - 1 - 3 - 2)
     assert "the plan swaps nothing: hooks are off (6 of 12 steps ran without them)" in str(report)
-    assert report.measured_step_seconds is not None
+    assert report.verdict.step_seconds is not None
 
 
 def test_under_a_limit_the_hooks_stay_on(tmp_path):

@@ -32,11 +32,13 @@ def test_every_cell_runs(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     client.execute()
     said = printed(notebook)
-    assert re.search(r"^swapped +[1-9]\d* tensors", said, re.M), said
     assert "no swap-only plan within" in said
     assert (tmp_path / "step.html").stat().st_size > 0
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
     assert any("data:text/html;base64," in data.get("text/html", "") for data in shown)
+    (report,) = [data["text/html"] for data in shown if "offload-report" in data.get("text/html", "")]
+    assert re.search(r"<th>swapped</th><td>[1-9]\d* tensors", report), report
+    assert re.search("<th>memory</th><td>activations .* at peak", report), report
 
 
 def test_no_outputs_are_committed(notebook):

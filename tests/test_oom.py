@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -73,6 +74,7 @@ def test_a_forward_that_does_not_fit_says_what_would() -> None:
     assert re.search(r"kept: parameter .*\(cannot move\)", told)
     assert "offload.enable(model, n_tensors=-1, lb=1)" in told
     assert told.count("offload: out of memory in") == 1
+    assert "end process" not in told, "the limit is this process's own"
 
 
 @needs_notes
@@ -252,14 +254,76 @@ def test_the_line_to_type(
 
 
 def test_fragments_and_other_processes_have_remedies(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = gpu_memory(used_bytes=17 * GIB, processes=(Process(77, "other", 2 * GIB),))
+    memory = gpu_memory(used_bytes=17 * GIB, processes=(Process(77, "other", 2 * GIB, can_be_ended=True),))
     found = explained(handle, memory, {}, monkeypatch)
     text = str(found)
     assert "expandable_segments:True" in text
-    assert "end process 77 (other)" in text
+    assert re.search(r"process 77 +2\.00 GiB \(other\)", text)
+    assert "end process" not in text, "what is free is enough, were it in one piece"
     assert re.search(r"not torch's +2\.50 GiB", text)
     assert re.search(r"reserved by torch, unused +4\.00 GiB", text)
     check_page(found.html())
+
+
+def holding(*rows: tuple[int, int, bool]) -> tuple[Process, ...]:
+    return tuple(Process(pid, f"job{pid}", quarters * GIB // 4, can_be_ended) for pid, quarters, can_be_ended in rows)
+
+
+@pytest.mark.parametrize(
+    ("processes", "changes", "line"),
+    [
+        (holding((77, 8, True)), {}, "end process 77 (job77)"),
+        (holding((77, 8, True), (78, 3, True)), {}, "end process 78 (job78)"),  # the least that is enough
+        (holding((77, 1, True), (78, 1, True)), {}, "end processes 78 (job78) and 77 (job77)"),
+        (holding((77, 8, False)), {}, None),  # another user's
+        (holding((77, 1, True), (78, 8, False)), {}, None),  # enough with another user's alone
+        (holding((77, 1, True)), {}, None),  # it would not have helped
+        (holding((77, 8, True)), {"asked_bytes": None}, None),  # nobody knows how much is short
+        (holding((77, 8, True)), {"free_bytes": 19 * GIB}, None),  # there is room: something else is the matter
+    ],
+)
+def test_only_processes_of_one_s_own_that_would_help_are_to_be_ended(
+    processes: tuple[Process, ...],
+    changes: dict[str, Any],
+    line: str | None,
+    handle: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = gpu_memory(**{"reserved_bytes": 20 * GIB, "asked_bytes": GIB, "processes": processes, **changes})
+    lines = [remedy.line for remedy in explained(handle, memory, {}, monkeypatch).remedies]
+    assert [each for each in lines if each.startswith("end ")] == ([line] if line else [])
+
+
+def test_whose_processes_may_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_be_ended = device_memory._can_be_ended
+    child = subprocess.Popen(["sleep", "100"])
+    # Its parent ends at once: it is nobody's child then, as a job that was started elsewhere.
+    command = ["sh", "-c", "sleep 100 >&- 2>&- & echo $!"]
+    stranger = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=20).stdout)
+    try:
+        assert can_be_ended(stranger)
+        assert not can_be_ended(child.pid), "a worker of this very run"
+        assert not can_be_ended(os.getpid())
+        assert not can_be_ended(os.getppid()), "what has started it"
+        assert not can_be_ended(2**22 + 1), "there is none"
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert not can_be_ended(stranger), "another user's"
+    finally:
+        child.kill()
+        child.wait()
+        os.kill(stranger, signal.SIGKILL)
+
+
+def test_another_rank_of_this_run_is_not_to_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have a launcher in common."""
+    lines = {os.getpid(): [os.getpid(), 500, 1], 600: [600, 500, 1], 700: [700, 1]}
+    monkeypatch.setattr(device_memory, "_line_of", lines.__getitem__)
+    monkeypatch.setattr(device_memory, "_read", lambda path: f"Uid:\t{os.getuid()}\t{os.getuid()}\t0\t0\n")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not device_memory._can_be_ended(600)
+    assert device_memory._can_be_ended(700)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert device_memory._can_be_ended(600), "started from the same shell"
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,12 @@ def test_an_impossible_limit_is_refused_before_the_first_planned_step(tmp_path):
     with enabled(model, memory_limit="100KiB", spill_dir=tmp_path) as handle:
         train(model, optimizer, [512])
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(InfeasibleLimitError, match="least feasible limit is") as refused:
+        with pytest.raises(InfeasibleLimitError, match="the least that works for this step is") as refused:
             train(model, optimizer, [512])
-        assert refused.value.least_bytes > 100 << 10
+        assert refused.value.least_limit_bytes > 100 << 10
         assert 1 <= len(refused.value.reasons) <= 3
         assert_equal(list(model.parameters()), before)
-        least = refused.value.least_bytes
+        least = refused.value.least_limit_bytes
         assert handle.plan is None
     model, optimizer = make()
     with enabled(model, memory_limit=least, spill_dir=tmp_path):
@@ -428,9 +428,10 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 4)
         about = handle.report().to_dict()
-        assert about["predicted_step_seconds"] == handle.plan.expected_seconds
-        assert about["measured_step_seconds"] > 0
-        assert about["planned_peak_bytes"] == handle.plan.peak_bytes
+        verdict = about["verdict"]
+        assert verdict["step_seconds_planned"] == handle.plan.expected_seconds
+        assert verdict["step_seconds"] > 0
+        assert verdict["step_bytes_planned"] == handle.plan.peak_bytes
         planned = [row for row in about["steps_measured"] if not row["profiled"]]
         assert planned
         assert all(0 <= row["paused_seconds"] <= row["seconds"] for row in planned)

@@ -285,13 +285,13 @@ def _undecided(args: argparse.Namespace) -> bool:
 def _infeasible(error: InfeasibleLimitError, *, as_json: bool) -> int:
     lines = [
         f"offload plan: no plan keeps {error.limit_bytes} bytes ({format_bytes(error.limit_bytes)}); the least "
-        f"feasible limit is {error.least_bytes} bytes ({format_bytes(error.least_bytes)})"
+        f"feasible limit is {error.least_limit_bytes} bytes ({format_bytes(error.least_limit_bytes)})"
     ]
     lines += [f"  {format_bytes(reason.bytes)}: {reason.text}" for reason in error.reasons]
     print("\n".join(lines), file=sys.stderr)
     if as_json:
         reasons = [{"bytes": reason.bytes, "text": reason.text} for reason in error.reasons]
-        print(json.dumps({"error": "infeasible", "least_feasible_bytes": error.least_bytes, "reasons": reasons}))
+        print(json.dumps({"error": "infeasible", "least_feasible_bytes": error.least_limit_bytes, "reasons": reasons}))
     return _INFEASIBLE
 
 

@@ -6,6 +6,7 @@ Beside the data path: explanations and the progress bar read it. Nothing here ch
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.devices.control_group import tightest_control_group
+from offload.devices.processes import local_processes
 from offload.units import format_bytes
 
 __all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "resident_set", "watch_refusals"]
@@ -34,11 +36,18 @@ _watching = False
 
 @dataclass(frozen=True)
 class Process:
-    """Another process that holds memory of the device."""
+    """Another process that holds memory of the device.
+
+    Attributes
+    ----------
+    can_be_ended
+        Whether it is this user's, and no part of this run: neither what started it nor what it has started.
+    """
 
     pid: int
     name: str
     nbytes: int
+    can_be_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +227,9 @@ def _gpu_processes(device: torch.device) -> Iterator[Process]:
         return
     others = [each for each in running if each.pid != os.getpid() and each.usedGpuMemory]
     for each in sorted(others, key=lambda process: -process.usedGpuMemory)[:_PROCESSES_MAX]:
-        yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory)
+        # A container numbers processes its own way: only one that has the driver open is the one that is meant.
+        is_meant = "/dev/nvidia" in _read(f"/proc/{each.pid}/maps")
+        yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory, is_meant and _can_be_ended(each.pid))
 
 
 # -- the CPU ----------------------------------------------------------------------------------------------------------
@@ -256,8 +267,29 @@ def _largest_processes() -> list[Process]:
         pid = int(folder.name)
         resident = _kilobyte_fields(folder / "status").get("VmRSS", 0)
         if pid != os.getpid() and resident >= 1 << 28:
-            found.append(Process(pid, _process_name(pid), resident))
-    return sorted(found, key=lambda process: -process.nbytes)[:_PROCESSES_MAX]
+            found.append((resident, pid))
+    largest = sorted(found, reverse=True)[:_PROCESSES_MAX]
+    return [Process(pid, _process_name(pid), resident, _can_be_ended(pid)) for resident, pid in largest]
+
+
+def _can_be_ended(pid: int) -> bool:
+    """Whether a process is this user's, and neither part of this run nor what started it."""
+    users = re.search(r"^Uid:\s+(\d+)\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
+    if users is None or {int(users[1]), int(users[2])} != {os.getuid()}:
+        return False
+    own, theirs = _line_of(os.getpid()), _line_of(pid)
+    is_rank = local_processes() > 1 and theirs[1:2] == own[1:2]  # of the same launcher
+    return pid not in own and os.getpid() not in theirs and not is_rank
+
+
+def _line_of(pid: int) -> list[int]:
+    """A process, what started it, what started that, and so on."""
+    line: list[int] = []
+    while pid > 0 and pid not in line:
+        line.append(pid)
+        parent = re.search(r"^PPid:\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
+        pid = int(parent[1]) if parent is not None else 0
+    return line
 
 
 def _process_name(pid: int) -> str:

@@ -115,20 +115,23 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
             return replace(verdict, kind="unplanned", reason=reason)
         return replace(verdict, kind="profiling", reason="the first step is not over yet")
     trace = planned.plan.trace if planned.plan is not None else planned.trace()
-    known = planned.node_seconds
-    compute = median(sum(row) for row in known) if known else sum(node.seconds for node in trace.nodes)
+    # Of the steps whose time is told beside it, where there are any: a neighbour may have slowed those before.
+    known = list(planned.node_seconds)[-len(planned.step_seconds) :]
+    compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
     verdict = replace(
         verdict,
         activation_bytes_unswapped=max(Weights.of_plan(trace, ()).unswapped, default=None),
-        step_bytes_unswapped=max(unswapped_bytes(trace), default=0) if planned.profile.knows_temporaries else None,
         compute_seconds=compute,
         tensors=len(trace.tensors),
     )
-    if planned.refusal is not None:
-        limits = (planned.refusal.limit_bytes, planned.refusal.least_limit_bytes)
-        return replace(verdict, kind="refused", limit_bytes=limits[0], least_limit_bytes=limits[1])
-    if planned.plan is None:
+    refusal = planned.refusal
+    if refusal is None and planned.plan is None:  # what an optimizer holds beside it is not known yet
         return replace(verdict, kind="profiling", reason="the next step of this shape follows a plan")
+    if planned.profile.knows_temporaries:
+        verdict = replace(verdict, step_bytes_unswapped=max(unswapped_bytes(trace), default=0))
+    if refusal is not None:
+        asked, least = refusal.limit_bytes, refusal.least_limit_bytes
+        return replace(verdict, kind="refused", limit_bytes=asked, least_limit_bytes=least)
     return _planned(verdict, planned, subject)
 
 
@@ -166,9 +169,8 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
 
 
 def _nothing_can_move(counts: Counts) -> str:
-    reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
-    listed = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
-    return f"no saved tensor can move ({listed or 'none was saved'})"
+    reasons = sorted((reason for reason in counts if reason != "parameter"), key=lambda reason: -counts[reason].nbytes)
+    return f"no saved tensor can move (kept: {', '.join(reasons[:3]) or 'none was saved'})"
 
 
 def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:

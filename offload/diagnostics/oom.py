@@ -17,7 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from offload.devices.memory import DeviceMemory, last_refusal, look
+from offload.devices.memory import DeviceMemory, Process, last_refusal, look
 from offload.diagnostics.html import oom as oom_page
 from offload.options import Options
 from offload.runtime.counters import Count
@@ -260,15 +260,32 @@ def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options,
     if memory.is_cuda and memory.asked_bytes is not None and unused >= memory.asked_bytes:
         why = f"{format_bytes(unused)} are reserved by torch but free, in pieces that are too small"
         found.append(Remedy("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py", why))
-    short = memory.short_bytes or 0
-    for process in memory.processes:
-        if process.nbytes >= max(short, 1 << 28):
-            found.append(
-                Remedy(f"end process {process.pid} ({process.name})", f"it holds {format_bytes(process.nbytes)}")
-            )
+    ending = _processes_to_end(memory)
+    if ending:
+        names = " and ".join(f"{process.pid} ({process.name})" for process in ending)
+        holds = format_bytes(sum(process.nbytes for process in ending))
+        what, whose = (
+            ("process", "it is yours and holds") if len(ending) == 1 else ("processes", "they are yours and hold")
+        )
+        found.append(Remedy(f"end {what} {names}", f"{whose} {holds}: enough for what is short"))
     why = "halves what is saved for backward; the gradients of two halves, each loss divided by 2, add up to the same"
     found.append(Remedy("halve the batch, and call optimizer.step() after every second one", why))
     return found
+
+
+def _processes_to_end(memory: DeviceMemory) -> list[Process]:
+    """The least of this user's processes whose memory covers what is short; none where that is not known or enough."""
+    short = memory.short_bytes
+    own = sorted((each for each in memory.processes if each.can_be_ended), key=lambda each: each.nbytes)
+    if not short or sum(each.nbytes for each in own) < short:
+        return []
+    for process in own:
+        if process.nbytes >= short:
+            return [process]
+    ending: list[Process] = []
+    while sum(each.nbytes for each in ending) < short:
+        ending.append(own.pop())
+    return ending
 
 
 def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> Remedy | None:

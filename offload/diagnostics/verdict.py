@@ -125,6 +125,8 @@ class Verdict:
 
     def memory(self) -> str:
         """How much activations and the whole step take, and without offload."""
+        if self.kind == "off":
+            return "as without offload"
         found, is_measured = self.activation_bytes, self.activation_bytes is not None
         if found is None:
             found = self.activation_bytes_planned
@@ -143,13 +145,15 @@ class Verdict:
 
     def time(self) -> str:
         """How long a step takes, was predicted to take, and about takes without offload."""
+        if self.kind == "off":
+            return "as without offload"
         measured, predicted, compute = self.step_seconds, self.step_seconds_planned, self.compute_seconds
         words = alike_seconds([measured, predicted, compute])
         if measured is not None:
             parts = [f"step {words(measured)}"]
             parts += [f"predicted {words(predicted)}"] if predicted is not None else []
         elif predicted is not None:
-            parts = [f"step {words(predicted)} predicted, not measured yet"]
+            parts = [f"step {words(predicted)} predicted (not measured yet)"]
         else:
             parts = []
         if compute:

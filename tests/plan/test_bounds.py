@@ -77,16 +77,17 @@ def test_an_infeasible_limit_says_what_would_do_and_why():
     nodes = (Node("embed", 1.0, False), Node("head", 1.0, False), Node("head.grad", 1.0, True))
     trace = Trace(nodes, (5, 100, 5), (SavedTensor(3, 40, 0, 0, 1, 2, 2), SavedTensor(4, 7, 1, 1, 1, 2, 2)))
     check_limit(trace, 147)
-    with pytest.raises(InfeasibleLimitError, match="asked 146 bytes, the least feasible limit is 147 bytes") as caught:
+    with pytest.raises(InfeasibleLimitError, match=r'keeps 146 B; .* is 147 B. Write memory_limit="147B"') as caught:
         check_limit(trace, 146)
     error = caught.value
-    assert isinstance(error, MemoryError)
-    assert (error.limit_bytes, error.least_bytes) == (146, 147)
+    assert isinstance(error, ValueError)
+    assert not isinstance(error, MemoryError), "a plan that does not exist is no lack of memory"
+    assert (error.limit_bytes, error.least_limit_bytes, error.least_bytes) == (146, 147, 147)
     assert [reason.bytes for reason in error.reasons] == [100, 40, 7]
     assert "node 1 (head)" in error.reasons[0].text
     assert "tensor 3 of embed" in error.reasons[1].text
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.least_bytes, copy.reasons, str(copy)) == (147, error.reasons, str(error))
+    assert (copy.least_limit_bytes, copy.reasons, str(copy)) == (147, error.reasons, str(error))
 
 
 def test_an_empty_trace_needs_nothing():

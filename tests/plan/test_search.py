@@ -145,7 +145,7 @@ def test_nodes_of_no_length():
 def test_a_tensor_larger_than_the_limit_is_infeasible():
     with pytest.raises(InfeasibleLimitError) as caught:
         fastest_plan(one_tensor(size=100), Link(1.0, 1.0), 50)
-    assert caught.value.least_bytes == 105
+    assert caught.value.least_limit_bytes == 105
     assert fastest_plan(one_tensor(size=100), Link(1.0, 1.0), 105).peak_bytes == 105
 
 
