@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ __all__ = ["HELP", "add_parser", "options", "print_options", "run", "run_script"
 HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
+_LINK = ("out_bandwidth", "in_bandwidth", "latency")
 _ROWS_MAX = 20
 _INFEASIBLE = 3
 _REFUSED = 2
@@ -79,11 +81,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
     wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
     wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
-    link = parser.add_argument_group("the link")
+    link = parser.add_argument_group("the link", "by default the one that the trace was recorded with")
     for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
         link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
     latency = _argument(lambda text, name: parse_seconds(text, name, zero=True), "--latency")
-    link.add_argument("--latency", type=latency, metavar="10us", default=0.0, help="of every copy (0)")
+    link.add_argument("--latency", type=latency, metavar="10us", help="of every copy")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--json", action="store_true", help="the plan as JSON")
     shown.add_argument("--explain", action="store_true", help="every tensor, in words")
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         trace = Trace.load(args.trace)
-        link = _link(args)
+        link = _link(args, trace.link)
     except (ValueError, OSError) as error:
         return _refuse(error)
     return _show(args, trace, link)
@@ -136,10 +138,8 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     standard_output = sys.stdout
 
     def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
-        if args.out_bandwidth is not None and args.in_bandwidth is not None:
-            link = _link(args)
         with redirect_stdout(standard_output):
-            shown.append(_show(args, trace, link, host_bytes_max))
+            shown.append(_show(args, trace, _link(args, link), host_bytes_max))
         raise SystemExit(shown[0])
 
     before = sys.argv, sys.path[0]
@@ -273,11 +273,15 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
     return make_plan(trace, link, exact.swaps, args.memory_limit), name
 
 
-def _link(args: argparse.Namespace) -> Link:
-    for name, value in (("--out-bandwidth", args.out_bandwidth), ("--in-bandwidth", args.in_bandwidth)):
-        if value is None:
-            raise ValueError(f"{name} is missing; write e.g. {name} 12GB/s")
-    return Link(args.out_bandwidth, args.in_bandwidth, args.latency)
+def _link(args: argparse.Namespace, recorded: Link | None) -> Link:
+    """Return the link that was recorded, but for what `args` say otherwise."""
+    given = {name: value for name in _LINK if (value := getattr(args, name)) is not None}
+    if recorded is not None:
+        return replace(recorded, **given)
+    missing = [f"--{name.replace('_', '-')} 12GB/s" for name in _LINK[:2] if name not in given]
+    if missing:
+        raise ValueError(f"the trace does not tell its link; write {' '.join(missing)} (offload doctor measures it)")
+    return Link(**given)
 
 
 def _undecided(args: argparse.Namespace) -> bool:

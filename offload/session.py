@@ -149,7 +149,7 @@ class Session(Answers):
         return pursuit.plan if pursuit is not None else None
 
     def trace(self) -> Trace:
-        """The latest signature's step as it was profiled, with the durations measured since.
+        """The latest signature's step as it was profiled, with the durations and the link measured since.
 
         Raises
         ------
@@ -163,7 +163,9 @@ class Session(Answers):
             raise RuntimeError(
                 "no step has been profiled yet: run one forward and backward pass in training mode first"
             )
-        return self._planning.trace(pursuit)
+        found = pursuit.link
+        link = Link(found.out_bandwidth, found.in_bandwidth, found.latency)
+        return replace(self._planning.trace(pursuit), link=link)
 
     def disable(self) -> None:
         """Undo `enable`. Graphs made while it was on can still be differentiated."""
