@@ -11,7 +11,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from offload.plan import (
 )
 from offload.trace import Trace
 from offload.units import (
+    check_slowdown,
     format_bandwidth,
     format_bytes,
     format_seconds,
@@ -77,7 +78,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     wish.add_argument(
         "--memory-limit", type=_argument(parse_bytes, "--memory-limit"), metavar="8GiB", help="fastest step that fits"
     )
-    wish.add_argument("--max-slowdown", type=float, metavar="0.05", help="least memory within this slowdown")
+    wish.add_argument(
+        "--max-slowdown",
+        type=_argument(_slowdown, "--max-slowdown"),
+        metavar="0.05",
+        help="least memory within this slowdown",
+    )
     wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
     wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
     wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
@@ -376,9 +382,16 @@ def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], 
         try:
             return parse(text, name)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
+            raise argparse.ArgumentTypeError(str(error).removeprefix(name).lstrip(": ")) from error
 
     return convert
+
+
+def _slowdown(text: str, name: str) -> float:
+    number: object = text
+    with suppress(ValueError):
+        number = int(text) if text.isdecimal() else float(text)
+    return check_slowdown(number, name)
 
 
 def _lead(text: str) -> int | Literal["auto"]:

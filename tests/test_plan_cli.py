@@ -141,7 +141,6 @@ def test_exact(trace, path, capsys):
         (["--n-tensors", "2", "--max-slowdown", "0.1"], "contradict each other"),
         (["--exact"], "--exact goes with --memory-limit"),
         (["--n-tensors", "-2"], "n_tensors: -2"),
-        (["--max-slowdown", "-1"], "max_slowdown: -1"),
     ],
 )
 def test_contradictions_are_refused_with_what_to_write(path, capsys, words, message):
@@ -202,6 +201,10 @@ with offload.enable(model, min_tensor_bytes="4KiB", max_slowdown=1.0) as handle:
         (["--memory-limit", "0"], "write a positive size"),
         (["--out-bandwidth", "12GB"], "write a positive bandwidth"),
         (["--latency", "-1us"], "write a duration"),
+        (["--memory-limit", "12G"], 'write "12GiB" (1024 to a step) or "12GB" (1000)'),
+        (["--max-slowdown", "-1"], "--max-slowdown: is a fraction of the step time of at least 0"),
+        (["--max-slowdown", "5%"], "such as 0.05, not '5%'"),
+        (["--max-slowdown", "5"], "write 0.05 for 5 %, or 5.0 for 500 %"),
         (["--lb", "some"], "write a number of nodes, or auto"),
     ],
 )
