@@ -261,13 +261,14 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
     """Return the plan that the arguments ask for, and its name."""
     if args.lb is not None and args.n_tensors is None:
         raise ValueError("--lb goes with --n-tensors; write --n-tensors N --lb K, or neither")
-    if args.n_tensors is not None and args.max_slowdown is not None:
-        raise ValueError("--n-tensors and --max-slowdown contradict each other; write one of them")
+    for name, wish in (("--memory-limit", args.memory_limit), ("--max-slowdown", args.max_slowdown)):
+        if args.n_tensors is not None and wish is not None:
+            raise ValueError(f"--n-tensors and {name} contradict each other; write one of them")
     if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
         raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
     if args.n_tensors is not None:
         lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
-        return manual_plan(trace, link, args.n_tensors, lead, args.memory_limit), "by hand"
+        return manual_plan(trace, link, args.n_tensors, lead), "by hand"
     if args.memory_limit is None or args.max_slowdown is not None:
         slowdown = DEFAULT_SLOWDOWN if args.max_slowdown is None else args.max_slowdown
         return least_memory_plan(trace, link, slowdown, args.memory_limit), f"{slowdown:.3g} slowdown"
