@@ -40,6 +40,11 @@ from offload.weak import weakly
 
 log = logging.getLogger("offload")
 
+_NO_PLAN_YET = (
+    "handle.plan is None: the first training step of a shape is profiled, and its plan is made when the second begins"
+)
+_NO_PLAN = 'handle.plan is None: n_tensors is by hand; enable without it, or with lb="auto", for a plan'
+
 _kept: list[tuple[nn.Module, Session]] = []  # whose one profiled step is to be looked at after its script has ended
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -62,6 +67,7 @@ class Session(Answers):
         self._wrappers: list[ForwardWrapper] = []
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
+        self._told_of_plan = False
         self._enabled = True
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
@@ -144,9 +150,13 @@ class Session(Answers):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest signature; None before its second step, and by hand."""
+        """The plan of the latest signature; None, and said in the log once, before its second step and by hand."""
         pursuit = self._placement.settle()
-        return pursuit.plan if pursuit is not None else None
+        plan = pursuit.plan if pursuit is not None else None
+        if plan is None and not self._told_of_plan:
+            self._told_of_plan = True
+            log.warning("%s", _NO_PLAN_YET if isinstance(self._planning, ByPlan) else _NO_PLAN)
+        return plan
 
     def trace(self) -> Trace:
         """The latest signature's step as it was profiled, with the durations and the link measured since.
