@@ -60,6 +60,7 @@ class Placement:
         self.planning: ByHand | ByPlan
         self.held: HeldMemory | None = None
         self.devices = {device}  # of the model's parameters and buffers, at the latest look
+        self._pid = os.getpid()
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._parameters: set[int] = set()
@@ -79,12 +80,23 @@ class Placement:
         """Read what the last steps have measured; the pursuit of the latest signature, None by hand."""
         return self.planning.settle() if isinstance(self.planning, ByPlan) else None
 
-    def close(self) -> None:
-        """Watch nothing any longer, and wait for the copies under way. Its graphs can still be differentiated."""
+    def close(self, *, trim: bool) -> None:
+        """Watch nothing any longer, and wait for the copies under way. Its graphs can still be differentiated.
+
+        Parameters
+        ----------
+        trim
+            Whether to give back what the store keeps for later; nobody else may be using it.
+        """
         if self.held is not None:
             self.held.close()
         self.planning.stop()
+        if os.getpid() != self._pid:
+            return  # copies and store are those of the process that this one was forked from
         self.engine.drain()
+        if trim:
+            self.engine.store.quiesce()
+            self.engine.store.trim()
 
     # -- what hooks ask -----------------------------------------------------------------------------------------------
 

@@ -421,12 +421,9 @@ class Session(Answers):
 
 
 def _close(placement: Placement) -> None:
-    """Leave a device. What its store has kept is given back where nobody else uses it."""
-    placement.close()
+    """Leave a device; what its store keeps is given back where nobody else uses it."""
     store = placement.engine.store
-    if not any(session._engine.store is store for session in list(_sessions.values())):
-        store.quiesce()
-        store.trim()
+    placement.close(trim=not any(session._engine.store is store for session in list(_sessions.values())))
 
 
 def _measure_link(device: torch.device, options: Options) -> Link:
