@@ -5,6 +5,7 @@ On the data path: the model's forward passes through here; each becomes a round 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -548,6 +549,13 @@ def settle_all() -> None:
     """Read what the last step of every model has measured that was enabled while `planning.on_profile` was set."""
     while _kept:
         _kept.pop()[1]._placement.settle()  # disabled or not
+
+
+@atexit.register
+def _stop_watching() -> None:
+    """Torch's profiler, left on by a script that ends within the profiled step, would crash the interpreter's exit."""
+    for session in list(_sessions.values()):
+        session._planning.stop()
 
 
 def disable(model: nn.Module) -> None:

@@ -240,3 +240,17 @@ def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise SystemExit(7)", 7), ("raise KeyboardInterrupt", -2)])
+def test_a_script_that_ends_within_the_profiled_step_ends_as_others_do(end, status):
+    script = f"""
+import torch, offload
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256))
+handle = offload.enable(model, min_tensor_bytes=1)
+loss = model(torch.randn(8, 256)).sum()
+{end}
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == status, ran.stderr
