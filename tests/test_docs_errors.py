@@ -110,6 +110,10 @@ def test_every_raised_message_is_listed(path):
         assert longest_piece(text).strip() in listed, text
 
 
+def test_no_message_installs_by_a_name_that_is_not_published():
+    assert not re.search(r"pip install (?!-)[^\n]*\boffload\b", SOURCES + PAGE)
+
+
 def test_what_is_not_listed_is_there():
     for name in UNLISTED:
         assert (ROOT / name).is_file()

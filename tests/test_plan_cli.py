@@ -132,6 +132,15 @@ def test_exact(trace, path, capsys):
     assert set(json.loads(capsys.readouterr().out)) == KEYS
 
 
+def test_without_scipy_it_says_how_to_install_from_the_checkout(trace, path):
+    program = "import sys; sys.modules['scipy'] = None; from offload.cli import main; sys.exit(main())"
+    words = ["plan", path, "--memory-limit", least_feasible_limit(trace), *LINK, "--exact"]
+    line = [sys.executable, "-c", program, *map(str, words)]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert 'in the checkout of offload, type: pip install ".[cli]"' in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

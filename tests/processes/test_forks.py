@@ -7,7 +7,7 @@ import pytest
 
 REFUSED = (
     "DriverError: offload failed with code 0: the engine's threads did not survive fork(): in this process call "
-    "offload.disable(model), and then offload.enable(model) to swap here too; or start it with multiprocessing.set_start"
+    "offload.disable(model), and then offload.enable(model) to swap here too; or start it with multiprocessing"
 )
 CHILD = """
 import os, torch, offload
