@@ -43,7 +43,10 @@ HostDriver::HostDriver(Schedule schedule, uint64_t seed, int niceness)
 
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
-    throw DriverError("offload", 0, "the engine's threads did not survive fork(); use the \"spawn\" start method");
+    throw DriverError("offload", 0,
+                      "the engine's threads did not survive fork(): in this process call offload.disable(model), and "
+                      "then offload.enable(model) to swap here too; or start it with "
+                      "multiprocessing.set_start_method(\"spawn\")");
 }
 
 bool HostDriver::in_forked_child() const noexcept { return getpid() != owner_pid_; }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ import torch
 
 from offload.devices.control_group import control_groups
 from offload.devices.processes import local_processes
-from offload.units import parse_bytes
+from offload.units import check_slowdown, format_bytes, parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
 MAX_SLOWDOWN_DEFAULT = 0.05
@@ -67,12 +66,13 @@ def check_options(
             )
     if memory_limit is None and max_slowdown is None and n_tensors is None:
         max_slowdown = MAX_SLOWDOWN_DEFAULT
+    smallest_bytes = parse_bytes(min_tensor_bytes, "min_tensor_bytes")
     return Options(
-        memory_limit=None if memory_limit is None else _check_memory_limit(device, memory_limit),
-        max_slowdown=None if max_slowdown is None else _check_slowdown(max_slowdown),
+        memory_limit=None if memory_limit is None else _check_memory_limit(device, memory_limit, smallest_bytes),
+        max_slowdown=None if max_slowdown is None else check_slowdown(max_slowdown),
         n_tensors=_check_n_tensors(n_tensors),
         lookahead_nodes=_check_lookahead(lb),
-        min_tensor_bytes=parse_bytes(min_tensor_bytes, "min_tensor_bytes"),
+        min_tensor_bytes=smallest_bytes,
         exclude=_check_exclude(model, exclude),
         host_limit=_check_host_limit(device, host_limit),
         host_limit_is_given=host_limit is not None,
@@ -80,7 +80,7 @@ def check_options(
     )
 
 
-def _check_memory_limit(device: torch.device, limit: object) -> int:
+def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int) -> int:
     if isinstance(limit, float):
         if not 0 < limit <= 1:
             raise ValueError(
@@ -90,7 +90,13 @@ def _check_memory_limit(device: torch.device, limit: object) -> int:
         return int(limit * device_bytes(device))
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise ValueError(f'memory_limit takes bytes, "12GiB" or a fraction such as 0.4, not {limit!r}')
-    return parse_bytes(limit, "memory_limit")
+    limit_bytes = parse_bytes(limit, "memory_limit")
+    if limit_bytes < smallest_bytes and str(limit).isdecimal():  # meant in another unit
+        raise ValueError(
+            f"memory_limit: {limit!r} is {format_bytes(limit_bytes)}, less than the smallest tensor that moves "
+            f'(min_tensor_bytes, {format_bytes(smallest_bytes)}); write the unit, such as "{limit}GiB"'
+        )
+    return limit_bytes
 
 
 def device_bytes(device: torch.device) -> int:
@@ -100,12 +106,6 @@ def device_bytes(device: torch.device) -> int:
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limits += [limit for limit, _ in control_groups()]
     return min(limits)
-
-
-def _check_slowdown(slowdown: object) -> float:
-    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
-        raise ValueError(f"max_slowdown is a fraction of the step time of at least 0, such as 0.05, not {slowdown!r}")
-    return float(slowdown)
 
 
 def _check_n_tensors(n_tensors: int | None) -> int | None:

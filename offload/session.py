@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.session_report import make_report, make_verdict, tier
 from offload.diagnostics.step_recording import StepRecording
 from offload.options import Options, check_options
-from offload.plan import Plan
+from offload.plan import Link, Plan
 from offload.plan.trace import Trace
 from offload.profiling.calibration import measure_link
 from offload.runtime.counters import Counts
@@ -42,6 +43,11 @@ from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
 
+_NO_PLAN_YET = (
+    "handle.plan is None: the first training step of a shape is profiled, and its plan is made when the second begins"
+)
+_NO_PLAN = 'handle.plan is None: n_tensors is by hand; enable without it, or with lb="auto", for a plan'
+
 
 class Session:
     """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
@@ -51,6 +57,7 @@ class Session:
     ) -> None:
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
+        self._told_of_plan = False
         self._recording: StepRecording | None = None
         self._enabled = EnabledModel(
             model,
@@ -60,7 +67,7 @@ class Session:
             asked,
             self,
             _session_on,
-            registry.release_store,
+            registry.is_unused,
             always=registry.profile_listener() is not None,
         )
 
@@ -107,12 +114,16 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest signature; None before its second step, and by hand."""
+        """The plan of the latest signature; None, and said in the log once, before its second step and by hand."""
         planned = self._on_device.latest()
-        return planned.plan if planned is not None else None
+        plan = planned.plan if planned is not None else None
+        if plan is None and not self._told_of_plan:
+            self._told_of_plan = True
+            log.warning("%s", _NO_PLAN_YET if isinstance(self._controller, PlanController) else _NO_PLAN)
+        return plan
 
     def trace(self) -> Trace:
-        """The latest signature's step as it was profiled, with the durations measured since.
+        """The latest signature's step as it was profiled, with the durations and the link measured since.
 
         Raises
         ------
@@ -126,7 +137,8 @@ class Session:
             raise RuntimeError(
                 "no step has been profiled yet: run one forward and backward pass in training mode first"
             )
-        return planned.trace()
+        found = planned.link
+        return replace(planned.trace(), link=Link(found.out_bandwidth, found.in_bandwidth, found.latency))
 
     def postfix(self) -> dict[str, str]:
         """What a progress bar may show: peak memory so far, bytes swapped out and seconds stalled since `enable`.

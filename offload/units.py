@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 __all__ = [
     "alike_bytes",
     "alike_seconds",
+    "check_slowdown",
     "format_bandwidth",
     "format_bytes",
     "format_seconds",
@@ -34,7 +35,8 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
     Parameters
     ----------
     value : str or number
-        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes.
+        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes. Not ``"12G"``,
+        which is the one to some programs and the other to others.
     name : str, default "size"
         What it is called in the error message.
 
@@ -55,6 +57,12 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
     """
     example = 'a positive size such as "8GiB", "12GB" or 4194304'
     number, unit = _split(value, name, example)
+    if unit and unit.removesuffix("i") in _DECIMAL:
+        binary = f"{number:g}{unit[0].upper()}iB"
+        decimal = f"{number:g}{'k' if unit[0] == 'k' else unit[0].upper()}B"
+        raise ValueError(
+            f'{name}: {value!r} leaves open which unit; write "{binary}" (1024 to a step) or "{decimal}" (1000)'
+        )
     if unit and unit not in _BYTES:
         raise _error(name, value, example)
     count = number * _BYTES.get(unit, 1)
@@ -123,6 +131,36 @@ def parse_seconds(value: str | float, name: str = "duration", *, zero: bool = Fa
     if not (0 < seconds < math.inf or (zero and seconds == 0)):
         raise _error(name, value, example)
     return seconds
+
+
+def check_slowdown(value: object, name: str = "max_slowdown") -> float:
+    """Return a slowdown, as a fraction of the step time.
+
+    Parameters
+    ----------
+    value : object
+        0.05 for 5 %. A whole number but 0 leaves open whether percent are meant.
+    name : str, default "max_slowdown"
+        What it is called in the error message.
+
+    Raises
+    ------
+    ValueError
+        If it is no such fraction.
+
+    Examples
+    --------
+    >>> check_slowdown(0.05), check_slowdown(2.0)
+    (0.05, 2.0)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is a fraction of the step time of at least 0, such as 0.05, not {value!r}")
+    if value and isinstance(value, int):
+        raise ValueError(
+            f"{name} is a fraction of the step time: {value!r} leaves open what is meant; write {value / 100} for "
+            f"{value} %, or {value}.0 for {value}00 %"
+        )
+    return float(value)
 
 
 def format_bytes(count: float) -> str:

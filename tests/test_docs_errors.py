@@ -108,6 +108,10 @@ def test_every_raised_message_is_listed(path):
         assert longest_piece(text).strip() in listed, text
 
 
+def test_no_message_installs_by_a_name_that_is_not_published():
+    assert not re.search(r"pip install (?!-)[^\n]*\boffload\b", SOURCES + PAGE)
+
+
 def test_what_is_not_listed_is_there():
     for name in UNLISTED:
         assert (ROOT / name).is_file()
@@ -131,7 +135,11 @@ ARGUMENTS = [
     {"memory_limit": 8e9},
     {"memory_limit": [1]},
     {"memory_limit": "plenty"},
+    {"memory_limit": 12},
+    {"memory_limit": "12"},
+    {"memory_limit": "12G"},
     {"max_slowdown": -1},
+    {"max_slowdown": 5},
     {"n_tensors": -2},
     {"n_tensors": 1, "lb": 0},
     {"exclude": "0"},

@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -494,3 +496,25 @@ def test_the_postfix_of_a_progress_bar():
     assert postfix["swapped"] == "16.00 KiB"
     assert postfix["peak"].endswith("iB")
     assert postfix["stalled"].endswith("s")
+
+
+def test_the_plan_says_when_there_will_be_one():
+    script = """
+import torch, offload
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+handle = offload.enable(model, min_tensor_bytes=1)
+for _ in range(2):
+    assert handle.plan is None
+    loss = model(torch.randn(8, 64)).sum()
+    print(handle.plan is None)
+    loss.backward()
+assert handle.plan.peak_bytes > 0
+offload.disable(model)
+handle = offload.enable(model, n_tensors=1)
+assert handle.plan is None
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
+    assert ran.stdout.split() == ["True", "False"]
+    not_yet, by_hand = ran.stderr.splitlines()
+    assert "its plan is made when the second begins" in not_yet
+    assert "n_tensors is by hand" in by_hand

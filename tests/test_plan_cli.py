@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def call(*words):
     parser = argparse.ArgumentParser(prog="offload")
     plan_cli.add_parser(parser.add_subparsers(dest="command", required=True))
     return plan_cli.run(parser.parse_args(["plan", *map(str, words)]))
+
+
+def command(*words):
+    """The command in a fresh process."""
+    line = [sys.executable, "-m", "offload", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.fixture(name="trace")
@@ -117,8 +124,6 @@ def test_by_hand(path, capsys):
     assert call(path, "--n-tensors", 0, *LINK, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["swaps"], data["step_seconds"]) == ([], data["compute_seconds"])
-    assert call(path, "--n-tensors", 1, "--lb", "auto", "--memory-limit", 11, *LINK, "--json") == 0
-    assert "the limit is 11 bytes" in capsys.readouterr().err
 
 
 def test_exact(trace, path, capsys):
@@ -127,24 +132,75 @@ def test_exact(trace, path, capsys):
     assert set(json.loads(capsys.readouterr().out)) == KEYS
 
 
+def test_without_scipy_it_says_how_to_install_from_the_checkout(trace, path):
+    program = "import sys; sys.modules['scipy'] = None; from offload.cli import main; sys.exit(main())"
+    words = ["plan", path, "--memory-limit", least_feasible_limit(trace), *LINK, "--exact"]
+    line = [sys.executable, "-c", program, *map(str, words)]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert 'in the checkout of offload, type: pip install ".[cli]"' in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--lb", "2"], "--lb goes with --n-tensors"),
-        (["--n-tensors", "2", "--max-slowdown", "0.1"], "contradict each other"),
+        (["--n-tensors", "2", "--max-slowdown", "0.1"], "--n-tensors and --max-slowdown contradict each other"),
+        (["--n-tensors", "3", "--memory-limit", "1GiB"], "--n-tensors and --memory-limit contradict each other"),
         (["--exact"], "--exact goes with --memory-limit"),
         (["--n-tensors", "-2"], "n_tensors: -2"),
-        (["--max-slowdown", "-1"], "max_slowdown: -1"),
     ],
 )
-def test_contradictions_are_refused_with_what_to_write(path, capsys, words, message):
-    assert call(path, *words, *LINK) == 2
-    assert message in capsys.readouterr().err
+def test_contradictions_are_refused_with_what_to_write(path, words, message):
+    ran = command("plan", path, *words, *LINK)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert message in ran.stderr
 
 
-def test_a_missing_bandwidth_is_named(path, capsys):
-    assert call(path, "--memory-limit", "1GiB") == 2
-    assert "--out-bandwidth 12GB/s" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ([], ["--out-bandwidth 12GB/s", "--in-bandwidth 12GB/s"]),
+        (["--in-bandwidth", "1GB/s"], ["--out-bandwidth 12GB/s"]),
+    ],
+)
+def test_missing_bandwidths_are_named_at_once(path, given, asked):
+    ran = command("plan", path, "--memory-limit", "1GiB", *given)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    (line,) = ran.stderr.splitlines()
+    assert all(each in line for each in asked)
+    assert line.count("12GB/s") == len(asked)
+
+
+def test_the_link_is_the_one_that_was_recorded(trace, tmp_path):
+    replace(trace, link=Link(100.0, 50.0, 0.01)).save(tmp_path / "step.json")
+    limit = least_feasible_limit(trace)
+    ran = command("plan", tmp_path / "step.json", "--memory-limit", limit, "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == fastest_plan(trace, Link(100.0, 50.0, 0.01), limit).to_dict()
+    ran = command("plan", tmp_path / "step.json", "--memory-limit", limit, "--in-bandwidth", "70B/s", "--json")
+    assert json.loads(ran.stdout) == fastest_plan(trace, Link(100.0, 70.0, 0.01), limit).to_dict()
+
+
+def test_a_step_is_planned_again_from_the_file_it_was_saved_to(tmp_path):
+    script = """
+import torch, offload
+model = torch.nn.Sequential(*[layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+with offload.enable(model, min_tensor_bytes="4KiB", max_slowdown=1.0) as handle:
+    for _ in range(2):
+        model(torch.randn(2048, 256)).sum().backward()
+    handle.trace().save("trace.json")
+    link = handle.plan.link
+    print(link.out_bandwidth, link.in_bandwidth, link.latency)
+"""
+    command_line = [sys.executable, "-c", script]
+    ran = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    found = json.loads((tmp_path / "trace.json").read_text())["link"]
+    assert list(found) == ["out_bandwidth", "in_bandwidth", "latency"]
+    assert list(found.values()) == [float(word) for word in ran.stdout.split()]
+    ran = command("plan", tmp_path / "trace.json")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines()[1].startswith("unswapped")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +210,10 @@ def test_a_missing_bandwidth_is_named(path, capsys):
         (["--memory-limit", "0"], "write a positive size"),
         (["--out-bandwidth", "12GB"], "write a positive bandwidth"),
         (["--latency", "-1us"], "write a duration"),
+        (["--memory-limit", "12G"], 'write "12GiB" (1024 to a step) or "12GB" (1000)'),
+        (["--max-slowdown", "-1"], "--max-slowdown: is a fraction of the step time of at least 0"),
+        (["--max-slowdown", "5%"], "such as 0.05, not '5%'"),
+        (["--max-slowdown", "5"], "write 0.05 for 5 %, or 5.0 for 500 %"),
         (["--lb", "some"], "write a number of nodes, or auto"),
     ],
 )

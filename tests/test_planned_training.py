@@ -126,7 +126,7 @@ def test_the_profiling_step_needs_the_least_memory(tmp_path):
     rows = [512] * 2
     _, plain_peak = plain_run([512] * 3)
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, rows)
         handle.plan  # noqa: B018
         assert handle._engine.resident.peak < handle._engine.unswapped.peak / 4
@@ -218,7 +218,7 @@ def test_a_new_length_every_time_is_not_profiled_every_time(tmp_path):
     model, optimizer = make()
     expected, _ = train(model, optimizer, rows)
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         results, _ = train(model, optimizer, rows)
         assert_equal(results, expected)
         report = handle.report()
@@ -249,7 +249,7 @@ def test_a_borrowed_plan_that_does_not_fit_is_left(tmp_path):
         return results, handle
 
     expected, _ = run()
-    results, handle = run(max_slowdown=10)
+    results, handle = run(max_slowdown=10.0)
     assert_equal(results, expected)
     assert handle.report().profiled_steps == 5
     handle.disable()
@@ -354,7 +354,7 @@ def test_two_forwards_before_their_backwards(tmp_path):
 
     expected = run(*make())
     model, optimizer = make()
-    with enabled(model, max_slowdown=1, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=1.0, spill_dir=tmp_path) as handle:
         assert_equal(run(model, optimizer), expected)
         handle.report()
         assert handle.report().profiled_steps == 1
@@ -363,7 +363,7 @@ def test_two_forwards_before_their_backwards(tmp_path):
 
 def test_a_profiled_forward_that_nobody_differentiates(tmp_path):
     model, optimizer = make()
-    with enabled(model, max_slowdown=1, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=1.0, spill_dir=tmp_path) as handle:
         for number in range(8):
             model(batch(256, number)[0])
         train(model, optimizer, [256] * 6)
@@ -374,7 +374,7 @@ def test_a_profiled_forward_that_nobody_differentiates(tmp_path):
 
 def test_temporaries_that_could_not_be_watched_are_said(tmp_path):
     model, optimizer = make()
-    with enabled(model, max_slowdown=1, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=1.0, spill_dir=tmp_path) as handle:
         with Peak().watch():
             train(model, optimizer, [256] * 2)
         assert any("temporaries are unknown" in note for note in handle.report().notes)
@@ -409,7 +409,7 @@ def test_a_step_that_is_never_the_same_is_not_profiled_for_ever(tmp_path):
         return losses, handle
 
     expected, _ = run()
-    results, handle = run(max_slowdown=1)
+    results, handle = run(max_slowdown=1.0)
     assert_equal(results, expected)
     assert 2 <= handle.report().profiled_steps <= LIMITS.deviations
     handle.disable()
@@ -425,7 +425,7 @@ def test_by_hand_there_is_no_plan():
 
 def test_predicted_and_measured_stand_side_by_side(tmp_path):
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 4)
         about = handle.report().to_dict()
         verdict = about["verdict"]
@@ -445,7 +445,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e6, 1e6))
     model, optimizer = make()
-    with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 12)
         assert "copy-out is slower than planned" in caplog.text
         assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e6, 1e6)
@@ -460,7 +460,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
     assert _without_slowing((0.0,), 1.0) == (0.0,)
     model, optimizer = make()
     monkeypatch.setattr("offload.session.measure_link", lambda device, options: replace(LINK, byte_seconds=1e-9))
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 6)
         plan = handle.plan
         assert plan.swaps
@@ -481,7 +481,7 @@ def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3))
     monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e12, 1e12))
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 2)
         before = handle.plan
         assert not before.swaps, "nothing is worth it"
@@ -492,7 +492,7 @@ def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
 
 def test_a_late_tensor_comes_back_earlier_where_there_is_room(tmp_path):
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 2)
         plan = handle.plan
         swap = next(s for s in plan.swaps if s.prefetch > s.release)

@@ -26,7 +26,7 @@ session.measure_link = lambda device, options: LINK
 done = []
 def work():
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir={spill!r}) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir={spill!r}) as handle:
         train(model, optimizer, [256] * 4)
         done.append(handle.plan is not None)
 threads = [threading.Thread(target=work) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_two_threads_profile_at_once(tmp_path, request):
 
 def test_a_profiler_of_the_user_after_the_profiled_step(tmp_path):
     model, _ = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path):
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path):
         loss_of(model, 0).backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
             loss_of(model, 1).backward()
@@ -72,7 +72,7 @@ def test_a_profiler_of_the_user_after_the_profiled_step(tmp_path):
 
 def test_a_profiler_of_the_user_around_the_profiled_backward(tmp_path):
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         loss = loss_of(model, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
             loss.backward()
@@ -87,7 +87,7 @@ def test_a_model_dropped_after_a_forward_leaves_nothing(tmp_path):
     gc.collect()
     before = watchers()
     model, _ = make()
-    handle = enabled(model, max_slowdown=10, spill_dir=tmp_path)
+    handle = enabled(model, max_slowdown=10.0, spill_dir=tmp_path)
     loss = loss_of(model, 0)
     assert watchers() != before
     del model, handle, loss
@@ -100,7 +100,7 @@ def test_an_exception_in_the_profiled_forward_leaves_nothing_behind_disable(tmp_
     before = watchers()
     model, optimizer = make()
     model.append(nn.Linear(5, 5))  # does not fit
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             loss_of(model, 0)
         del model[-1]
@@ -114,7 +114,7 @@ def test_an_exception_in_the_profiled_forward_leaves_nothing_behind_disable(tmp_
 def test_a_backward_in_another_thread_is_not_watched_and_said(tmp_path):
     model, optimizer = make()
     expected, expected_optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         for number in range(3):
             thread = threading.Thread(target=loss_of(model, number).backward)
             thread.start()
@@ -131,7 +131,7 @@ def test_state_in_lists_counts(tmp_path):
     """LBFGS keeps lists of tensors."""
     model, _ = make(blocks=2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         for number in range(2):
 
             def closure(number=number):
@@ -155,7 +155,7 @@ def test_the_report_counts_the_training_s_copies_alone(tmp_path, monkeypatch):
     alone = nullcontext(lambda: 0.0)  # whatever else runs here
     monkeypatch.setattr("offload.profiling.calibration.used_by_others", lambda: alone)
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [256] * 3)
         about = handle.report().to_dict()
         assert list(tmp_path.glob("offload/link-*.json"))
@@ -183,8 +183,8 @@ def test_two_models_of_one_step_know_their_temporaries(tmp_path):
     model, _ = make(blocks=2)
     everything = torch.optim.Adam([*generator.parameters(), *model.parameters()])
     with (
-        enabled(generator, max_slowdown=10, spill_dir=tmp_path) as first,
-        enabled(model, max_slowdown=10, spill_dir=tmp_path) as second,
+        enabled(generator, max_slowdown=10.0, spill_dir=tmp_path) as first,
+        enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as second,
     ):
         for number in range(4):
             x, y = batch(256, number)
@@ -199,7 +199,7 @@ def test_two_models_of_one_step_know_their_temporaries(tmp_path):
 
 def test_profiles_without_temporaries_are_few(tmp_path):
     model, optimizer = make(blocks=2)
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         with torch.autograd.profiler.profile(use_cpu=True):
             train(model, optimizer, [256] * 6)
         assert handle.report().profiled_steps == LIMITS.incomplete_profiles
@@ -219,7 +219,7 @@ def test_a_flag_chooses_the_branch(tmp_path):
 
     torch.manual_seed(0)
     model = Switched()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         for number in range(8):
             x, y = batch(256, number)
             nn.functional.cross_entropy(model(x, long=number % 2 == 0), y).backward()
@@ -230,7 +230,7 @@ def test_a_flag_chooses_the_branch(tmp_path):
 def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
     """And with it its store: the spill file is closed."""
     model, optimizer = make(blocks=1)
-    handle = enabled(model, max_slowdown=10, spill_dir=tmp_path)
+    handle = enabled(model, max_slowdown=10.0, spill_dir=tmp_path)
     train(model, optimizer, [256] * 3)
     assert handle.plan is not None
     handle.disable()
@@ -241,3 +241,17 @@ def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise SystemExit(7)", 7), ("raise KeyboardInterrupt", -2)])
+def test_a_script_that_ends_within_the_profiled_step_ends_as_others_do(end, status):
+    script = f"""
+import torch, offload
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256))
+handle = offload.enable(model, min_tensor_bytes=1)
+loss = model(torch.randn(8, 256)).sum()
+{end}
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == status, ran.stderr

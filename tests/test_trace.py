@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.plan.trace import Node, Recompute, SavedTensor, Trace
+from offload.plan.trace import Link, Node, Recompute, SavedTensor, Trace
 
 GOOD = {
     "format": "offload-trace/1",
@@ -68,6 +68,18 @@ def test_numbers_survive(seconds, count):
     assert Trace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
 
 
+def test_the_link_is_read_and_written_where_there_is_one(tmp_path):
+    assert Trace.from_dict(GOOD).link is None
+    link = {"out_bandwidth": 12e9, "in_bandwidth": 11e9, "latency": 1e-5}
+    trace = Trace.from_dict({**GOOD, "link": {**link, "host": "x"}})
+    assert trace.link == Link(12e9, 11e9, 1e-5)
+    assert trace.to_dict() == {**GOOD, "link": link}
+    trace.save(tmp_path / "step.json")
+    assert Trace.load(tmp_path / "step.json") == trace
+    del link["latency"]
+    assert Trace.from_dict({**GOOD, "link": link}).link == Link(12e9, 11e9)
+
+
 def test_an_empty_trace_is_a_trace():
     data = {"format": "offload-trace/1", "source": "", "nodes": [], "base_bytes": [], "tensors": []}
     assert Trace.from_dict(data).to_dict() == data
@@ -84,6 +96,11 @@ def test_unknown_keys_and_whole_floats_are_accepted():
         (changed("format", "offload-trace/2"), "format: expected 'offload-trace/1', got 'offload-trace/2'"),
         (changed("format", ...), "format: "),
         (changed("source", 3), "source: expected a string"),
+        ({**GOOD, "link": 3}, "link: expected an object"),
+        ({**GOOD, "link": {"out_bandwidth": 1.0}}, "link.in_bandwidth: missing"),
+        ({**GOOD, "link": {"out_bandwidth": 0, "in_bandwidth": 1}}, "link.out_bandwidth: 0.0 is not positive"),
+        ({**GOOD, "link": {"out_bandwidth": "1", "in_bandwidth": 1}}, "link.out_bandwidth: expected a number"),
+        ({**GOOD, "link": {"out_bandwidth": 1, "in_bandwidth": 1, "latency": -1}}, "link.latency: -1.0 is no duration"),
         (changed("nodes", ...), "nodes: missing"),
         (changed("nodes", {}), "nodes: expected a list"),
         (changed("nodes", 1, 7), r"nodes\[1\]: expected an object"),

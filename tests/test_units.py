@@ -1,12 +1,22 @@
 """Sizes, bandwidths and durations: what is understood, what is refused, what is said then."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth, parse_bytes, parse_seconds
+from offload.units import (
+    check_slowdown,
+    format_bandwidth,
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +53,32 @@ def test_sizes(text, count):
 def test_what_is_no_size_says_what_to_write(value):
     with pytest.raises(ValueError, match=r"memory_limit: .* is not understood; write a positive size such as \"8GiB\""):
         parse_bytes(value, "memory_limit")
+
+
+@pytest.mark.parametrize(
+    ("text", "binary", "decimal"),
+    [("12G", "12GiB", "12GB"), ("12Gi", "12GiB", "12GB"), ("1.5 t", "1.5TiB", "1.5TB"), ("64k", "64KiB", "64kB")],
+)
+def test_a_size_whose_unit_is_open_is_refused_with_both(text, binary, decimal):
+    with pytest.raises(ValueError, match=f'leaves open which unit; write "{binary}" .* or "{decimal}" '):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.05, 1.0, 5.0])
+def test_slowdowns(value):
+    assert check_slowdown(value) == value
+
+
+@pytest.mark.parametrize(("value", "percent"), [(1, "0.01 for 1 %"), (5, "0.05 for 5 %"), (200, "2.0 for 200 %")])
+def test_a_slowdown_that_may_be_percent_is_refused_with_both(value, percent):
+    with pytest.raises(ValueError, match=f"write {percent}, or {value}.0 for {value}00 %"):
+        check_slowdown(value)
+
+
+@pytest.mark.parametrize("value", [-0.1, -5, math.nan, math.inf, "5%", None, True])
+def test_what_is_no_slowdown_says_what_to_write(value):
+    with pytest.raises(ValueError, match=r"a fraction of the step time of at least 0, such as 0\.05, not"):
+        check_slowdown(value)
 
 
 @pytest.mark.parametrize(
@@ -91,3 +127,20 @@ def test_words():
         "500 ms",
         "12.346 s",
     ]
+
+
+def test_a_slip_of_units_is_refused_at_the_call():
+    script = """
+import torch, offload
+model = torch.nn.Linear(4, 4)
+for slip in ({"memory_limit": 12}, {"memory_limit": "12"}, {"memory_limit": "12G"}, {"max_slowdown": 5}):
+    try:
+        offload.enable(model, **slip)
+    except ValueError as error:
+        print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    said = ran.stdout.splitlines()
+    assert len(said) == 4
+    for line, remedy in zip(said, ('"12GiB"', '"12GiB"', '"12GiB"', "0.05 for 5 %"), strict=True):
+        assert remedy in line

@@ -11,7 +11,8 @@ import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from offload.plan import (
 )
 from offload.plan.trace import Trace
 from offload.units import (
+    check_slowdown,
     format_bandwidth,
     format_bytes,
     format_seconds,
@@ -41,6 +43,7 @@ __all__ = ["HELP", "add_parser", "options", "print_options", "run", "run_script"
 HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
+_LINK = ("out_bandwidth", "in_bandwidth", "latency")
 _ROWS_MAX = 20
 _INFEASIBLE = 3
 _REFUSED = 2
@@ -75,15 +78,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     wish.add_argument(
         "--memory-limit", type=_argument(parse_bytes, "--memory-limit"), metavar="8GiB", help="fastest step that fits"
     )
-    wish.add_argument("--max-slowdown", type=float, metavar="0.05", help="least memory within this slowdown")
+    wish.add_argument(
+        "--max-slowdown",
+        type=_argument(_slowdown, "--max-slowdown"),
+        metavar="0.05",
+        help="least memory within this slowdown",
+    )
     wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
     wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
     wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
-    link = parser.add_argument_group("the link")
+    link = parser.add_argument_group("the link", "by default the one that the trace was recorded with")
     for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
         link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
     latency = _argument(lambda text, name: parse_seconds(text, name, zero=True), "--latency")
-    link.add_argument("--latency", type=latency, metavar="10us", default=0.0, help="of every copy (0)")
+    link.add_argument("--latency", type=latency, metavar="10us", help="of every copy")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--json", action="store_true", help="the plan as JSON")
     shown.add_argument("--explain", action="store_true", help="every tensor, in words")
@@ -106,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         trace = Trace.load(args.trace)
-        link = _link(args)
+        link = _link(args, trace.link)
     except (ValueError, OSError) as error:
         return _refuse(error)
     return _show(args, trace, link)
@@ -136,10 +144,8 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     standard_output = sys.stdout
 
     def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
-        if args.out_bandwidth is not None and args.in_bandwidth is not None:
-            link = _link(args)
         with redirect_stdout(standard_output):
-            shown.append(_show(args, trace, link, host_bytes_max))
+            shown.append(_show(args, trace, _link(args, link), host_bytes_max))
         raise SystemExit(shown[0])
 
     before = sys.argv, sys.path[0]
@@ -253,13 +259,14 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
     """Return the plan that the arguments ask for, and its name."""
     if args.lb is not None and args.n_tensors is None:
         raise ValueError("--lb goes with --n-tensors; write --n-tensors N --lb K, or neither")
-    if args.n_tensors is not None and args.max_slowdown is not None:
-        raise ValueError("--n-tensors and --max-slowdown contradict each other; write one of them")
+    for name, wish in (("--memory-limit", args.memory_limit), ("--max-slowdown", args.max_slowdown)):
+        if args.n_tensors is not None and wish is not None:
+            raise ValueError(f"--n-tensors and {name} contradict each other; write one of them")
     if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
         raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
     if args.n_tensors is not None:
         lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
-        return manual_plan(trace, link, args.n_tensors, lead, args.memory_limit), "by hand"
+        return manual_plan(trace, link, args.n_tensors, lead), "by hand"
     if args.memory_limit is None or args.max_slowdown is not None:
         slowdown = DEFAULT_SLOWDOWN if args.max_slowdown is None else args.max_slowdown
         return least_memory_plan(trace, link, slowdown, args.memory_limit), f"{slowdown:.3g} slowdown"
@@ -271,11 +278,15 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
     return make_plan(trace, link, exact.swaps, args.memory_limit), name
 
 
-def _link(args: argparse.Namespace) -> Link:
-    for name, value in (("--out-bandwidth", args.out_bandwidth), ("--in-bandwidth", args.in_bandwidth)):
-        if value is None:
-            raise ValueError(f"{name} is missing; write e.g. {name} 12GB/s")
-    return Link(args.out_bandwidth, args.in_bandwidth, args.latency)
+def _link(args: argparse.Namespace, recorded: Link | None) -> Link:
+    """Return the link that was recorded, but for what `args` say otherwise."""
+    given = {name: value for name in _LINK if (value := getattr(args, name)) is not None}
+    if recorded is not None:
+        return replace(recorded, **given)
+    missing = [f"--{name.replace('_', '-')} 12GB/s" for name in _LINK[:2] if name not in given]
+    if missing:
+        raise ValueError(f"the trace does not tell its link; write {' '.join(missing)} (offload doctor measures it)")
+    return Link(**given)
 
 
 def _undecided(args: argparse.Namespace) -> bool:
@@ -357,9 +368,16 @@ def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], 
         try:
             return parse(text, name)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
+            raise argparse.ArgumentTypeError(str(error).removeprefix(name).lstrip(": ")) from error
 
     return convert
+
+
+def _slowdown(text: str, name: str) -> float:
+    number: object = text
+    with suppress(ValueError):
+        number = int(text) if text.isdecimal() else float(text)
+    return check_slowdown(number, name)
 
 
 def _lead(text: str) -> int | Literal["auto"]:

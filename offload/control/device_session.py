@@ -72,6 +72,7 @@ class DeviceSession:
         self.held: HeldMemory | None = None
         self.devices = {device}  # of the model's parameters and buffers, at the latest look
         self._explain = explain
+        self._pid = os.getpid()
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._parameters: set[int] = set()
@@ -96,12 +97,23 @@ class DeviceSession:
         self.controller.read_measurements()
         return None
 
-    def close(self) -> None:
-        """Watch nothing any longer, and wait for the copies under way. Its graphs can still be differentiated."""
+    def close(self, *, trim: bool) -> None:
+        """Watch nothing any longer, and wait for the copies under way. Its graphs can still be differentiated.
+
+        Parameters
+        ----------
+        trim
+            Whether to give back what the store keeps for later; nobody else may be using it.
+        """
         if self.held is not None:
             self.held.close()
         self.controller.end_profiles()
+        if os.getpid() != self._pid:
+            return  # copies and store are those of the process that this one was forked from
         self.engine.drain()
+        if trim:
+            self.engine.store.quiesce()
+            self.engine.store.trim()
 
     @property
     def model(self) -> nn.Module | None:

@@ -57,8 +57,8 @@ class EnabledModel:
         The arguments of `offload.enable`, to be checked again should the model be moved.
     make_device_session
         Called for the model's first device, and for every device it is moved to.
-    release_store
-        Called with the store of a device that was left.
+    is_unused
+        Whether a store is used by no enabled model any more, so that what it keeps is given back.
     always
         Wrap the model also where nothing is to be swapped.
 
@@ -79,7 +79,7 @@ class EnabledModel:
         asked: Mapping[str, Any],
         owner: object,
         make_device_session: MakeDeviceSession,
-        release_store: Callable[[_core.SwapStore], None],
+        is_unused: Callable[[_core.SwapStore], bool],
         *,
         always: bool,
     ) -> None:
@@ -94,7 +94,7 @@ class EnabledModel:
         self._model = weakref.ref(model)
         self._asked = {**asked, "exclude": options.exclude}
         self._make_device_session = make_device_session
-        self._release_store = release_store
+        self._is_unused = is_unused
         self._refused: torch.device | None = None  # where the model is, and no engine could be made
         self._local = threading.local()
         self.on_device = self._session_on(model, device, options, engine)
@@ -122,8 +122,7 @@ class EnabledModel:
         self._wrappers.clear()
         if self.recording is not None:
             self.recording.finish()
-        self.on_device.close()
-        self._release_store(self.on_device.engine.store)
+        self.on_device.close(trim=self._is_unused(self.on_device.engine.store))
 
     def _session_on(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> DeviceSession:
         # Weakly: in a circle with it, a disabled session would keep its store until a collection.
@@ -186,8 +185,7 @@ class EnabledModel:
         log.info("%s", self.moved)
         if self.recording is not None:
             self.recording.finish()
-        before.close()
-        self._release_store(before.engine.store)
+        before.close(trim=self._is_unused(before.engine.store))
         return True
 
     def current_round(self) -> Round | None:

@@ -5,6 +5,7 @@ Beside the data path: `enable` registers here.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from offload.control.controller import ProfileListener
 from offload.control.enabled_model import EnabledModel
 from offload.runtime.weak import Living, work_off
 
-__all__ = ["enabled_models", "find", "listen_to_profiles", "profile_listener", "register", "release_store"]
+__all__ = ["enabled_models", "find", "is_unused", "listen_to_profiles", "profile_listener", "register"]
 
 _models: Living[EnabledModel] = Living()
 _unwrapped: list[EnabledModel] = []  # nothing of the model refers to these, so they are kept alive here
@@ -44,11 +45,16 @@ def register(enabled: EnabledModel) -> None:
         _listened_to.append((enabled.model, enabled))
 
 
-def release_store(store: _core.SwapStore) -> None:
-    """Give back what a store has kept, where no enabled model uses it any more."""
-    if not any(each.on_device.engine.store is store for each in enabled_models()):
-        store.quiesce()
-        store.trim()
+def is_unused(store: _core.SwapStore) -> bool:
+    """Whether no enabled model uses a store any more."""
+    return not any(each.on_device.engine.store is store for each in enabled_models())
+
+
+@atexit.register
+def _end_profiles() -> None:
+    """Torch's profiler, left on by a script that ends within the profiled step, would crash the interpreter's exit."""
+    for each in enabled_models():
+        each.on_device.controller.end_profiles()
 
 
 def profile_listener() -> ProfileListener | None:

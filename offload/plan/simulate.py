@@ -5,53 +5,13 @@ Place on the data path: the search compares plans by it. The engine executes pla
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.plan.trace import SavedTensor, Trace
+from offload.plan.trace import Link, SavedTensor, Trace
 
 __all__ = ["Copy", "Link", "Swap", "Timing", "resident_bytes", "simulate", "unswapped_bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The link between device memory and the tier below it: two FIFO channels, one for each direction.
-
-    Parameters
-    ----------
-    out_bandwidth, in_bandwidth : float
-        Bytes per second out of, and into, device memory; may be infinite.
-    latency : float, default 0.0
-        Seconds added to every copy.
-    swap_seconds, byte_seconds : float, default 0.0
-        Overhead in seconds of each swap and of each swapped byte, out and in together: the time of hooks, and the
-        processor time that copies take from the computation. `simulate` does not include it.
-
-    Raises
-    ------
-    ValueError
-        If a bandwidth is not positive, or another value is negative or not finite.
-    """
-
-    out_bandwidth: float
-    in_bandwidth: float
-    latency: float = 0.0
-    swap_seconds: float = 0.0
-    byte_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("out_bandwidth", "in_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: {getattr(self, name)} is not positive; write bytes per second, e.g. 12e9")
-        for name in ("latency", "swap_seconds", "byte_seconds"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
-
-    def overhead_seconds(self, nbytes: int) -> float:
-        """Return the overhead of swapping one tensor of `nbytes` bytes, in seconds."""
-        return self.swap_seconds + self.byte_seconds * nbytes
 
 
 class Swap(NamedTuple):

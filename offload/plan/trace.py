@@ -15,7 +15,7 @@ from typing import Any
 
 FORMAT = "offload-trace/1"
 
-__all__ = ["FORMAT", "Node", "Recompute", "SavedTensor", "Trace"]
+__all__ = ["FORMAT", "Link", "Node", "Recompute", "SavedTensor", "Trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,45 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The way between device memory and the tier below it: two FIFO channels, one a direction.
+
+    Parameters
+    ----------
+    out_bandwidth, in_bandwidth : float
+        Bytes per second out of, and into, device memory; may be infinite.
+    latency : float, default 0.0
+        Seconds that every copy takes on top of its bytes.
+    swap_seconds, byte_seconds : float, default 0.0
+        By how much each swap, and each byte that swaps, slows the computation around it, in seconds out and back
+        together: what hooks take, and what copies take of the processor. `simulate` knows nothing of it.
+
+    Raises
+    ------
+    ValueError
+        If a bandwidth is not positive, or another figure is negative or not finite.
+    """
+
+    out_bandwidth: float
+    in_bandwidth: float
+    latency: float = 0.0
+    swap_seconds: float = 0.0
+    byte_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("out_bandwidth", "in_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is not positive; write bytes per second, e.g. 12e9")
+        for name in ("latency", "swap_seconds", "byte_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
+
+    def overhead_seconds(self, nbytes: int) -> float:
+        """By how much swapping one tensor slows the computation around it."""
+        return self.swap_seconds + self.byte_seconds * nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One training step, validated on construction.
 
@@ -94,6 +133,8 @@ class Trace:
         The tensors that forward saves for backward.
     source : str, default ""
         Free text: where the trace comes from.
+    link : Link, optional
+        What the recording machine measured. A file tells its bandwidths and its latency, and no more of it.
 
     Raises
     ------
@@ -117,6 +158,7 @@ class Trace:
     base_bytes: tuple[int, ...]
     tensors: tuple[SavedTensor, ...]
     source: str = ""
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         for i, node in enumerate(self.nodes):
@@ -201,6 +243,7 @@ class Trace:
             ),
             tensors=tuple(_read_tensor(x, f"tensors[{i}]") for i, x in enumerate(_list(data, "tensors", "tensors"))),
             source=source,
+            link=None if data.get("link") is None else _read_link(data["link"]),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,12 +251,14 @@ class Trace:
         return {
             "format": FORMAT,
             "source": self.source,
+            **({} if self.link is None else {"link": {name: getattr(self.link, name) for name in _LINK_FIELDS}}),
             "nodes": [{"name": n.name, "seconds": n.seconds, "backward": n.backward} for n in self.nodes],
             "base_bytes": list(self.base_bytes),
             "tensors": [_tensor_to_dict(tensor) for tensor in self.tensors],
         }
 
 
+_LINK_FIELDS = ("out_bandwidth", "in_bandwidth", "latency")
 _NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_use")
 
 
@@ -258,6 +303,15 @@ def _read_node(data: Any, where: str) -> Node:
     if not isinstance(backward, bool):
         raise ValueError(f"{where}.backward: expected true or false, got {_kind(backward)}")
     return Node(name, _as_float(_field(row, "seconds", where), f"{where}.seconds"), backward)
+
+
+def _read_link(data: Any) -> Link:
+    row = {"latency": 0.0, **_mapping(data, "link")}
+    values = [_as_float(_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS]
+    try:
+        return Link(*values)
+    except ValueError as error:
+        raise ValueError(f"link.{error}") from None
 
 
 def _read_tensor(data: Any, where: str) -> SavedTensor:

@@ -1,8 +1,53 @@
 """Forked children: one that touches the engine gets a clear error, one that does not is unharmed."""
 
+import subprocess
+import sys
+
 import pytest
 
-REFUSED = 'DriverError: offload failed with code 0: the engine\'s threads did not survive fork(); use the "spawn"'
+REFUSED = (
+    "DriverError: offload failed with code 0: the engine's threads did not survive fork(): in this process call "
+    "offload.disable(model), and then offload.enable(model) to swap here too; or start it with multiprocessing"
+)
+CHILD = """
+import os, torch, offload
+from torch import nn
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+x = torch.randn(8, 256)
+
+def gradient():
+    model.zero_grad()
+    model(x).sum().backward()
+    return model[0].weight.grad.clone()
+
+plain = gradient()
+handle = offload.enable(model, min_tensor_bytes=1, {knobs})
+pending = model(x).sum()
+if os.fork() == 0:
+    status = 1
+    try:
+        try:
+            gradient()
+        except offload.DriverError as error:
+            assert "offload.disable(model)" in str(error), error
+        else:
+            raise AssertionError("not refused")
+        offload.disable(model)
+        assert torch.equal(gradient(), plain)
+        with offload.enable(model, min_tensor_bytes=1, {knobs}) as own:
+            assert torch.equal(gradient(), plain)
+            assert own.report().swapped.tensors
+        status = 0
+    finally:
+        os._exit(status)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+pending.backward()
+assert torch.equal(model[0].weight.grad, 2 * plain)
+assert torch.equal(gradient(), plain)
+"""
 
 
 @pytest.mark.timeout(3600)
@@ -21,3 +66,10 @@ def test_child_that_leaves_the_engine_alone(processes, spill_directory, tier):
     """Data loaders' workers; a child that ends like any interpreter, with the engine's objects in its hands."""
     found = processes.ask("fork_and_leave_alone", directory=str(spill_directory), tier=tier)
     assert found == {"equal": True, "status": 0}
+
+
+@pytest.mark.parametrize("knobs", ["n_tensors=-1", "max_slowdown=0.05"])
+def test_what_the_error_says_to_do_helps(knobs):
+    script = CHILD.replace("{knobs}", knobs)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr

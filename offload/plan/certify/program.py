@@ -82,7 +82,9 @@ class Program:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
         except ImportError as error:
-            raise ImportError("the exact planner needs scipy; install it with: pip install offload[cli]") from error
+            raise ImportError(
+                'the exact planner needs scipy; in the checkout of offload, type: pip install ".[cli]"'
+            ) from error
         cost = np.zeros(len(self.lower))
         cost[column] = 1.0
         matrix = csr_array((self.values, (self.rows, self.columns)), shape=(len(self.at_least), len(self.lower)))
