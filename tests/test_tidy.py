@@ -13,6 +13,7 @@ SOURCES = sorted((ROOT / "csrc").glob("*.[ch]*"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 GRAPH = house.import_graph(PACKAGE)
 ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref\(")
+PRIVATE_TORCH = re.compile(r"torch\._[A-Za-z]|_execution_engine|_functorch|from torch\._")
 # Rooms from the bottom up: a module may import from its own room and from those below.
 ROOMS = [
     {"units", "_core"},
@@ -91,6 +92,12 @@ def test_the_planner_is_pure(path):
 def test_addresses_stay_in_the_runtime(path):
     if path.parent.name != "runtime":
         assert not ADDRESSES.search(path.read_text())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_interfaces_of_torch_stay_in_their_room(path):
+    if path.parent.name not in ("torch_compat", "runtime"):  # the engine's addresses: see above
+        assert not PRIVATE_TORCH.search(path.read_text())
 
 
 def test_every_module_has_a_room():

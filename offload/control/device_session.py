@@ -25,6 +25,7 @@ from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.schedule import StepOrder
+from offload.torch_compat.tensors import has_own_bytes
 
 __all__ = ["DeviceSession"]
 
@@ -124,12 +125,7 @@ class DeviceSession:
 
     def supports(self, tensor: Tensor) -> bool:
         """Whether the engine can move tensors of this kind."""
-        return (
-            tensor.device == self.engine.device
-            and not tensor.is_quantized
-            and not tensor._is_zerotensor()
-            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        )
+        return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
     def why_held(self, tensor: Tensor) -> str | None:
         """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""

@@ -17,6 +17,7 @@ import torch
 
 from offload.devices.control_group import tightest_control_group
 from offload.devices.processes import local_processes
+from offload.torch_compat.memory import observe_out_of_memory
 from offload.units import format_bytes
 
 __all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "resident_set", "watch_refusals"]
@@ -173,10 +174,8 @@ def watch_refusals() -> None:
     Torch has no way to stop this again; it costs nothing until memory runs out.
     """
     global _watching
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if not _watching and attach is not None and torch.cuda.is_available():
-        attach(_take_down)
-        _watching = True
+    if not _watching and torch.cuda.is_available():
+        _watching = observe_out_of_memory(_take_down)
 
 
 def _take_down(ordinal: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:

@@ -23,6 +23,7 @@ from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine, SwappedView
 from offload.runtime.hooks import Packed, Policy, Round
+from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import modules_in_graphs
 
@@ -106,7 +107,7 @@ class WatchedRound(Round):
     def unpack(self, packed: Packed) -> Tensor:
         """The tensor that `pack` was given, as it was; noted."""
         recording = self._recording
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:  # somebody looks at grad_fn's attributes outside of backward
             return super().unpack(packed)
         recording.backward_runs()
@@ -203,7 +204,7 @@ class StepRecording:
         """Backward runs in this thread; have its end noted."""
         if self.is_on and not self._backward_noted:
             self._backward_noted = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            call_at_end_of_backward(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self.mark("backward end")

@@ -20,6 +20,7 @@ from offload.runtime.engine import Engine, Lease, LeaseReference, StorageWatch, 
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import when_gone
+from offload.torch_compat.autograd import current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
 
@@ -79,7 +80,7 @@ class Recorder:
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return  # somebody looks at grad_fn's attributes outside of backward
         identity = (node.name(), id(node))  # not the node: it would be kept alive

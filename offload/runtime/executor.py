@@ -14,6 +14,7 @@ import torch
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, Lease, LeaseReference
 from offload.runtime.schedule import Schedule
+from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 
 class Follower(Protocol):
@@ -120,9 +121,9 @@ class Stopwatch:
 
     def listen_for_the_end(self) -> None:
         """Have the end of the backward pass noted, where one is running."""
-        if not self._listening and torch._C._current_autograd_node() is not None:
+        if not self._listening and current_node() is not None:
             self._listening = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            call_at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         self._end = self._engine.mark()

@@ -19,6 +19,7 @@ from offload.options import Options
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, Lease, StorageKey, SwappedView, raise_changed
 from offload.runtime.executor import Follower, Idle
+from offload.torch_compat.autograd import innermost_hooks
 
 # What a graph node holds in a saved tensor's place: the tensor without its history and its version, or a swapped view
 # and None; and the pack's number where the schedule or the recorder wants to hear of its unpack.
@@ -173,7 +174,7 @@ class Round:
 
 def top_round() -> Round | None:
     """The round whose hooks are on top in this thread; None where others are, or none."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = innermost_hooks(while_tracing=True)
     current = getattr(top[0], "__self__", None) if top is not None else None
     return current if isinstance(current, Round) else None
 

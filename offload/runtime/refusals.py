@@ -12,6 +12,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from offload.torch_compat.autograd import hooks_forbidden_reason
+
 FUNCTION_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
     "offload.disable(model) before them and offload.enable after, or use torch.autograd.grad (with create_graph=True "
@@ -103,7 +105,7 @@ def hooks_allowed() -> Iterator[None]:
     RuntimeError
         Hooks are forbidden around this call, or something inside forbids them.
     """
-    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    forbidden = hooks_forbidden_reason()
     if forbidden is not None:
         raise RuntimeError(_with_remedy(forbidden))
     try:

@@ -1,0 +1,27 @@
+"""Where torch's CUDA allocator tells that it runs out of memory.
+
+Beside the data path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["observe_out_of_memory"]
+
+
+def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
+    """Call `observer` whenever CUDA memory is refused, for the rest of this process. False where torch cannot tell.
+
+    Parameters
+    ----------
+    observer
+        Called with the device's ordinal and three figures in bytes: asked for, in all, free.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None:
+        return False
+    attach(observer)
+    return True
