@@ -94,7 +94,7 @@ def test_the_page_of_knobs_names_every_argument():
     for name in list(inspect.signature(offload.enable).parameters)[1:]:
         assert f"| `{name}` |" in text, name
     read = re.compile(r'environ(?:\.get\(|\[)"(\w+)"|_count\("(\w+)"\)')
-    sources = "\n".join(path.read_text() for path in (ROOT / "offload").glob("*.py"))
+    sources = "\n".join(path.read_text() for path in (ROOT / "offload").rglob("*.py"))
     documented = {name for match in read.findall(sources) for name in match if name} - {"PATH"}
     assert documented
     for name in documented:
@@ -104,7 +104,7 @@ def test_the_page_of_knobs_names_every_argument():
 def test_every_reason_to_stay_is_answered():
     from offload.diagnostics.oom import _FIXED
 
-    hooks = (ROOT / "offload" / "hooks.py").read_text()
+    hooks = (ROOT / "offload" / "runtime" / "hooks.py").read_text()
     reasons = set(re.findall(r'_keep\([^)]*?"([\w ]+)"', hooks)) | _FIXED | {"kept by plan", "n_tensors", "excluded"}
     assert {"small", "host limit"} <= reasons
     text = (DOCS / "faq.md").read_text()

@@ -22,6 +22,7 @@ from offload.diagnostics.html import oom as oom_page
 from offload.options import Options
 from offload.runtime.counters import Count
 from offload.runtime.engine import Engine
+from offload.runtime.hooks import Round
 from offload.units import format_bytes
 
 __all__ = ["Explanation", "Remedy", "Subject", "explain", "is_out_of_memory", "tell"]
@@ -205,10 +206,8 @@ def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         frame = traceback.tb_frame
         module = frame.f_globals.get("__name__", "")
         holder = frame.f_locals.get("self")
-        called = (module, frame.f_code.co_name)  # a GPU's backward runs in a thread that has no caller
-        if called == ("offload.runtime.hooks", "unpack") or (
-            module == "torch.autograd" and called[1] in ("backward", "grad")
-        ):
+        is_backward = module == "torch.autograd" and frame.f_code.co_name in ("backward", "grad")
+        if is_backward or frame.f_code is Round.unpack.__code__:  # a GPU's backward runs in a thread without a caller
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"
