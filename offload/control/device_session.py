@@ -131,9 +131,8 @@ class DeviceSession:
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         )
 
-    def why_held(self, tensor: Tensor) -> str | None:
+    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
-        storage_id = Engine.identity(tensor)
         if storage_id in self._parameters:
             return "parameter"
         if tensor.requires_grad:
