@@ -7,9 +7,10 @@ leaves the copies out of the time.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
+from offload.control.limits import LIMITS
 
 CONTESTANTS = ("none", "plain", "offload")  # no hooks, hooks that do nothing, the engine's
 SWAPPED_BYTES = 1 << 20
-KINDS = ("kept small", "kept parameter", "swapped", "duplicate", "view")
+KINDS = ("kept small", "kept parameter", "kept", "swapped", "duplicate", "view")
 
 
 class Save(torch.autograd.Function):
@@ -117,9 +119,13 @@ class HookRig:
         "cpu" or "cuda".
     spill_dir : str, optional
         As in `offload.enable`.
+    measured : bool
+        Whether every step is timed and weighed, as with a plan on the CPU; by default none is.
     """
 
-    def __init__(self, kind: str, *, count: int, device: str = "cpu", spill_dir: str | None = None) -> None:
+    def __init__(
+        self, kind: str, *, count: int, device: str = "cpu", spill_dir: str | None = None, measured: bool = False
+    ) -> None:
         self.kind = kind
         self.count = count
         self._device = device
@@ -130,11 +136,13 @@ class HookRig:
         self._x = torch.zeros(1, device=device, requires_grad=True)
         self.handle = offload.enable(
             self._models["offload"],
-            n_tensors=-1,
+            n_tensors=1 if kind == "kept" else -1,
             lb=count + 2,
             min_tensor_bytes=SWAPPED_BYTES // 2,
             spill_dir=spill_dir,
         )
+        steps = sys.maxsize if measured else 0
+        self.handle._controller._limits = replace(LIMITS, manual_measured_steps=steps, recheck_steps=sys.maxsize)
 
     def step(self, contestant: str) -> Cost:
         """Measure one forward and one backward pass."""
@@ -175,7 +183,7 @@ class HookRig:
             return [torch.zeros(256, device=self._device) for _ in range(count)]
         if self.kind == "kept parameter":
             return [model.weight] * count
-        if self.kind == "swapped":
+        if self.kind in ("kept", "swapped"):
             return [torch.zeros(numel, device=self._device) for _ in range(count)]
         base = torch.zeros(1024, numel // 1024, device=self._device)
         if self.kind == "duplicate":

@@ -27,7 +27,7 @@ from machine import processor_name
 
 HERE = Path(__file__).resolve().parent
 COMMITTED = HERE / "instructions.json"
-SUBJECTS = ("kept small", "swapped", "planner")
+SUBJECTS = ("kept small", "kept", "kept, measured", "swapped", "swapped, measured", "planner")
 UNITS = {"planner": PLANS}  # of which a run at size "once" has so many; the others have COUNT tensors
 TOLERANCE = 0.10
 SECONDS_MAX = 600.0
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = figures
     for name, figure in figures.items():
         words = f"  OUTSIDE ± {TOLERANCE:.0%}" if outside(figure, kept[name]) else ""
-        print(f"{name:<12} {figure:>12,.0f}  committed {kept[name]:>12,.0f}  {figure / kept[name] - 1:+.1%}{words}")
+        print(f"{name:<18} {figure:>12,.0f}  committed {kept[name]:>12,.0f}  {figure / kept[name] - 1:+.1%}{words}")
     return 1 if any(outside(figure, kept[name]) for name, figure in figures.items()) else 0
 
 

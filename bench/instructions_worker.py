@@ -32,7 +32,7 @@ def hooks(stack: ExitStack, kind: str) -> Subject:
 
     subject = {}
     for label, count in (("once", COUNT), ("twice", 2 * COUNT)):
-        rig = stack.enter_context(closing(HookRig(kind, count=count)))
+        rig = stack.enter_context(closing(HookRig(kind.removesuffix(", measured"), count=count, measured=", " in kind)))
         for contestant in ("offload", "none"):
             for _ in range(3):
                 rig.step(contestant)

@@ -1,5 +1,4 @@
 // The GPU's provider of the driver table: every call to CUDA but those that open it (cuda_library.cpp) is made here.
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +15,7 @@
 #include "driver.h"
 #include "error.h"
 #include "numa.h"
+#include "process.h"
 
 namespace offload {
 namespace {
@@ -66,11 +66,11 @@ cuda::DeviceAddress device_address(const void* device) { return reinterpret_cast
 // down already or other threads are still inside it. The system reclaims contexts, streams and pinned pages anyway.
 class CudaDriver final : public Driver {
  public:
-  CudaDriver(const Api& api, cuda::Device device) : api_(api), device_(device), pid_(getpid()) {}
+  CudaDriver(const Api& api, cuda::Device device) : api_(api), device_(device) {}
 
   const char* name() const noexcept override { return "cuda"; }
   void require_same_process() const override { require_same_process("CUDA"); }
-  bool in_forked_child() const noexcept override { return getpid() != pid_; }
+  bool in_forked_child() const noexcept override { return !owner_.is_this(); }
 
   Stream stream_create() override {
     cuda::StreamHandle stream = nullptr;
@@ -303,7 +303,7 @@ class CudaDriver final : public Driver {
 
   const Api api_;
   const cuda::Device device_;
-  const pid_t pid_;
+  const Process owner_;
   std::atomic<cuda::ContextHandle> context_{nullptr};
   std::atomic<bool> batch_unsupported_{false};
   std::mutex mutex_;                                     // the retain, and the map below

@@ -39,7 +39,7 @@ std::shared_ptr<HostDriver> HostDriver::create(Schedule schedule, uint64_t seed,
 }
 
 HostDriver::HostDriver(Schedule schedule, uint64_t seed, int niceness)
-    : schedule_(schedule), niceness_(niceness), owner_pid_(getpid()), random_(seed) {}
+    : schedule_(schedule), niceness_(niceness), random_(seed) {}
 
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
@@ -49,7 +49,7 @@ void HostDriver::require_same_process() const {
                       "multiprocessing.set_start_method(\"spawn\")");
 }
 
-bool HostDriver::in_forked_child() const noexcept { return getpid() != owner_pid_; }
+bool HostDriver::in_forked_child() const noexcept { return !owner_.is_this(); }
 
 Stream HostDriver::stream_create() {
   require_same_process();

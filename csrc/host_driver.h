@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "process.h"
 
 namespace offload {
 
@@ -100,7 +101,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
 
   const Schedule schedule_;
   const int niceness_;
-  const int owner_pid_;
+  const Process owner_;
   std::mutex mutex_;
   std::condition_variable changed_;  // callers that wait for an event or for a stream to drain
   std::mt19937_64 random_;

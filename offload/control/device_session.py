@@ -127,9 +127,8 @@ class DeviceSession:
         """Whether the engine can move tensors of this kind."""
         return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
-    def why_held(self, tensor: Tensor) -> str | None:
+    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
-        storage_id = Engine.identity(tensor)
         if storage_id in self._parameters:
             return "parameter"
         if tensor.requires_grad:

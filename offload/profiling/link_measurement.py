@@ -90,7 +90,9 @@ def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
 
 
 def _out(engine: Engine, source: torch.Tensor) -> Lease:
-    return engine.swap_out(source, Engine.key_of(source), 0)
+    key, _ = engine.look(source, source.nbytes)
+    assert key is not None
+    return engine.swap_out(source, key, 0)
 
 
 def _has_left(lease: Lease) -> bool:

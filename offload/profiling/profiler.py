@@ -16,7 +16,7 @@ from torch import nn
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.allocations import DeviceAllocations, HostAllocations, watch_allocations
 from offload.profiling.model_state import HeldBytes
-from offload.runtime.engine import Engine, Lease, LeaseReference, StorageWatch, has_storage
+from offload.runtime.engine import Engine, Lease, StorageWatch, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import when_gone
@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.order = StepOrder()
-        self._leases: dict[int, LeaseReference] = {}
+        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._autograd_node: object = None
 
     @property
@@ -52,6 +52,10 @@ class Recorder:
     def begin(self) -> None:
         """A hook begins."""
 
+    def stays(self, pack_index: int, nbytes: int) -> str | None:
+        """Nothing stays that can move."""
+        return None
+
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Everything moves."""
         self.order.entries[pack_index] = PackEntry(pack_index, nbytes, packed=self._node)
@@ -61,9 +65,9 @@ class Recorder:
         """The later saved, the sooner needed, as a guess."""
         return 2**32 - pack_index
 
-    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
-        self._leases[pack_index] = reference
+        self._leases[pack_index] = weakref.ref(lease)
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
@@ -193,7 +197,7 @@ class Profiler(Recorder):
         """A hook begins."""
         self.stopwatch.begin()
 
-    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
@@ -205,10 +209,8 @@ class Profiler(Recorder):
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
         self._memory.saved(storage.entries[0])
-        lease = reference()
-        assert lease is not None
         lease.record.leave()
-        super().swapped(pack_index, reference, tensor)
+        super().swapped(pack_index, lease, tensor)
 
     def swapped_again(self, pack_index: int, lease: Lease) -> None:
         """Another view of a storage saved before."""

@@ -17,7 +17,7 @@ import torch
 from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, LeaseReference, StorageWatch
+from offload.runtime.engine import Engine, Lease, StorageWatch
 from offload.runtime.executor import Course, Stopwatch
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import when_gone
@@ -134,9 +134,16 @@ class WeighedCourse(Course):
         """Most activations in memory at a time; None where they were not weighed."""
         return self._peak_bytes if self._is_weighed and self.on_course else None
 
-    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+    def stays(self, pack_index: int, nbytes: int) -> str | None:
+        """Why a tensor of this size stays, where the schedule says so; its pack ends with that."""
+        reason = super().stays(pack_index, nbytes)
+        if reason is not None and self._is_weighed:
+            self._weigh(self.schedule.order.node_after_pack.get(pack_index))
+        return reason
+
+    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
-        super().swapped(pack_index, reference, tensor)
+        super().swapped(pack_index, lease, tensor)
         if self._storages is not None:
             self._storages[pack_index] = self._engine.watch_storage(tensor)
 

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -173,11 +173,6 @@ class SwappedStorage:
         """A tensor of the device without elements."""
         return self._engine.empty(dtype)
 
-    def add_view(self) -> None:
-        """Count one more saved view of these bytes."""
-        self.views += 1
-        self._views_left += 1
-
     @property
     def is_away(self) -> bool:
         """Whether neither the source nor a reloaded copy is on the device."""
@@ -319,13 +314,17 @@ class SwappedView:
         "_version",
     )
 
-    def __init__(self, tensor: torch.Tensor, lease: Lease, offset: int) -> None:
+    def __init__(self, tensor: torch.Tensor, lease: Lease) -> None:
         self._lease = lease
         record = lease.record
-        record.add_view()
+        record.views += 1
+        record._views_left += 1
         self._shape = tensor.shape
         self._stride = tensor.stride()
-        self._offset = offset
+        self._offset = int(tensor.storage_offset())
+        begin = record.key[2]
+        if begin:
+            self._offset -= begin // tensor.itemsize
         self._dtype = tensor.dtype
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
@@ -333,12 +332,6 @@ class SwappedView:
         # Shares the tensor's version counter, and holds none of its memory.
         self._probe = tensor.detach()
         self._probe.data = record.empty(tensor.dtype)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, lease: Lease) -> SwappedView:
-        """A saved view of the bytes on lease."""
-        begin = lease.record.key[2]
-        return cls(tensor, lease, int(tensor.storage_offset()) - begin // tensor.itemsize)
 
     @property
     def ticket_id(self) -> int:
@@ -453,6 +446,10 @@ class Engine:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def marker(self) -> Callable[[], Any]:
+        """What `mark` does, at least cost."""
+        return self.mark if self._is_cuda else time.perf_counter
+
     def busy_seconds(self) -> float:
         """What this thread has taken of the processor that computes: on a CUDA device nothing."""
         return 0.0 if self._is_cuda else time.thread_time()
@@ -480,41 +477,34 @@ class Engine:
         """What tells its storage from every other one alive: the same for all views."""
         return int(tensor.untyped_storage()._cdata)
 
-    @staticmethod
-    def key_of(tensor: torch.Tensor) -> StorageKey:
-        """Which bytes to move: all of the storage, or the span of a view that covers less than half of it.
+    def look(self, tensor: torch.Tensor, nbytes: int) -> tuple[StorageKey | None, Lease | None]:
+        """Which bytes to move, and the lease on them where they have been swapped out already.
 
-        Views share the version counter of their base; aliases that autograd does not know as views (`unsafe_chunk`,
-        `.data`) have their own, so that a write through one goes unnoticed by the others: they are not the same.
+        That is all of the storage, or the span of a view that covers less than half of it. There is no key where bytes
+        may change unseen while they are copied: views share the version counter of their base, but parts that autograd
+        does not know as views (`unsafe_chunk`, `.data`) have their own, and a write through one is unknown to the rest.
         """
         storage = tensor.untyped_storage()
-        storage_nbytes = storage.nbytes()
-        base = tensor._base
-        owner = int((tensor if base is None else base)._cdata)
-        if 2 * tensor.nbytes < storage_nbytes:
+        storage_nbytes, identity = storage.nbytes(), storage._cdata
+        owner = tensor._base
+        if owner is None:
+            owner, owner_nbytes, owned_nbytes = tensor, nbytes, storage_nbytes
+        else:
+            owner_nbytes, owned_nbytes = owner.nbytes, owner.untyped_storage().nbytes()
+        if owner_nbytes < owned_nbytes:
+            return None, None
+        key = owner._cdata, tensor._version, 0, storage_nbytes, identity
+        reference = self._live.get(key)
+        lease = reference() if reference is not None else None
+        if lease is None and 2 * nbytes < storage_nbytes:
             extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             span_nbytes = int(extent) * tensor.itemsize
             if 2 * span_nbytes < storage_nbytes:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
-                return owner, tensor._version, begin, span_nbytes, storage._cdata
-        return owner, tensor._version, 0, storage_nbytes, storage._cdata
-
-    @staticmethod
-    def is_untracked_part(tensor: torch.Tensor) -> bool:
-        """Whether it is a part of a storage whose other parts autograd does not connect with it (`unsafe_chunk`).
-
-        They may be written at any time without its version telling, while its bytes are being copied among theirs.
-        """
-        base = tensor._base
-        owner = tensor if base is None else base
-        return owner.nbytes < owner.untyped_storage().nbytes()
-
-    def find(self, tensor: torch.Tensor, key: StorageKey) -> Lease | None:
-        """The lease on these bytes, or on the whole storage around them, where they have been swapped out already."""
-        reference = self._live.get(key)
-        if reference is None and 2 * key[3] < (whole_nbytes := tensor.untyped_storage().nbytes()):
-            reference = self._live.get((key[0], key[1], 0, whole_nbytes, key[4]))
-        return reference() if reference is not None else None
+                key = owner._cdata, key[1], begin, span_nbytes, identity
+                reference = self._live.get(key)
+                lease = reference() if reference is not None else None
+        return key, lease
 
     def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
         """Begin to copy bytes out. When nobody holds the lease any more, `collect` frees its slot.
@@ -554,10 +544,6 @@ class Engine:
         while len(self._departing) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
             self._await_oldest()
 
-    def watch(self, lease: Lease) -> LeaseReference:
-        """A weak reference to a lease that was just given out."""
-        return self._live[lease.record.key]
-
     def collect(self) -> None:
         """Free what graphs held that are gone, and every source and target that no copy touches any more.
 
@@ -567,9 +553,9 @@ class Engine:
             self._reap()
         if not self._departing and not self._retired:
             return
-        while (departure := _oldest(self._departing)) is not None and departure.ticket.out_done():
+        while self._departing and (departure := _oldest(self._departing)) is not None and departure.ticket.out_done():
             self._depart(departure)
-        while (entry := _oldest(self._retired)) is not None and entry[0].in_done():
+        while self._retired and (entry := _oldest(self._retired)) is not None and entry[0].in_done():
             _discard(self._retired, entry)
 
     def _await_oldest(self) -> None:

@@ -5,6 +5,7 @@ On the data path: hooks tell every pack and unpack; the course has storages rele
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,9 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, Lease, LeaseReference
+from offload.runtime.engine import Engine, Lease
 from offload.runtime.schedule import Schedule
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
+
+_NEVER = 2**62
+_HOOKS_TIMED = 16
+_TIMED_EVERY = 8
 
 
 class Follower(Protocol):
@@ -30,13 +35,16 @@ class Follower(Protocol):
     def begin(self) -> None:
         """A hook that may wait begins."""
 
+    def stays(self, pack_index: int, nbytes: int) -> str | None:
+        """Why a tensor of this size stays, where that is known without a look at its storage. The pack ends with it."""
+
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Why this storage stays; None: it moves."""
 
     def need(self, pack_index: int) -> int:
         """Rank for the disk: the larger, the later it is needed."""
 
-    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
 
     def swapped_again(self, pack_index: int, lease: Lease) -> None:
@@ -61,6 +69,10 @@ class Idle:
         """Nothing is watched."""
         return False
 
+    def stays(self, pack_index: int, nbytes: int) -> str | None:
+        """Nothing stays."""
+        return None
+
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Nothing stays."""
         return None
@@ -70,7 +82,7 @@ class Idle:
         return 2**32 - pack_index
 
     def begin(self) -> None: ...
-    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None: ...
+    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None: ...
     def swapped_again(self, pack_index: int, lease: Lease) -> None: ...
     def packed(self, pack_index: int) -> None: ...
     def unpacking(self, pack_index: int) -> None: ...
@@ -99,15 +111,25 @@ class Stopwatch:
         self._begin: Any = None
         self._end: Any = None
         self._node = 0
-        self._listening = False
-        self._busy = 0.0
+        self.is_listening = False
+        self._mark = engine.marker()
+        self._busy: float | None = None
+        self._hooks = 0
         self._hook_seconds = 0.0
         self.arrive(0, engine.mark())
 
     def begin(self) -> None:
         """A hook begins."""
-        self._begin = self._engine.mark()
-        self._busy = self._engine.busy_seconds()
+        self._begin = self._mark()
+        # The processor's own clock is a system call: of many hooks it is read in some.
+        self._busy = (
+            self._engine.busy_seconds() if self._hooks < _HOOKS_TIMED or not self._hooks % _TIMED_EVERY else None
+        )
+
+    def pass_by(self, node: int) -> None:
+        """A node begins in a hook that does nothing."""
+        self._node = node
+        self._nodes.setdefault(node, self._mark())
 
     def arrive(self, node: int, mark: Any = None) -> None:
         """A node begins, at the beginning of the present hook."""
@@ -116,13 +138,16 @@ class Stopwatch:
 
     def end(self, pack_index: int | None) -> None:
         """The hook that began last is about to return."""
-        self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
-        self._hook_seconds += self._engine.busy_seconds() - self._busy
+        self._pauses.append((self._node, pack_index, self._begin, self._mark()))
+        if self._busy is not None:
+            share = 1 if self._hooks < _HOOKS_TIMED else _TIMED_EVERY
+            self._hook_seconds += share * (self._engine.busy_seconds() - self._busy)
+        self._hooks += 1
 
     def listen_for_the_end(self) -> None:
         """Have the end of the backward pass noted, where one is running."""
-        if not self._listening and current_node() is not None:
-            self._listening = True
+        if not self.is_listening and current_node() is not None:
+            self.is_listening = True
             call_at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
@@ -185,12 +210,17 @@ class Course:
         self._deviate = deviate
         self.on_course = True
         self._watched = schedule.watched
-        self._leases: dict[int, LeaseReference] = {}
+        self._stays = schedule.stays
+        self._leaves = schedule.leaves
+        self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
+        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._node = 0
         self._next_release = 0
         self._next_return = 0
         self._used: set[int] = set()
         self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
+        self._next_due = 0  # the node at which a release or a return is due
+        self._look_ahead()
 
     @property
     def caps_in_flight(self) -> bool:
@@ -206,9 +236,27 @@ class Course:
         if self.stopwatch is not None:
             self.stopwatch.begin()
 
+    def stays(self, pack_index: int, nbytes: int) -> str | None:
+        """Why a tensor of this size stays, where the schedule says so; its pack ends with that."""
+        if self._stays.get(pack_index) != nbytes:
+            return None
+        node = self._node_after_pack.get(pack_index)
+        if node is not None:
+            if node >= self._next_due:
+                self.begin()
+                self.packed(pack_index)
+            else:
+                if self.stopwatch is not None:
+                    self.stopwatch.pass_by(node)
+                self._node = node
+        return self._reason
+
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Why this storage stays; None: it moves, by plan or because the step has left its course."""
         if not self.on_course:
+            return None
+        leaves = self._leaves.get(pack_index)
+        if leaves is not None and leaves[0] == nbytes:
             return None
         schedule = self.schedule
         if pack_index in schedule.order.duplicates:
@@ -220,23 +268,21 @@ class Course:
 
     def need(self, pack_index: int) -> int:
         """Rank for the disk: the larger, the later it is needed."""
-        entry = self.schedule.order.entries.get(pack_index)
-        if entry is None:
-            return 2**32 - pack_index
-        return 2**32 if entry.first_backward is None else entry.first_backward
+        leaves = self._leaves.get(pack_index)
+        return leaves[1] if leaves is not None else self.schedule.need(pack_index)
 
-    def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
-        self._leases[pack_index] = reference
+        self._leases[pack_index] = weakref.ref(lease)
 
     def swapped_again(self, pack_index: int, lease: Lease) -> None:
         """Another view of it was saved: nothing is due."""
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return: do what is due at the node that now begins."""
-        self._acted = pack_index in self.schedule.swapped
-        if self.on_course and self.schedule.plan is not None:
-            node = self.schedule.order.node_after_pack.get(pack_index)
+        self._acted = pack_index in self._leaves
+        if self.on_course:
+            node = self._node_after_pack.get(pack_index)
             if node is not None:
                 self._arrive(node)
         if self._acted and self.stopwatch is not None:
@@ -246,13 +292,14 @@ class Course:
         """Backward asks for the tensor of this pack: do what is due at the node that now begins."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
-            self.stopwatch.listen_for_the_end()
-        self._acted = pack_index in self.schedule.swapped
+            if not self.stopwatch.is_listening:
+                self.stopwatch.listen_for_the_end()
+        self._acted = pack_index in self._leaves
         if not self.on_course:
             return
         node = self._watched.get(pack_index)
         if node is None:
-            if pack_index in self.schedule.swapped:  # the recorded backward saw a part of the graph only
+            if self._acted:  # the recorded backward saw a part of the graph only
                 self._deviate()
             return
         if node < self._node:
@@ -269,6 +316,8 @@ class Course:
         if node > self._node and self.stopwatch is not None:
             self.stopwatch.arrive(node)
         self._node = node
+        if node < self._next_due:
+            return
         releases, returns = self.schedule.releases, self.schedule.returns
         while self._next_release < len(releases) and releases[self._next_release][0] <= node:
             reference = self._leases.get(releases[self._next_release][1])
@@ -282,6 +331,14 @@ class Course:
             self._next_return += 1
             self._acted = True
             self._begin_return(pack_index)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        releases, returns = self.schedule.releases, self.schedule.returns
+        due = [releases[self._next_release][0]] if self._next_release < len(releases) else []
+        if self._next_return < len(returns):
+            due.append(returns[self._next_return][0])
+        self._next_due = min(due, default=_NEVER)
 
     def _start_over(self, node: int, pack_index: int) -> None:
         """Backward went back: a second pass over a retained graph, or another order than the recorded one."""
@@ -290,6 +347,7 @@ class Course:
         self._used.clear()
         returns = self.schedule.returns
         self._next_return = next((i for i, (_, use, _) in enumerate(returns) if use >= node), len(returns))
+        self._look_ahead()
 
     def _begin_return(self, pack_index: int) -> None:
         reference = self._leases.get(pack_index)
@@ -304,5 +362,5 @@ class Course:
 
     def _leave(self) -> None:
         self.on_course = False
-        self._watched = {}
+        self._watched, self._stays = {}, {}
         self._deviate()

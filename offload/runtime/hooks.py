@@ -39,7 +39,7 @@ class Policy(Protocol):
     def supports(self, tensor: Tensor) -> bool:
         """Whether the engine can move tensors of this kind."""
 
-    def why_held(self, tensor: Tensor) -> str | None:
+    def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Who holds this storage anyway, so that moving it would free nothing; None where nobody is known to."""
 
     def is_excluded(self) -> bool:
@@ -83,9 +83,12 @@ class Round:
             nbytes = tensor.nbytes
             if nbytes < self._min_nbytes and not tensor._is_view():
                 return self._keep(tensor, index, "small", nbytes)
+            follower = self._follower
+            reason = follower.stays(index, nbytes)
+            if reason is not None:
+                return self._keep(tensor, index, reason, nbytes)
             if type(tensor) is Parameter or type(tensor._base) is Parameter:
                 return self._keep(tensor, index, "parameter", nbytes)
-            follower = self._follower
             follower.begin()
             packed = self._pack_candidate(tensor, index, nbytes)
             follower.packed(index)
@@ -103,6 +106,10 @@ class Round:
             Its bytes could not be read back; a later call tries again.
         """
         held, version, index = packed
+        if index is None and version is not None:
+            if held._version != version:
+                raise_changed(held.type(), held.shape, held._version, version)
+            return held  # type: ignore[no-any-return]
         if index is not None:
             self._engine.collect()  # before anything comes back: graph nodes that are done have left room
             self._follower.unpacking(index)
@@ -134,16 +141,15 @@ class Round:
             return self._keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self._keep(tensor, index, "unsupported kind", nbytes)
-        if self._engine.is_untracked_part(tensor):
+        key, lease = self._engine.look(tensor, nbytes)
+        if key is None:
             return self._keep(tensor, index, "view of a larger storage", nbytes)
-        key = self._engine.key_of(tensor)
-        lease = self._engine.find(tensor, key)
         if lease is not None:
             return self._pack_duplicate(tensor, index, lease)
         if key[3] < self._min_nbytes:
             small = tensor.untyped_storage().nbytes() < self._min_nbytes
             return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
-        reason = policy.why_held(tensor) or ("excluded" if policy.is_excluded() else None)
+        reason = policy.why_held(tensor, key[4]) or ("excluded" if policy.is_excluded() else None)
         reason = reason or self._follower.reason_to_keep(index, key[3])
         if reason is not None:
             again = key in self._kept  # a storage that is saved twice takes its bytes once
@@ -157,19 +163,20 @@ class Round:
         except PinningFailed as error:
             policy.warn_once(error)
             return self._keep(tensor, index, "pinning failed", nbytes)
-        self._follower.swapped(index, self._engine.watch(lease), tensor)
-        if self._follower.caps_in_flight:
+        self._follower.swapped(index, lease, tensor)
+        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._follower.caps_in_flight:
             self._engine.limit_in_flight()
-        self._counts.swapped.tensors += 1
-        self._counts.swapped.nbytes += key[3]
-        return SwappedView.of(tensor, lease), None, index
+        count = self._counts.swapped
+        count.tensors += 1
+        count.nbytes += key[3]
+        return SwappedView(tensor, lease), None, index
 
     def _pack_duplicate(self, tensor: Tensor, index: int, lease: Lease) -> Packed:
         count = self._counts.duplicates
         count.tensors += 1
         count.nbytes += tensor.nbytes
         self._follower.swapped_again(index, lease)
-        return SwappedView.of(tensor, lease), None, index
+        return SwappedView(tensor, lease), None, index
 
 
 def top_round() -> Round | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from offload.plan import Plan
 
@@ -55,6 +56,23 @@ class Schedule:
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
+
+    @cached_property
+    def stays(self) -> Mapping[int, int]:
+        """Pack index → bytes of what stays: a tensor of just this size needs no second look."""
+        return {} if self.borrowed else {i: e.nbytes for i, e in self.order.entries.items() if i not in self.swapped}
+
+    @cached_property
+    def leaves(self) -> Mapping[int, tuple[int, int]]:
+        """Pack index → bytes of a storage that swaps, and its rank for the disk: the larger, the later it is needed."""
+        return {i: (self.order.entries[i].nbytes, self.need(i)) for i in self.swapped}
+
+    def need(self, pack_index: int) -> int:
+        """Rank for the disk: the larger, the later it is needed."""
+        entry = self.order.entries.get(pack_index)
+        if entry is None:
+            return 2**32 - pack_index
+        return 2**32 if entry.first_backward is None else entry.first_backward
 
     def expects(self, pack_index: int, nbytes: int) -> bool:
         """Whether the recorded step saved a storage of this size at this point (where borrowed: at least as large)."""

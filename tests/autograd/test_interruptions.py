@@ -326,7 +326,7 @@ def test_an_interrupted_save_holds_its_source(monkeypatch):
         line += 1
         interrupter = Interrupter(line)
         tensor = torch.ones(64, 1000)
-        key, source = engine.key_of(tensor), engine.watch_storage(tensor)
+        (key, _), source = engine.look(tensor, tensor.nbytes), engine.watch_storage(tensor)
         before = store.stats()["out_transfers"]
         with suppress(KeyboardInterrupt), interrupter:
             engine.swap_out(tensor, key, 0)

@@ -60,19 +60,17 @@ def no_check(module: Any) -> Callable[[], Patches]:
 def addresses_only() -> Patches:
     """Storages with the same address are the same."""
 
-    def key_of(tensor: torch.Tensor) -> engine.StorageKey:
-        storage = tensor.untyped_storage()
-        return 0, 0, 0, storage.nbytes(), storage.data_ptr()
-
-    return [mock.patch.object(Engine, "key_of", staticmethod(key_of))]
+    whole = "key = owner._cdata, tensor._version, 0, storage_nbytes, identity"
+    broken = rewritten(Engine.look, whole, "key = 0, 0, 0, storage_nbytes, storage.data_ptr()")
+    return [mock.patch.object(Engine, "look", broken)]
 
 
 def no_stride() -> Patches:
     """The second view of some bytes comes back contiguous."""
     original = SwappedView.__init__
 
-    def init(self: SwappedView, tensor: torch.Tensor, lease: Lease, offset: int) -> None:
-        original(self, tensor, lease, offset)
+    def init(self: SwappedView, tensor: torch.Tensor, lease: Lease) -> None:
+        original(self, tensor, lease)
         if lease.record.views > 1:
             self._stride = torch.empty(self._shape, device="meta").stride()
 
@@ -174,18 +172,13 @@ def no_letting_go() -> Patches:
 
 def no_offset() -> Patches:
     """Every view begins where its storage does."""
-    return [mock.patch.object(SwappedView, "of", classmethod(lambda cls, tensor, lease: cls(tensor, lease, 0)))]
+    broken = rewritten(SwappedView.__init__, "int(tensor.storage_offset())", "0")
+    return [mock.patch.object(SwappedView, "__init__", broken)]
 
 
 def storage_only() -> Patches:
     """Bytes are known by their storage alone, whatever was written to it since."""
-    original = Engine.key_of
-
-    def key_of(tensor: torch.Tensor) -> engine.StorageKey:
-        owner, _, *rest = original(tensor)
-        return owner, 0, *rest
-
-    return [mock.patch.object(Engine, "key_of", staticmethod(key_of))]
+    return [mock.patch.object(Engine, "look", rewritten(Engine.look, "tensor._version", "0"))]
 
 
 BROKEN: dict[str, Callable[[], Patches]] = {
