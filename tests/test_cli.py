@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from offload import __version__
 from offload.cli import main as cli
 from offload.devices import allocator
 
@@ -26,6 +27,11 @@ def test_help_lists_the_commands() -> None:
     assert shown.returncode == 0
     for command in ("demo", "doctor", "plan", "run"):
         assert command in shown.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    shown = offload("--version")
+    assert (shown.returncode, shown.stdout) == (0, f"offload {__version__}\n")
 
 
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from offload import __version__
 from offload.devices import allocator
 
 
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="offload",
         description="Swap the tensors that PyTorch saves for backward to pinned memory or disk.",
     )
+    parser.add_argument("--version", action="version", version=f"offload {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo.add_arguments(subparsers.add_parser("demo", help=demo.HELP, description=demo.HELP))
     doctor.add_arguments(subparsers.add_parser("doctor", help=doctor.HELP, description=doctor.HELP))
