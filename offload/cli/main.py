@@ -10,6 +10,8 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Any, TextIO, cast
 
 from offload import __version__
 from offload.devices import allocator
@@ -43,18 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(words)
     if args.command == "run":
         return _run(command[command[:1] == ["--"] :], preload=not args.no_preload)
+    with redirect_stdout(cast("TextIO", _Output(sys.stdout))):
+        status = _dispatch(args, script_args)
+        sys.stdout.flush()
+    return status
+
+
+def _dispatch(args: argparse.Namespace, script_args: list[str] | None) -> int:
     if args.command == "plan":
         from offload.cli import plan as plan_cli
 
-        if script_args is not None:
-            return plan_cli.run_script(args, script_args)
-        try:
-            status = plan_cli.run(args)
-            sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads the table, `head` say, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        return status
+        return plan_cli.run(args) if script_args is None else plan_cli.run_script(args, script_args)
     if args.command == "doctor":
         from offload.cli import doctor
 
@@ -62,6 +63,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     from offload.demo import command as demo
 
     return demo.run(args)
+
+
+class _Output:
+    """Standard output that need not be read to its end: once its reader, `head` say, has left, the rest is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _parser() -> argparse.ArgumentParser:
