@@ -55,9 +55,8 @@ def untraced(function: Callable[..., Result], *args: object) -> Result:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is None:
             return function(*args)
-        for name in _own_modules():  # hooks are called a thousand times per step: a rule costs nothing where they run
-            dynamo.trace_rules.add(name)
         _Tracer.call_untraced = dynamo.disable(_call)
+        _Tracer.call_untraced(_keep_tracer_out, dynamo.trace_rules)
     called: Result = _Tracer.call_untraced(function, *args)
     return called
 
@@ -66,11 +65,15 @@ def _call(function: Callable[..., Result], *args: object) -> Result:
     return function(*args)
 
 
-def _own_modules() -> list[str]:
-    """The loaded modules of this package, which are all that run within a step; not those that define models."""
-    own = [each for name, each in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
-    # A rule for a package would hold for all that is in its folder.
-    return [each.__name__ for each in own if not hasattr(each, "__path__") and not _defines_models(each)]
+def _keep_tracer_out(rules: Any) -> None:
+    """Have the tracer pass over this package: a rule costs nothing where hooks are called a thousand times per step.
+
+    What runs within a step is loaded by now. Models stay traceable, and a rule for a package would hold for its folder.
+    """
+    own = [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
+    for module in own:
+        if not hasattr(module, "__path__") and not _defines_models(module):
+            rules.add(module.__name__)
 
 
 def _defines_models(module: ModuleType) -> bool:
