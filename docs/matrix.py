@@ -24,6 +24,7 @@ TITLES = {
     "accelerate": "accelerate",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
+    "compile_matrix": "torch.compile: kernels and graph breaks",
     "torch_distributed": "torch: several processes",
     "torch_refusals": "torch: what is refused",
 }

@@ -37,7 +37,11 @@ def pytest_addoption(parser):
         default=os.environ.get("OFFLOAD_ALL_DATABASES") == "1",
         help="run PyTorch's whole operator and module databases (also: OFFLOAD_ALL_DATABASES=1)",
     )
-    parser.addoption("--long", action="store_true", help="run the campaigns of docs/reliability.md in full")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="run the campaigns of docs/reliability.md and the matrix of torch.compile in full",
+    )
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
     parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
     parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")

@@ -162,6 +162,18 @@ def test_the_report_counts_the_training_s_copies_alone(tmp_path, monkeypatch):
         assert 0 < about["copy_out"]["bytes"] <= about["swapped"]["bytes"]
 
 
+def test_a_script_ends_well_after_its_first_step():
+    """Torch ends in a segmentation fault where its profiler is still on."""
+    script = (
+        "import torch, offload\n"
+        "model = torch.nn.Linear(64, 64)\n"
+        "handle = offload.enable(model, min_tensor_bytes=1)\n"
+        "model(torch.ones(16, 64)).square().mean().backward()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
 def test_plan_of_a_script_that_disables_its_model(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

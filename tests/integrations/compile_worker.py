@@ -131,6 +131,7 @@ def main() -> int:
     """Print the table, or one line of JSON per case; 1 where a case differs from the run without the engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--long", action="store_true", help="the whole matrix")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose names have this in them")
     parser.add_argument("--json", action="store_true", help="answer each line of stdin, a case, with a line")
     args = parser.parse_args()
     if args.json:
@@ -141,6 +142,8 @@ def main() -> int:
     different = 0
     print(f"{'kernels':>13} {'graph breaks':>13}  bit-equal  case")
     for case in every_case() if args.long else quick_cases():
+        if args.only not in str(case):
+            continue
         if case.plain not in known:
             known[case.plain] = run_apart(case.plain)
         plain, found = known[case.plain], run_apart(case)

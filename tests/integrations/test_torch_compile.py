@@ -4,6 +4,8 @@ Every case gives the gradients of the same compiled run without the engine, and 
 swapping cannot help, because one graph takes everything back at once, that is said.
 """
 
+import inspect
+import json
 import logging
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload.demo_model import ByteGPT
 from torch_rig import KNOBS, assert_same, make_blocks, replace_blocks, train
 
 import offload
@@ -171,6 +174,85 @@ def test_compiled_training_function(with_backward):
         found = run(model)
     assert_same(found, expected)
     assert (handle.report().steps, handle.report().swapped.tensors >= 4 * STEPS) == (STEPS, True)
+    assert any("offload.enable(torch.compile(model))" in note for note in handle.report().notes)
+
+
+def test_a_part_that_torch_gives_up_on_is_said():
+    """After as many compilations as `recompile_limit` allows, torch runs a function as it is."""
+
+    class Counting(torch.nn.Linear):
+        name = ""
+
+        def forward(self, x):
+            return super().forward(x) * len(self.name)
+
+    def steps(count):
+        for _ in range(count):
+            model.name += "x"
+            call(torch.ones(16, 64)).sum().backward()
+        return [note for note in handle.report().notes if "gave up" in note]
+
+    model = Counting(64, 64)
+    call = torch.compile(model, backend="aot_eager")
+    with offload.enable(call, min_tensor_bytes=1) as handle:
+        assert steps(torch._dynamo.config.recompile_limit) == []
+        (note,) = steps(2)
+        assert "gave up on 1 of this model's functions" in note
+        assert "recompile limit" in note
+    with offload.enable(call, min_tensor_bytes=1) as handle:
+        assert steps(1) == [], "what was before belongs to another session"
+
+
+@pytest.mark.parametrize("way", ["whole", "whole in place", "per block", "per block in place"])
+def test_a_recorded_step_is_compiled_as_any(way, tmp_path):
+    """A timeline names what runs without hooks in a graph."""
+    graphs = []
+    for path in (None, tmp_path / "step.json"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = make_blocks()
+        call = COMPILED[way](model, backend="aot_eager")
+        with offload.enable(model, **KNOBS) as handle:
+            if path is not None:
+                handle.timeline(path)
+            train(call, model, STEPS)
+            counters = torch._dynamo.utils.counters
+            graphs.append((counters["stats"]["unique_graphs"], dict(counters["frames"]), dict(counters["graph_break"])))
+    assert graphs[1] == graphs[0]
+    computed = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "forward"}
+    expected = {"Blocks"} if way.startswith("whole") else {"blocks.0", "blocks.1", "blocks.2", "head"}
+    assert expected <= computed
+
+
+def test_a_profile_names_compiled_blocks():
+    model = make_blocks()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with offload.enable(model, min_tensor_bytes=1) as handle:
+        train(model, model, 1)
+        names = {node.name for node in handle.trace().nodes}
+    assert {"blocks.0", "blocks.1", "blocks.2", "head"} <= names
+
+
+def test_the_tracer_passes_over_all_that_a_step_runs():
+    """Whatever file of the package it is in. Models are compiled wherever they are."""
+    model = make_blocks()
+    call = torch.compile(model, backend="aot_eager")
+    with offload.enable(call, min_tensor_bytes=1):
+        train(call, model, 3)
+    passed_over = torch._dynamo.trace_rules.check
+    classes = [
+        each
+        for name, module in list(sys.modules.items())
+        if name.startswith("offload.") and "demo" not in name
+        for each in vars(module).values()
+        if inspect.isclass(each) and each.__module__ == name
+    ]
+    functions = [each for known in classes for each in vars(known).values() if inspect.isfunction(each)]
+    own = [each for each in functions if "/offload/" in each.__code__.co_filename]
+    assert len(own) > 200
+    assert [each.__qualname__ for each in own if not passed_over(each)] == []
+    assert not passed_over(ByteGPT.forward)
 
 
 def test_wrapper_called_from_another_compiled_function_is_said():
@@ -200,6 +282,7 @@ def test_excluded_part_of_a_compiled_model(on):
     assert_same(found, expected)
     assert about.kept["excluded"].tensors >= 3 * STEPS
     assert about.swapped.tensors >= 4 * STEPS
+    assert any("exclude no module inside a graph" in note for note in about.notes)
 
 
 def test_changed_shapes_of_a_compiled_model():
