@@ -118,8 +118,8 @@ class Training:
         if self.handle is not None:
             self.swapped += self.handle.report().swapped.tensors
             self.handle.disable()
-            assert self.handle.engine.live_records == 0
-            assert self.handle.engine.store.stats()["live_tickets"] == 0
+            assert self.handle._engine.live_records == 0
+            assert self.handle._engine.store.stats()["live_tickets"] == 0
 
 
 def interrupted(training, sender, told, seconds):

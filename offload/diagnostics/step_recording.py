@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
-from offload.runtime.engine import Engine, SwappedView
+from offload.runtime.engine import Engine
 from offload.runtime.hooks import Packed, Policy, Round
+from offload.runtime.saved_view import SwappedView
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import modules_in_graphs

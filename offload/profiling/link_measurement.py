@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from offload import _core
-from offload.runtime.engine import Engine, Lease
+from offload.runtime.engine import Engine
+from offload.runtime.swapped_storage import Lease
 
 __all__ = ["LinkRates", "measure"]
 

@@ -16,9 +16,10 @@ from torch import nn
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.allocations import DeviceAllocations, HostAllocations, watch_allocations
 from offload.profiling.model_state import HeldBytes
-from offload.runtime.engine import Engine, Lease, StorageWatch, has_storage
+from offload.runtime.engine import Engine, StorageWatch, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
+from offload.runtime.swapped_storage import Lease
 from offload.runtime.weak import when_gone
 from offload.torch_compat.autograd import current_node
 from offload.torch_compat.call_stack import running_module

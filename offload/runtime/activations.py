@@ -17,9 +17,10 @@ import torch
 from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, Lease, StorageWatch
+from offload.runtime.engine import Engine, StorageWatch
 from offload.runtime.executor import Course, Stopwatch
 from offload.runtime.schedule import Schedule
+from offload.runtime.swapped_storage import Lease
 from offload.runtime.weak import when_gone
 
 

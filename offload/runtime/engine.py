@@ -1,4 +1,4 @@
-"""Tensors ↔ bytes: the only file that touches addresses, streams, versions and strides.
+"""Tensors ↔ bytes: which storage a saved tensor is of, where its bytes are, and which copies are under way.
 
 On the data path: hooks hand a saved tensor in, the engine finds its storage, has the swap store copy the bytes out,
 holds the source until the copy has ended, and later puts the same bytes back under the same size, stride and offset.
@@ -9,15 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from offload import _core
+from offload.runtime.swapped_storage import (
+    ByteCounter,
+    Departure,
+    Lease,
+    LeaseReference,
+    StorageKey,
+    SwappedStorage,
+)
 
 log = logging.getLogger("offload")
 
@@ -30,18 +36,6 @@ _SUMS = frozenset(
 ) | {"stall_seconds", "spilled_bytes", "spill_written_bytes", "spill_read_bytes", "cancelled", "failed"}
 
 Entry = TypeVar("Entry")
-# Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
-StorageKey = tuple[int, int, int, int, int]
-
-
-def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> None:
-    """Raise what autograd raises without hooks when a saved tensor was changed in place."""
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True)."
-    )
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -49,33 +43,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     )
-
-
-@dataclass
-class ByteCounter:
-    """Bytes of saved storages at one moment, and the most there ever were."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count `nbytes` more (or, negative, fewer)."""
-        self.now += nbytes
-        if self.now > self.peak:
-            self.peak = self.now
-
-
-class Departure:
-    """A source on its way out: kept whole until its copy no longer reads it. The store sets `ticket`."""
-
-    __slots__ = ("nbytes", "record", "source", "stream", "ticket")
-    ticket: _core.Ticket
-
-    def __init__(self, source: torch.UntypedStorage, nbytes: int, stream: int) -> None:
-        self.source: torch.UntypedStorage | None = source
-        self.nbytes = nbytes
-        self.stream = stream
-        self.record: SwappedStorage | None = None
 
 
 class StorageWatch:
@@ -97,272 +64,6 @@ class StorageWatch:
         reference, self._reference = self._reference, None
         if reference is not None:
             torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
-
-
-class Lease:
-    """What keeps a record's slot: held by the graph nodes that saved views of it, and by nothing else.
-
-    A thin object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again,
-    and tells the engine that the graph is gone. No Python code runs then, on whichever thread: an exception that the
-    handler of a signal raised in it would be lost.
-    """
-
-    __slots__ = ("__weakref__", "record")
-
-    def __init__(self, record: SwappedStorage) -> None:
-        self.record = record
-
-
-class LeaseReference(weakref.ref[Lease]):
-    """A weak reference to a lease that still knows the record when the lease is gone."""
-
-    __slots__ = ("record",)
-    record: SwappedStorage
-
-
-class SwappedStorage:
-    """The bytes of one storage (or of one span of it) at one version, out of the device."""
-
-    __slots__ = (
-        "_begin",
-        "_counted",
-        "_departure",
-        "_engine",
-        "_incoming",
-        "_lock",
-        "_owner",
-        "_storage",
-        "_stream",
-        "_views_left",
-        "key",
-        "nbytes",
-        "residue",
-        "ticket",
-        "views",
-    )
-
-    def __init__(
-        self,
-        engine: Engine,
-        ticket: _core.Ticket,
-        owner: object,
-        key: StorageKey,
-        nbytes: int,
-        residue: int,
-        departure: Departure,
-    ) -> None:
-        self._engine = engine
-        self.ticket = ticket
-        self.key = key
-        self.nbytes = nbytes
-        self.residue = residue
-        self.views = 0
-        self._views_left = 0
-        self._counted = nbytes  # of the engine's `unswapped`
-        # Where the bytes are. One thread may take it again: a signal or the collector inside may drain the engine.
-        self._lock = threading.RLock()
-        # A weak reference keeps the owner's address from being used again: identity, not coincidence.
-        self._owner = owner
-        self._departure: Departure | None = departure
-        self._storage: torch.UntypedStorage | None = None
-        self._begin = 0  # where in that storage they begin, in bytes
-        self._incoming = False
-        self._stream = 0
-
-    def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the device without elements."""
-        return self._engine.empty(dtype)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether neither the source nor a reloaded copy is on the device."""
-        departure = self._departure
-        return self._storage is None and (departure is None or departure.source is None)
-
-    def begin_return(self) -> bool:
-        """Start to bring the bytes back into fresh device memory. False where they are there or coming already."""
-        with self._lock:
-            if not self.is_away:
-                return False
-            self._begin_return()
-            return True
-
-    def _begin_return(self) -> None:
-        engine = self._engine
-        self._storage, self._stream, owner, address = engine.allocate(self.nbytes, self.residue)
-        self._begin = 0
-        self._incoming = True
-        engine.resident.add(self.nbytes)
-        try:
-            self.ticket.prefetch(address, self._stream, owner)
-        except BaseException:
-            engine.retire(self.ticket, self._storage)  # an interrupt may come after the copy has begun
-            self._drop_storage()
-            raise
-
-    def bring_back(self) -> tuple[torch.UntypedStorage, int]:
-        """The bytes on the device, ready for the current stream: a storage and where in it, in bytes, they begin.
-
-        One view is served per call.
-
-        Raises
-        ------
-        OSError
-            The bytes could not be read back; a later call tries again.
-        """
-        engine = self._engine
-        with self._lock:
-            departure = self._departure
-            source = departure.source if departure is not None else None
-            if source is not None:
-                self._count_view()
-                return source, self.key[2]
-            stream = engine.current_stream()
-            if self._storage is not None and self._stream != stream:
-                self._abandon_incoming()  # prefetched for another stream: its memory belongs to that one
-            if self._storage is not None and self._incoming:
-                try:
-                    self._await_incoming(stream)
-                except OSError as error:
-                    log.warning("a read ahead of need failed, and is repeated: %s", str(error))
-            if self._storage is None:
-                engine.misses += 1
-                self._begin_return()
-                self._await_incoming(stream)
-            storage, begin = self._storage, self._begin
-            assert storage is not None
-            self._count_view()
-            return storage, begin
-
-    def _await_incoming(self, stream: int) -> None:
-        storage = self._storage
-        assert storage is not None
-        try:
-            self.ticket.swap_in(stream)
-        except BaseException:
-            self._engine.retire(self.ticket, storage)
-            self._drop_storage()
-            raise
-        self._incoming = False
-
-    def _count_view(self) -> None:
-        self._views_left -= 1
-        if self._views_left <= 0:
-            self._views_left = self.views  # a retained graph may come again
-            if self._storage is not None:
-                self._drop_storage()
-
-    def _drop_storage(self) -> None:
-        self._storage = None
-        self._incoming = False
-        self._engine.resident.add(-self.nbytes)
-
-    def _abandon_incoming(self) -> None:
-        storage = self._storage
-        if self._incoming and storage is not None:
-            self.ticket.swap_in(self._stream)
-        self._drop_storage()
-
-    def leave(self) -> None:
-        """Wait until the bytes have left. They stay where copying them fails, or where some views are in use again."""
-        departure = self._departure
-        if departure is not None and departure.source is not None:
-            self._engine.see_off(departure)
-
-    def has_left(self) -> None:
-        """The copy-out no longer reads the source: it goes, unless backward has begun to use it."""
-        with self._lock:
-            departure, self._departure = self._departure, None
-            if departure is None:
-                return  # torn down meanwhile
-            if self._views_left < self.views:
-                # Views of one storage come back onto one: where some are on the source, so are those that follow.
-                self._storage, self._begin, self._stream = departure.source, self.key[2], departure.stream
-            else:
-                self._engine.resident.add(-self.nbytes)
-
-    def tear_down(self) -> None:
-        """Give everything back; the last lease is gone. Waits for nothing; an interrupted call may be repeated."""
-        engine = self._engine
-        counted, self._counted = self._counted, 0
-        engine.unswapped.add(-counted)
-        departure, self._departure = self._departure, None
-        if departure is not None:
-            engine.resident.add(-self.nbytes)
-            departure.record = None
-            if departure.ticket.cancel() or departure.ticket.out_done():
-                departure.source = None
-        if self._storage is not None:
-            if self._incoming:
-                engine.retire(self.ticket, self._storage)
-            self._drop_storage()
-        self.ticket = None  # type: ignore[assignment]  # the slot is free once the copies that touch it have ended
-
-
-class SwappedView:
-    """One saved tensor whose bytes are out: what the graph node holds in its place."""
-
-    __slots__ = (
-        "_dtype",
-        "_is_conj",
-        "_is_neg",
-        "_lease",
-        "_offset",
-        "_probe",
-        "_shape",
-        "_stride",
-        "_version",
-    )
-
-    def __init__(self, tensor: torch.Tensor, lease: Lease) -> None:
-        self._lease = lease
-        record = lease.record
-        record.views += 1
-        record._views_left += 1
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = int(tensor.storage_offset())
-        begin = record.key[2]
-        if begin:
-            self._offset -= begin // tensor.itemsize
-        self._dtype = tensor.dtype
-        self._is_conj = tensor.is_conj()
-        self._is_neg = tensor.is_neg()
-        self._version = tensor._version
-        # Shares the tensor's version counter, and holds none of its memory.
-        self._probe = tensor.detach()
-        self._probe.data = record.empty(tensor.dtype)
-
-    @property
-    def ticket_id(self) -> int:
-        """Which copies of the store's log are those of these bytes."""
-        return self._lease.record.ticket.id
-
-    def restore(self) -> torch.Tensor:
-        """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
-
-        Raises
-        ------
-        RuntimeError
-            The tensor was changed in place after it was saved.
-        OSError
-            Its bytes could not be read back; calling again tries again.
-        """
-        found = self._probe._version
-        if found != self._version:
-            raise_changed(self._probe.type(), self._shape, found, self._version)
-        storage, begin = self._lease.record.bring_back()
-        # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
-        tensor = self._lease.record.empty(self._dtype).detach()
-        tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
-        if self._is_conj:
-            tensor = torch._conj(tensor)
-        if self._is_neg:
-            tensor = torch._neg_view(tensor)
-        # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
-        restored = self._probe.detach()
-        restored.data = tensor
-        return restored
 
 
 def _oldest(queue: deque[Entry]) -> Entry | None:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, Lease
+from offload.runtime.engine import Engine
 from offload.runtime.schedule import Schedule
+from offload.runtime.swapped_storage import Lease
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62

@@ -17,8 +17,10 @@ from torch.nn import Parameter
 from offload._core import PinningFailed
 from offload.options import Options
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, Lease, StorageKey, SwappedView, raise_changed
+from offload.runtime.engine import Engine
 from offload.runtime.executor import Follower, Idle
+from offload.runtime.saved_view import SwappedView, raise_changed
+from offload.runtime.swapped_storage import Lease, StorageKey
 from offload.torch_compat.autograd import innermost_hooks
 
 # What a graph node holds in a saved tensor's place: the tensor without its history and its version, or a swapped view

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from offload.runtime.engine import SwappedStorage
+from offload.runtime.swapped_storage import SwappedStorage
 
 
 def ramp(*shape, dtype=torch.float32):

@@ -29,8 +29,10 @@ import torch
 from hypothesis import Phase, settings
 
 from offload import _core, options, session
-from offload.runtime import engine, hooks, stores
-from offload.runtime.engine import Departure, Engine, Lease, SwappedStorage, SwappedView
+from offload.runtime import hooks, saved_view, stores
+from offload.runtime.engine import Engine
+from offload.runtime.saved_view import SwappedView
+from offload.runtime.swapped_storage import Departure, Lease, StorageKey, SwappedStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too
@@ -42,7 +44,7 @@ def no_hold() -> Patches:
     """The engine forgets the source as soon as the copy has been asked for."""
     original = Engine.swap_out
 
-    def swap_out(self: Engine, tensor: torch.Tensor, key: engine.StorageKey, need: int) -> Lease:
+    def swap_out(self: Engine, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
         lease = original(self, tensor, key, need)
         departure: Departure | None = lease.record._departure
         if departure is not None:
@@ -183,7 +185,7 @@ def storage_only() -> Patches:
 
 BROKEN: dict[str, Callable[[], Patches]] = {
     "source is held until its copy ends": no_hold,
-    "version of a swapped tensor is checked": no_check(engine),
+    "version of a swapped tensor is checked": no_check(saved_view),
     "identity is more than an address": addresses_only,
     "a duplicate keeps its stride": no_stride,
     "a source stays while some views are on it": no_shared_source,
