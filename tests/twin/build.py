@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from filelock import FileLock
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 MACHINE = [HERE / f"{name}.cpp" for name in ("controls", "cuda", "order", "runtime", "streams")]
+HEADERS = [*HERE.rglob("*.h"), CSRC / "cuda_api.h"]
 DRIVER_SOURCES = ("cuda_driver.cpp", "cuda_library.cpp", "numa.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]
 TORCH_VERSION = "2.13.0"  # the backend uses what torch promises to nobody
@@ -48,10 +50,10 @@ def compile_sources(output: Path, sources: list[Path], *options: str) -> Path:
     return output
 
 
-def sources_hash(*salt: str) -> str:
-    """Changes whenever a source, or `salt`, does."""
+def files_hash(paths: Iterable[Path], *salt: str) -> str:
+    """Changes whenever a file, the compiler's options or `salt` do."""
     digest = hashlib.sha256("\0".join([*salt, *compiler()]).encode())
-    for path in sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h"), CSRC / "cuda_api.h"]):
+    for path in sorted(paths):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -61,7 +63,7 @@ def build_machine(output: Path, without: tuple[str, ...] = ()) -> Path:
     renamed = [f"-D{name}=without_{name}" for name in without]
     # The leak sanitizer crashes on the dynamic thread-local storage of a library opened by dlopen.
     options = ("-shared", "-fPIC", "-ftls-model=initial-exec", *renamed)
-    kept = Path(tempfile.gettempdir(), f"offload-machine-{sources_hash(*options)}.so")
+    kept = Path(tempfile.gettempdir(), f"offload-machine-{files_hash([*MACHINE, *HEADERS], *options)}.so")
     with FileLock(kept.with_suffix(".lock")):
         if not kept.is_file():
             compile_sources(kept.with_suffix(".building"), MACHINE, *options).replace(kept)
@@ -80,7 +82,9 @@ def build_backend() -> Path:
     """The folder with the machine, libsim.so, and torch's side of it, libtorch_sim.so."""
     import torch
 
-    folder = Path(tempfile.gettempdir(), f"offload-twin-{sources_hash(torch.__version__, torch.__file__)}")
+    sources = HERE.rglob("*.cpp")
+    name = f"offload-twin-{files_hash([*sources, *HEADERS], torch.__version__, torch.__file__)}"
+    folder = Path(tempfile.gettempdir(), name)
     finished = folder / "libtorch_sim.so"
     with FileLock(folder.with_suffix(".lock")):
         if not finished.is_file():
@@ -93,13 +97,20 @@ def build_backend() -> Path:
 def compile_backend(folder: Path, torch_folder: Path) -> Path:
     """Compile torch/ beside this, two files at a time, and link it with the machine in `folder`."""
     include = torch_folder / "include"
-    # Torch's own headers are not clean under our warnings.
-    options = ["-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", f"-I{HERE}"]
+    # Not all of our warnings: torch's headers are inlined into what is compiled.
+    options = ["-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-stringop-overflow", f"-I{CSRC}", f"-I{HERE}"]
     options += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
 
+    headers = files_hash([*HERE.glob("torch/*.h"), HERE / "runtime.h"], *options)
+    kept = Path(tempfile.gettempdir(), f"offload-twin-objects-{headers}")
+    kept.mkdir(exist_ok=True)
+
     def compile_one(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        run([*compiler(), "-g0", *options, "-c", str(source), "-o", str(target)])
+        target = kept / f"{source.stem}-{files_hash([source])}.o"
+        if not target.is_file():
+            building = folder / target.name
+            run([*compiler(), "-g0", *options, "-c", str(source), "-o", str(building)])
+            building.replace(target)
         return str(target)
 
     sources = sorted((HERE / "torch").glob("*.cpp"), key=lambda path: -path.stat().st_size)
@@ -109,6 +120,4 @@ def compile_backend(folder: Path, torch_folder: Path) -> Path:
     libraries = [f"-L{folder}", "-lsim", f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ltorch"]
     paths = ["-Wl,-rpath,$ORIGIN", f"-Wl,-rpath,{torch_folder}/lib"]
     run([*compiler(), "-shared", *objects, *libraries, *paths, "-o", str(building)])
-    for each in objects:
-        Path(each).unlink()
     return building

@@ -9,9 +9,10 @@
 #include <cstddef>
 #include <cstdlib>
 
+#include "runtime.h"
+
 namespace sim {
 
-constexpr int kDevices = 2;
 constexpr size_t kDeviceBytes = size_t{8} << 30;
 
 class Memory {

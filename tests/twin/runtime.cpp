@@ -26,6 +26,12 @@ char* sim_memory(int device, size_t* bytes) {
 
 char* sim_view(int device, const void* address) { return memory_of(device).view_of(address); }
 
+int sim_device_of(const void* address) {
+  for (int device = 0; device < kDevices; ++device)
+    if (memory_of(device).has(address, 1)) return device;
+  return -1;
+}
+
 bool sim_reserve(int device, size_t bytes) {
   const Lock lock(state.mutex);
   if (state.device_bytes_used[device] + bytes > state.device_bytes_max[device]) return false;
@@ -84,6 +90,12 @@ void sim_launch(StreamHandle stream, void (*work)(void*), void* argument) {
 void sim_touch(StreamHandle stream, const void* address, size_t bytes, int is_write, const char* what) {
   const Lock lock(state.mutex);
   touch(known(stream), address, bytes, is_write != 0, what);
+}
+
+void sim_touch_host(const void* address, size_t bytes, int is_write, const char* what) {
+  const Lock lock(state.mutex);
+  state.order.access(state.host, address, bytes, is_write != 0, what, state.violations);
+  ++state.host_learnt;
 }
 
 int sim_stream_query(StreamHandle stream) {

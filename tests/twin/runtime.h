@@ -6,6 +6,10 @@
 
 #include "cuda_api.h"
 
+namespace sim {
+constexpr int kDevices = 2;
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -13,6 +17,7 @@ extern "C" {
 // bytes for work on streams. From now on nothing else counts as a device's memory.
 char* sim_memory(int device, size_t* bytes);
 char* sim_view(int device, const void* address);
+int sim_device_of(const void* address);  // -1: none
 // A part is taken into use or given back; false where the device has less.
 bool sim_reserve(int device, size_t bytes);
 void sim_give_back(int device, void* address, size_t bytes);
@@ -26,6 +31,8 @@ offload::cuda::StreamHandle sim_stream_create(int device);
 void sim_launch(offload::cuda::StreamHandle stream, void (*work)(void*), void* argument);
 // What the next work on `stream` will read or write; `what` stays valid. Checked against all that came before.
 void sim_touch(offload::cuda::StreamHandle stream, const void* address, size_t bytes, int is_write, const char* what);
+// The host, or a file behind it, reads or writes these bytes now: what streams did to them must be known to have ended.
+void sim_touch_host(const void* address, size_t bytes, int is_write, const char* what);
 int sim_stream_query(offload::cuda::StreamHandle stream);
 int sim_stream_capturing(offload::cuda::StreamHandle stream);
 void sim_stream_synchronize(offload::cuda::StreamHandle stream);
