@@ -20,17 +20,17 @@ if is_simulated:
 else:
     LIBRARY = "libcuda.so.1"
 
-module: Any = getattr(torch, KIND)  # torch.cuda, or its like
+gpu: Any = getattr(torch, KIND)  # torch.cuda, or its like
 
 
 def is_available() -> bool:
     """Whether there is one to run on."""
-    return bool(module.is_available())
+    return bool(gpu.is_available())
 
 
 def stream_handle(stream: Any = None) -> int:
     """The driver's name for a stream; the current one's where none is given."""
-    stream = stream or module.current_stream()
+    stream = stream or gpu.current_stream()
     return int((stream.native_handle if is_simulated else stream.cuda_stream) or 0)
 
 

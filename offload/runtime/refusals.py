@@ -12,6 +12,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from offload.devices.device import is_known
+
 FUNCTION_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
     "offload.disable(model) before them and offload.enable after, or use torch.autograd.grad (with create_graph=True "
@@ -84,7 +86,7 @@ def check_devices(devices: set[torch.device]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"the model is spread over {named(devices)}; move it to one device before offload.enable")
     (device,) = devices
-    if device.type not in ("cpu", "cuda"):
+    if not is_known(device):
         raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
     return device
 
