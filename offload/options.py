@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from offload.devices.control_group import control_groups
+from offload.devices.device import device_of
 from offload.devices.processes import local_processes
 from offload.units import check_slowdown, format_bytes, parse_bytes
 
@@ -101,11 +102,7 @@ def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int
 
 def device_bytes(device: torch.device) -> int:
     """All memory of a device: of the GPU, or the RAM that this process may use."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    limits += [limit for limit, _ in control_groups()]
-    return min(limits)
+    return device_of(device).total_bytes()
 
 
 def _check_n_tensors(n_tensors: int | None) -> int | None:
@@ -142,7 +139,7 @@ def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str,
 
 def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int:
     limit = default_host_limit() if host_limit is None else parse_bytes(host_limit, "host_limit")
-    if device.type == "cuda" and limit < HOST_LIMIT_MIN:
+    if device_of(device).is_accelerator and limit < HOST_LIMIT_MIN:
         whose = "this machine and its control group leave" if host_limit is None else "you gave"
         raise ValueError(
             f"host_limit: {whose} {limit} bytes of host memory to swap into, and the least is {HOST_LIMIT_MIN}; "

@@ -1,7 +1,9 @@
 """What every test shares: options, and GPU tests that cannot hide.
 
 A test marked `gpu` is skipped where there is no CUDA device, with that reason; OFFLOAD_REQUIRE_CUDA=1 turns the skip
-into a failure. `--all-databases` runs tests/test_databases.py on every case instead of the quick subset.
+into a failure. With `--device sim` it runs on the simulated accelerator of tests/twin instead, and so do the tests in
+tests/twin/inside: in a process of their own, which tests/twin/test_twin.py starts. `--all-databases` runs
+tests/test_databases.py on every case instead of the quick subset.
 
 The campaigns of docs/reliability.md run in a short form; `--long` runs them in full. What they count (faults injected,
 kills survived, …) is written as JSON where `--reliability-json PATH` is given.
@@ -46,6 +48,8 @@ def pytest_addoption(parser):
     parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
     parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")
     parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")
+    parser.addoption("--device", choices=("cuda", "sim"), default="cuda", help="what tests marked gpu run on")
+    parser.addoption("--twin-seed", type=int, default=0, help="the simulated accelerator's delays (default: 0)")
     parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
     parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
 
@@ -67,6 +71,9 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
+    if config.getoption("--device") == "sim":
+        os.environ["OFFLOAD_TEST_DEVICE"] = "sim"
+        config.pluginmanager.import_plugin("twin.gate")
     config.stash[TALLY] = {}
     config.stash[PASSED] = Counter()
     config.stash[STARTED] = time.monotonic()
@@ -85,8 +92,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = items[number - 1 :: shares]
 
 
+def pytest_ignore_collect(collection_path, config):
+    is_inside = collection_path.name == "inside" and collection_path.parent.name == "twin"
+    return True if is_inside and config.getoption("--device") != "sim" else None
+
+
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
+    is_there = torch.cuda.is_available() or item.config.getoption("--device") == "sim"
+    if item.get_closest_marker("gpu") is None or is_there:
         return
     if os.environ.get("OFFLOAD_REQUIRE_CUDA") == "1":
         pytest.fail("OFFLOAD_REQUIRE_CUDA=1, and torch sees no CUDA device", pytrace=False)

@@ -52,7 +52,7 @@ class Part:
 PARTS = {
     "scenarios": Part("autograd scenarios", ("tests/autograd", "--ignore=tests/autograd/test_faults.py")),
     "faults": Part("failing I/O and memory", ("tests/autograd/test_faults.py", "tests/core")),
-    "double": Part("the CUDA driver over its double", ("tests/fake_cuda", "tests/test_cuda_driver.py")),
+    "double": Part("the CUDA driver over its double", ("tests/twin", "tests/test_cuda_driver.py")),
     "processes": Part("kills, limits, forks, exits, long runs", ("tests/processes",)),
     "databases": Part("PyTorch's databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
     "sanitizers": Part("the stress program", ("tests/stress",), ("--rounds=500",), shares=2),

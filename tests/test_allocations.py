@@ -162,9 +162,12 @@ class Device:
 
     def __init__(self, monkeypatch):
         self.now = self.peak = 10 * MiB
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.now)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def stats(self, device):
+        return {"allocated_bytes": {"all": {"current": self.now}}}
 
     def reset(self, device):
         self.peak = self.now

@@ -1,6 +1,6 @@
 """The CUDA driver over a test double of libcuda: contexts, errors, forks, registrations, order.
 
-The checks themselves are C++ (fake_cuda/driver_checks.cpp), each in a process of its own.
+The checks themselves are C++ (twin/driver_checks.cpp), each in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fake_cuda.build import build_driver_checks, build_fake_cuda
+from twin.build import build_driver_checks, build_machine
 
 CHECKS = [
     "a_thread_that_ends_may_call",
@@ -43,11 +43,11 @@ OPTIONAL = (
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     """The checks' program and the three libraries it takes."""
-    directory = tmp_path_factory.mktemp("fake_cuda")
+    directory = tmp_path_factory.mktemp("machine")
     libraries = [
-        build_fake_cuda(directory / "libfake.so"),
-        build_fake_cuda(directory / "libwithout_query.so", without=("cuEventQuery",)),
-        build_fake_cuda(directory / "libwithout_optional.so", without=OPTIONAL),
+        build_machine(directory / "libsim.so"),
+        build_machine(directory / "libwithout_query.so", without=("cuEventQuery",)),
+        build_machine(directory / "libwithout_optional.so", without=OPTIONAL),
     ]
     return build_driver_checks(directory / "driver_checks", libraries[0]), libraries
 

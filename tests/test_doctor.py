@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda.build import build_fake_cuda
+from twin.build import build_machine
 
 from offload import _core
 from offload.cli import checkup, doctor
@@ -105,7 +105,7 @@ def test_a_spill_folder_in_ram_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_drivers_entry_points_are_counted(
     without: tuple[str, ...], status: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = build_fake_cuda(tmp_path / "libfake.so", without=without)
+    library = build_machine(tmp_path / "libsim.so", without=without)
     monkeypatch.setattr(checkup, "LIBCUDA", str(library))
     finding = next(checkup._driver())
     assert finding.status == status

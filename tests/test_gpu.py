@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: every ordering edge, bit-equal gradients, memory, limits, processes.
+"""The engine on an accelerator: every ordering edge, bit-equal gradients, memory, limits, processes.
 
 Slowness is made on purpose: `sleep` holds a stream up, so that an ordering edge that is missing
 shows as wrong bytes and not once in a thousand runs.
@@ -6,7 +6,6 @@ shows as wrong bytes and not once in a thousand runs.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -14,16 +13,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerator import KIND, LIBRARY, current_context, gpu, is_available, is_simulated, simulated, stream_handle
 from torch import Tensor, nn
 
 import offload
 from offload import _core
-from offload.runtime.engine import IN_FLIGHT_BYTES_MAX
+from offload.devices import device_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +36,8 @@ SLEEP_CYCLES = 50_000_000  # some 30 ms
 @pytest.fixture(scope="module", autouse=True)
 def cuda() -> Iterator[None]:
     """Skip without a device; else compute the same bits every time."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if not is_available():
+        pytest.skip("no accelerator")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -45,32 +46,28 @@ def cuda() -> Iterator[None]:
 
 def sleep() -> None:
     """Hold the current stream up."""
-    torch.cuda._sleep(SLEEP_CYCLES)
+    gpu._sleep(SLEEP_CYCLES)
 
 
-def sleep_on(side: torch.cuda.Stream) -> None:
+def sleep_on(side: torch.Stream) -> None:
     """Hold another stream up, behind what the current one has queued."""
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side.wait_stream(gpu.current_stream())
+    with gpu.stream(side):
         sleep()
 
 
 def make_store(host_bytes_max: int = 256 * MIB, **options: Any) -> _core.SwapStore:
     lanes = _core.HostDriver()
-    return _core.SwapStore.slab(_core.cuda_driver(0), lanes, host_bytes_max, **options)
+    return _core.SwapStore.slab(_core.cuda_driver(0, LIBRARY), lanes, host_bytes_max, **options)
 
 
 def pattern(nbytes: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8, device="cuda")
+    generator = torch.Generator(KIND).manual_seed(seed)
+    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8, device=KIND)
 
 
 def poison(nbytes: int) -> Tensor:
-    return torch.full((nbytes,), POISON, dtype=torch.uint8, device="cuda")
-
-
-def stream_of(stream: torch.cuda.Stream | None = None) -> int:
-    return (stream or torch.cuda.current_stream()).cuda_stream
+    return torch.full((nbytes,), POISON, dtype=torch.uint8, device=KIND)
 
 
 def assert_nothing_left(handle: Any) -> None:
@@ -88,26 +85,26 @@ def assert_nothing_left(handle: Any) -> None:
 @pytest.mark.parametrize("slow", ["producer", "copy-out", "reader", "copy-in", "nothing"])
 @pytest.mark.parametrize("nbytes", [1, 4096, 5_000_003, 80 * MIB])
 def test_bytes_come_back_whatever_is_slow(nbytes: int, slow: str) -> None:
-    store, side = make_store(), torch.cuda.Stream()
+    store, side = make_store(), gpu.Stream()
     expected, source, target = pattern(nbytes), torch.zeros_like(pattern(nbytes)), poison(nbytes)
     seen = torch.empty_like(target)
-    torch.cuda.synchronize()
+    gpu.synchronize()
     if slow == "producer":
         sleep()
     source.copy_(expected)
     if slow == "copy-out":
         sleep_on(side)
-        store.swap_out(seen.data_ptr(), 1, stream_of(side))  # the copy stream waits for this one's producer
-    ticket = store.swap_out(source.data_ptr(), nbytes, stream_of())
-    ticket.wait_out(stream_of())
+        store.swap_out(seen.data_ptr(), 1, stream_handle(side))  # the copy stream waits for this one's producer
+    ticket = store.swap_out(source.data_ptr(), nbytes, stream_handle())
+    ticket.wait_out(stream_handle())
     source.fill_(POISON)  # queued at once, and only right after the copy-out
     if slow == "reader":
         sleep()
     seen.copy_(target)  # the target's last reader, before the copy-in
     if slow == "copy-in":
         sleep_on(side)
-    ticket.prefetch(target.data_ptr(), stream_of(side if slow == "copy-in" else None))
-    ticket.swap_in(stream_of())
+    ticket.prefetch(target.data_ptr(), stream_handle(side if slow == "copy-in" else None))
+    ticket.swap_in(stream_handle())
     returned = target.clone()
     assert torch.equal(returned, expected)
     assert bool((seen == POISON).all())
@@ -117,31 +114,31 @@ def test_bytes_come_back_whatever_is_slow(nbytes: int, slow: str) -> None:
 def test_a_pinned_block_is_reused_only_after_its_last_copy() -> None:
     nbytes = 8 * MIB
     store = make_store(host_bytes_max=nbytes, slab_bytes=nbytes)  # room for one block
-    side = torch.cuda.Stream()
+    side = gpu.Stream()
     first, second = pattern(nbytes, 1), pattern(nbytes, 2)
     target = poison(nbytes)
-    ticket = store.swap_out(first.data_ptr(), nbytes, stream_of())
-    ticket.wait_out(stream_of())
-    torch.cuda.synchronize()
+    ticket = store.swap_out(first.data_ptr(), nbytes, stream_handle())
+    ticket.wait_out(stream_handle())
+    gpu.synchronize()
     sleep_on(side)
-    ticket.prefetch(target.data_ptr(), stream_of(side))
-    ticket.swap_in(stream_of())
+    ticket.prefetch(target.data_ptr(), stream_handle(side))
+    ticket.swap_in(stream_handle())
     ticket.release()  # while the copy-in still waits for the sleeper
-    other = store.swap_out(second.data_ptr(), nbytes, stream_of())
+    other = store.swap_out(second.data_ptr(), nbytes, stream_handle())
     assert torch.equal(target, first)
     for _ in range(2):  # a retained graph brings the same bytes back again
         target.fill_(POISON)
-        other.prefetch(target.data_ptr(), stream_of())
-        other.swap_in(stream_of())
+        other.prefetch(target.data_ptr(), stream_handle())
+        other.swap_in(stream_handle())
         assert torch.equal(target, second)
 
 
 def test_an_exhausted_pool_names_the_numbers() -> None:
     store = make_store(host_bytes_max=4 * MIB)
     source = pattern(3 * MIB)
-    ticket = store.swap_out(source.data_ptr(), source.nbytes, stream_of())
+    ticket = store.swap_out(source.data_ptr(), source.nbytes, stream_handle())
     with pytest.raises(offload.PoolExhausted, match=r"asked 3145728 bytes, \d+ free of 4194304"):
-        store.swap_out(source.data_ptr(), source.nbytes, stream_of())
+        store.swap_out(source.data_ptr(), source.nbytes, stream_handle())
     ticket.release()
     store.quiesce()
     assert store.stats()["pool_used_bytes"] == 0
@@ -150,17 +147,11 @@ def test_an_exhausted_pool_names_the_numbers() -> None:
 
 @pytest.mark.parametrize("thread", ["main", "new"])
 def test_the_current_context_stays(thread: str) -> None:
-    library = ctypes.CDLL("libcuda.so.1")
     source, target = pattern(4096), poison(4096)
-    torch.cuda.synchronize()
-
-    def current() -> int | None:
-        context = ctypes.c_void_p()
-        assert library.cuCtxGetCurrent(ctypes.byref(context)) == 0
-        return context.value
+    gpu.synchronize()
 
     def use() -> None:
-        before = current()
+        before = current_context()
         store = make_store()
         ticket = store.swap_out(source.data_ptr(), 4096, 0)
         ticket.wait_out(0)
@@ -168,7 +159,7 @@ def test_the_current_context_stays(thread: str) -> None:
         ticket.swap_in(0)
         store.quiesce()
         del ticket, store
-        assert current() == before
+        assert current_context() == before
 
     if thread == "main":
         use()
@@ -215,14 +206,14 @@ def train(
 ) -> list[Tensor]:
     """Losses and gradients of a few steps; `enabled` is given the handle before the first, `check` after the last."""
     torch.manual_seed(0)
-    model = make().to("cuda")
+    model = make().to(KIND)
     handle = None if options is None else offload.enable(model, **options)
     if handle is not None:
         enabled(handle)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     found = []
     for step in range(steps):
-        x = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(step), device="cuda")
+        x = torch.randn(shape, generator=torch.Generator(KIND).manual_seed(step), device=KIND)
         optimizer.zero_grad(set_to_none=True)
         before_step()
         loss = model(x).square().mean()
@@ -288,7 +279,7 @@ def test_step_models_are_bit_equal(family: str, dtype: str, monkeypatch: pytest.
     from models import FAMILIES
     from training import Setting, Trainer
 
-    setting = Setting(family, FAMILIES[family].tiny, "cuda", dtype, min_tensor_bytes=1024)
+    setting = Setting(family, FAMILIES[family].tiny, KIND, dtype, min_tensor_bytes=1024)
     found = {}
     for contestant in (PLAIN, PLAIN, *BY_HAND):
         trainer = Trainer(setting, contestant)
@@ -305,17 +296,17 @@ def test_step_models_are_bit_equal(family: str, dtype: str, monkeypatch: pytest.
 def test_delays_on_either_side_change_no_bit(side: str, lb: int) -> None:
     """Before every layer, forward and backward, the device sleeps; or the copy stream waits for one that does."""
     make, shape = MODELS["mlp"]
-    sleeper, held = torch.cuda.Stream(), []
-    dummy = torch.zeros(1, dtype=torch.uint8, device="cuda")
+    sleeper, held = gpu.Stream(), []
+    dummy = torch.zeros(1, dtype=torch.uint8, device=KIND)
 
     def delay(module: nn.Module, *_: Any) -> None:
         if side != "copies":
-            torch.cuda._sleep(SLEEP_CYCLES // 20)
+            gpu._sleep(SLEEP_CYCLES // 20)
         store = stores.get("engine")
         if side != "computation" and store is not None:
-            with torch.cuda.stream(sleeper):
-                torch.cuda._sleep(SLEEP_CYCLES // 10)
-            held.append(store.swap_out(dummy.data_ptr(), 1, stream_of(sleeper)))  # the copy stream waits for it
+            with gpu.stream(sleeper):
+                gpu._sleep(SLEEP_CYCLES // 10)
+            held.append(store.swap_out(dummy.data_ptr(), 1, stream_handle(sleeper)))  # the copy stream waits for it
 
     def slow() -> nn.Module:
         model = make()
@@ -343,11 +334,11 @@ def test_delays_on_either_side_change_no_bit(side: str, lb: int) -> None:
 def test_the_stream_in_use_orders_the_copies(kind: str) -> None:
     make, shape = MODELS["mlp"]
     expected = train(make, shape)
-    own = torch.cuda.Stream()
-    external, default = torch.cuda.ExternalStream(own.cuda_stream), torch.cuda.default_stream()
+    own = gpu.Stream()
+    external, default = gpu.ExternalStream(stream_handle(own)), gpu.default_stream()
     stream = {"side": own, "external": external, "default": default}[kind]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
+    gpu.synchronize()
+    with gpu.stream(stream):
         # With the device asleep, the host runs ahead of everything that follows.
         found = train(make, shape, {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1}, before_step=sleep)
     stream.synchronize()
@@ -355,45 +346,51 @@ def test_the_stream_in_use_orders_the_copies(kind: str) -> None:
 
 
 def test_a_source_of_another_stream_is_not_overwritten() -> None:
-    """The caching allocator gives a freed block back to the stream that it was allocated on."""
-    side, nbytes = torch.cuda.Stream(), 16 * MIB
-    model = nn.Linear(1024, 1024, device="cuda")
+    """The caching allocator gives a freed block back to the stream that it was allocated on.
+
+    Three layers: the copy of the first one's input has to be let go while the step goes on.
+    """
+    side, rows, width = gpu.Stream(), 4096, 1024
+    model = nn.Sequential(*(nn.Linear(width, width, device=KIND) for _ in range(3)))
+    for layer in model:
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
     with offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1) as handle:
-        handle._engine.in_flight_bytes_max = 1  # let go of the source as early as it ever does
-        with torch.cuda.stream(side):
-            x = torch.ones(nbytes // 4096, 1024, device="cuda")
-        torch.cuda.synchronize()
+        handle._engine.in_flight_bytes_max = 1  # let go of sources as early as it ever does
+        with gpu.stream(side):
+            x = torch.ones(rows, width, device=KIND)
+        gpu.synchronize()
         sleep()
         loss = model(x).sum()
         del x
-        with torch.cuda.stream(side):
-            other = torch.full((nbytes // 4096, 1024), 7.0, device="cuda")
+        with gpu.stream(side):
+            other = torch.full((rows, width), 7.0, device=KIND)
         loss.backward()
-        torch.cuda.synchronize()
-    assert model.weight.grad is not None
-    assert bool((model.weight.grad == nbytes // 4096).all())
+        gpu.synchronize()
+    assert model[0].weight.grad is not None
+    assert bool((model[0].weight.grad == rows).all())
     assert bool((other == 7).all())
 
 
 def peak_bytes(options: dict[str, Any], layers: int, width: int, batch: int) -> int:
     """Most memory that torch's allocator handed out in a settled step."""
-    torch.cuda.empty_cache()
-    model = mlp(width, layers).to("cuda")
+    gpu.empty_cache()
+    model = mlp(width, layers).to(KIND)
     handle = offload.enable(model, **options)
-    x = torch.ones(batch, width, device="cuda")
+    x = torch.ones(batch, width, device=KIND)
     for _ in range(3):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+        gpu.synchronize()
+        gpu.reset_peak_memory_stats()
         model(x).sum().backward()
         model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
+    gpu.synchronize()
     handle.disable()
-    return torch.cuda.max_memory_allocated()
+    return gpu.max_memory_allocated()
 
 
 def test_memory_really_falls() -> None:
     width, batch = 1024, 16384
-    saved_bytes = 4 * IN_FLIGHT_BYTES_MAX["cuda"]
+    saved_bytes = 4 * device_of(torch.device(KIND)).in_flight_bytes_max
     sizes = (saved_bytes // (4 * width * batch), width, batch)
     plain = peak_bytes({"n_tensors": 0}, *sizes)
     ours = peak_bytes({"n_tensors": -1, "lb": 4, "host_limit": 2 * saved_bytes}, *sizes)
@@ -421,21 +418,32 @@ def test_a_small_host_limit(has_disk: bool, tmp_path: Path, caplog: pytest.LogCa
 # -- refusals and ends ------------------------------------------------------------------------------
 
 
+@contextmanager
+def capturing() -> Iterator[None]:
+    """What is queued is captured into a graph."""
+    if not is_simulated:
+        with gpu.graph(gpu.CUDAGraph()):
+            yield
+        return
+    with gpu.stream(gpu.Stream()):
+        simulated().set_capturing(gpu.current_stream(), True)
+        yield
+        simulated().set_capturing(gpu.current_stream(), False)
+
+
 def test_capture_into_a_graph_is_refused() -> None:
-    model, x = mlp().to("cuda"), torch.ones(32, 64, device="cuda")
+    model, x = mlp().to(KIND), torch.ones(32, 64, device=KIND)
     model(x).sum().backward()
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
-        graph = torch.cuda.CUDAGraph()
-        refused = pytest.raises(offload.DriverError, match="captured into a CUDA graph")
-        with torch.cuda.graph(graph), refused:
+        with capturing(), pytest.raises(offload.DriverError, match="captured into a CUDA graph"):
             model(x)
-        torch.cuda.synchronize()
+        gpu.synchronize()
         model(x).sum().backward()  # and goes on afterwards
         assert handle.report().swapped.tensors > 0
 
 
 def test_disable_leaves_nothing() -> None:
-    model, x = mlp().to("cuda"), torch.randn(32, 64, device="cuda")
+    model, x = mlp().to(KIND), torch.randn(32, 64, device=KIND)
     before = dict(model.__dict__)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
@@ -450,13 +458,13 @@ def test_disable_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("moment", ["after forward", "half-way", "while copying"])
 def test_an_abandoned_graph_frees_its_slots(moment: str, request: pytest.FixtureRequest) -> None:
-    model, x = mlp().to("cuda"), torch.randn(32, 64, device="cuda")
+    model, x = mlp().to(KIND), torch.randn(32, 64, device=KIND)
     model(x).sum().backward()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     gc.disable()
     request.addfinalizer(gc.enable)
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
-        allocated = torch.cuda.memory_allocated()
+        allocated = gpu.memory_allocated()
         if moment == "while copying":
             sleep()
         y = model(x)
@@ -464,7 +472,7 @@ def test_an_abandoned_graph_frees_its_slots(moment: str, request: pytest.Fixture
             torch.autograd.grad(y.sum(), model[-2].weight)  # type: ignore[index]
         del y
         assert_nothing_left(handle)
-        assert torch.cuda.memory_allocated() == allocated
+        assert gpu.memory_allocated() == allocated
 
 
 def train_both_ways() -> None:

@@ -1,7 +1,8 @@
-"""Plans on a CUDA device: the limit holds for what torch's allocator hands out, and the bits are the same."""
+"""Plans on an accelerator: the limit holds for what torch's allocator hands out, and the bits are the same."""
 
 import pytest
 import torch
+from accelerator import KIND, gpu, is_available
 from torch import nn
 
 import offload
@@ -16,13 +17,13 @@ STEPS = 8
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
     """Skip without a device; else compute the same bits every time."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if not is_available():
+        pytest.skip("no accelerator")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
+    gpu.empty_cache()
 
 
 class Block(nn.Module):
@@ -37,24 +38,24 @@ class Block(nn.Module):
 def train(knobs):
     """Losses, gradients of every step, and the allocator's peak from the third step on; the handle."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(1024) for _ in range(8)]).cuda()
+    model = nn.Sequential(*[Block(1024) for _ in range(8)]).to(KIND)
     optimizer = torch.optim.Adam(model.parameters())
     handle = offload.enable(model, **knobs) if knobs else None
     generator = torch.Generator().manual_seed(1)
     results = []
     for step in range(STEPS):
         if step == 2:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        x = torch.randn(4096, 1024, generator=generator).cuda()
+            gpu.synchronize()
+            gpu.reset_peak_memory_stats()
+        x = torch.randn(4096, 1024, generator=generator).to(KIND)
         loss = model(x).square().mean()
         loss.backward()
         results += [loss.detach().clone(), *(parameter.grad.clone().cpu() for parameter in model.parameters())]
         del loss, x
         optimizer.step()
         optimizer.zero_grad()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    gpu.synchronize()
+    peak = gpu.max_memory_allocated()
     if handle is not None:
         handle.disable()
     return results, peak, handle

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda.double import the_double
 from torch import nn
+from twin.double import the_double
 
 import offload
 from offload import _core, session

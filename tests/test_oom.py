@@ -179,7 +179,7 @@ def test_the_training_goes_on_after_a_smaller_batch() -> None:
 def gpu_memory(**changes: Any) -> DeviceMemory:
     about: dict[str, Any] = {
         "device": "cuda:0",
-        "is_cuda": True,
+        "is_accelerator": True,
         "asked_bytes": 2 * GIB,
         "used_bytes": 20 * GIB,
         "reserved_bytes": 21 * GIB,
@@ -335,7 +335,7 @@ def test_another_rank_of_this_run_is_not_to_be_ended(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_the_bar_names_who_else_counts_towards_the_limit(limit: str, who: str) -> None:
-    about = {"device": "cpu", "is_cuda": False, "limit": limit}
+    about = {"device": "cpu", "is_accelerator": False, "limit": limit}
     memory = gpu_memory(**about, used_bytes=3 * GIB, free_bytes=GIB, total_bytes=10 * GIB)
     assert (who, 6 * GIB) in memory.parts(0, 0)
     assert sum(nbytes for _, nbytes in memory.parts(0, 0)[:-1]) == 10 * GIB

@@ -90,7 +90,7 @@ def test_the_planner_is_pure(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_addresses_stay_in_the_runtime(path):
-    if path.parent.name != "runtime":
+    if path.parent.name not in ("runtime", "devices"):
         assert not ADDRESSES.search(path.read_text())
 
 
@@ -98,6 +98,12 @@ def test_addresses_stay_in_the_runtime(path):
 def test_private_interfaces_of_torch_stay_in_their_room(path):
     if path.parent.name not in ("torch_compat", "runtime"):  # the engine's addresses: see above
         assert not PRIVATE_TORCH.search(path.read_text())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_kinds_of_devices_are_told_apart_in_one_place(path):
+    if path.parent.name != "devices":
+        assert not re.search(r"torch\.cuda\b|\bis_cuda\b|type == \"cuda\"", path.read_text())
 
 
 def test_every_module_has_a_room():

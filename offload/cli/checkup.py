@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from offload import __version__, _core
 from offload.devices import allocator
+from offload.devices.accelerator import Accelerator, driven_devices
 from offload.devices.control_group import tightest_control_group
+from offload.devices.device import accelerators
 from offload.options import default_host_limit, default_spill_dir, free_disk_bytes, is_in_memory
 from offload.profiling.calibration import Calibration, calibrate
 from offload.session import enable
@@ -87,8 +89,9 @@ def examine() -> Iterator[Finding]:
         ("disk", _disk),
         ("disk", _disk_link),
     ]
-    for ordinal in range(_core.cuda_device_count()):
-        probes.append((f"cuda:{ordinal}", lambda ordinal=ordinal: _pinned_link(ordinal)))  # type: ignore[misc]
+    for accelerator in accelerators():
+        name = str(accelerator.torch_device)
+        probes.append((name, lambda accelerator=accelerator: _pinned_link(accelerator)))  # type: ignore[misc]
     for device in _devices_to_test():
         probes.append(("self-test", lambda device=device: _self_test(device)))  # type: ignore[misc]
     for section, probe in probes:
@@ -140,19 +143,19 @@ def _driver_version() -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    seen = {"offload": _core.cuda_device_count(), "torch": torch.cuda.device_count()}
+    found = accelerators()
+    seen = {"offload": driven_devices(), "torch": len(found)}
     if seen["offload"] != seen["torch"]:
         text = f"the driver has {seen['offload']}, torch sees {seen['torch']}"
         remedy = "install a torch built for this driver, or compare CUDA_VISIBLE_DEVICES"
         yield Finding("devices", "CUDA devices", text, seen, "warning", remedy)
     elif not seen["torch"]:
         yield Finding("devices", "CUDA devices", "none: RAM is the device, the disk is the tier below it", seen)
-    for ordinal in range(seen["torch"]):
-        about = torch.cuda.get_device_properties(ordinal)
-        free, total = torch.cuda.mem_get_info(ordinal)
-        text = f"{about.name}, {format_bytes(free)} of {format_bytes(total)} free"
-        value = {"name": about.name, "free_bytes": free, "total_bytes": total}
-        yield Finding("devices", f"cuda:{ordinal}", text, value)
+    for each in found:
+        free, total = each.memory_info()
+        text = f"{each.name()}, {format_bytes(free)} of {format_bytes(total)} free"
+        value = {"name": each.name(), "free_bytes": free, "total_bytes": total}
+        yield Finding("devices", str(each.torch_device), text, value)
     processors = len(os.sched_getaffinity(0))
     yield Finding("devices", "processors", f"{processors} for this process", processors)
     nodes = sorted(path.name[4:] for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
@@ -173,7 +176,7 @@ def _host_memory() -> Iterator[Finding]:
     yield Finding(section, "RLIMIT_MEMLOCK", text, None if soft == resource.RLIM_INFINITY else soft)
     yield _control_group()
     name = allocator.current()
-    if allocator.recycles(name) or torch.cuda.is_available():  # with a GPU, torch's own allocator decides
+    if allocator.recycles(name) or accelerators():  # with a GPU, torch's own allocator decides
         yield Finding(section, "malloc", name, name)
         return
     text = f"{name}: not all of the memory that swapping frees is used again, or steps take longer"
@@ -218,12 +221,12 @@ def _disk_link() -> Iterator[Finding]:
     yield from _link("disk", calibrate(store, torch.device("cpu"), folder, fresh=True))
 
 
-def _pinned_link(ordinal: int) -> Iterator[Finding]:
-    section = f"cuda:{ordinal}"
-    device = torch.device("cuda", ordinal)
+def _pinned_link(accelerator: Accelerator) -> Iterator[Finding]:
+    device = accelerator.torch_device
+    section = str(device)
     torch.zeros(1, device=device)  # the primary context, as torch makes it
     pin_bytes = min(PIN_BYTES, default_host_limit())
-    store = _core.SwapStore.slab(_core.cuda_driver(ordinal), _core.HostDriver(), pin_bytes, slab_bytes=pin_bytes)
+    store = _core.SwapStore.slab(accelerator.driver(), _core.HostDriver(), pin_bytes, slab_bytes=pin_bytes)
     found = calibrate(store, device, "", fresh=True)
     stats = store.stats()
     seconds = float(stats["pool_registration_seconds"])
@@ -244,7 +247,7 @@ def _link(section: str, found: Calibration) -> Iterator[Finding]:
 
 
 def _devices_to_test() -> list[torch.device]:
-    return [torch.device("cpu"), *(torch.device("cuda", ordinal) for ordinal in range(torch.cuda.device_count()))]
+    return [torch.device("cpu"), *(accelerator.torch_device for accelerator in accelerators())]
 
 
 def _self_test(device: torch.device) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.devices.device import default, is_known
 from offload.diagnostics.report import LATE_SECONDS, Feed
 from offload.session import Session, watch
 
@@ -27,7 +28,7 @@ Batch = TypeVar("Batch")
 class Prefetcher(Generic[Batch]):
     """Gives a loader's batches on the device, each copied while the step before it computes.
 
-    On a CUDA device the next batch is asked for, staged in pinned memory and sent on a stream of its own before the
+    On an accelerator the next batch is asked for, staged in pinned memory and sent on a stream of its own before the
     current one is handed out. On the CPU there is nothing to copy: batches pass through, and only the time that the
     loader takes is counted. No thread is started; give the DataLoader `num_workers` where loading itself takes long.
 
@@ -70,11 +71,10 @@ class Prefetcher(Generic[Batch]):
         if isinstance(loader, Prefetcher):
             raise ValueError("the loader is a Prefetcher already; give it the DataLoader itself")
         if device is None:
-            default = "cuda" if torch.cuda.is_available() else "cpu"
-            device = handle.device if handle is not None else default
+            device = handle.device if handle is not None else default()
         self.loader = loader
         self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
+        if not is_known(self.device):
             raise ValueError(f"Prefetcher knows cpu and cuda devices, not {self.device}; move batches there yourself")
         self.feed = Feed()
         if handle is not None:
@@ -150,37 +150,38 @@ class Prefetcher(Generic[Batch]):
 class Parcel:
     """A batch on its way: its tensors on the device, and when they will be there."""
 
-    def __init__(self, batch: Any, stream: torch.cuda.Stream, arrived: torch.cuda.Event) -> None:
+    def __init__(self, batch: Any, stream: torch.Stream, arrived: torch.Event) -> None:
         self.batch = batch
         self.stream = stream  # the compute stream that the tensors belong to
         self.arrived = arrived
 
 
 class Conveyor:
-    """Copies batches to one CUDA device on a stream of its own.
+    """Copies batches to one accelerator on a stream of its own.
 
     Targets belong to the compute stream, which waits for a copy before it may use *or free* its target; a copy begins
     when the compute stream has passed the point where its target was allocated, as its memory may have had a reader.
     """
 
     def __init__(self, device: torch.device, feed: Feed) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
+        self._torch = torch.get_device_module(device)
+        index = self._torch.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
         self._feed = feed
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = self._torch.Stream(self._device)
         self._on_the_way: Parcel | None = None
-        self._measured: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._measured: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def send(self, batch: Any) -> Parcel:
         """Begin to copy a batch."""
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._torch.current_stream(self._device)
         # torch's pinned cache, not the engine's slabs: it keeps a block until the copy that reads it has ended, and
         # batches are of one size, so that its rounding to powers of two is paid once and not for every tensor.
         staged = tree_map(self._stage, batch)
         targets = tree_map(self._target, staged)
         self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with self._torch.stream(self._stream):
+            arrived = self._torch.Event(enable_timing=True)
             try:
                 tree_map(self._copy, targets, staged)
             finally:  # also where a copy could not be queued: those before it still write
@@ -190,14 +191,14 @@ class Conveyor:
 
     def receive(self, parcel: Parcel) -> Any:
         """The batch, ready for the current stream."""
-        compute = torch.cuda.current_stream(self._device)
-        asked = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        compute = self._torch.current_stream(self._device)
+        asked = self._torch.Event(enable_timing=True)
         asked.record(compute)
         compute.wait_event(parcel.arrived)
         if compute != parcel.stream:
             parcel.stream.wait_event(parcel.arrived)
             for leaf in tree_leaves(parcel.batch):
-                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                if isinstance(leaf, Tensor) and leaf.device == self._device:
                     leaf.record_stream(compute)
         self._measured.append((asked, parcel.arrived))
         self._measure()
@@ -215,7 +216,7 @@ class Conveyor:
         self._measure()
 
     def _measure(self) -> None:
-        while self._measured and all(event.query() for event in self._measured[0]):  # type: ignore[no-untyped-call]
+        while self._measured and all(event.query() for event in self._measured[0]):
             asked, arrived = self._measured.popleft()
             seconds = asked.elapsed_time(arrived) / 1e3
             if seconds > 0:

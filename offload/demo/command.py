@@ -199,10 +199,12 @@ def _resolve_device(asked: str) -> str:
     """Settle "auto", and refuse a GPU that torch cannot use."""
     if asked == "cpu":
         return asked
-    import torch
 
-    if torch.cuda.is_available():
-        return "cuda"
+    from offload.devices.device import default
+
+    found = str(default().type)
+    if found != "cpu":
+        return found
     if asked == "cuda":
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
     return "cpu"
@@ -210,7 +212,7 @@ def _resolve_device(asked: str) -> str:
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     """Return what every contestant's process starts with, the same malloc for all."""
-    if args.device == "cuda":
+    if args.device != "cpu":
         return {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return dict(os.environ) if args.no_preload else allocator.preload_environment()
 

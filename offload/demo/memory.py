@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from offload.devices import allocator
+from offload.devices.device import device_of
 
 SAMPLE_SECONDS = 0.004
 
@@ -36,6 +37,7 @@ class MemoryMeter:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self._known = device_of(torch.device(device))
         self.baseline_bytes = 0
         self.peak_bytes = 0
         self.started = 0.0
@@ -47,9 +49,9 @@ class MemoryMeter:
 
     def start(self) -> None:
         """Take the present level as the baseline, forget earlier peaks and begin to sample."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+        if self._known.is_accelerator:
+            self._known.synchronize()
+            self._known.reset_peak()
         else:
             self._marked = _mark_resident_peak()
         self.baseline_bytes = self._now_bytes()
@@ -61,8 +63,8 @@ class MemoryMeter:
         self._ended.set()
         self._thread.join()
         sampled = max((used for _, used in self.samples), default=self.baseline_bytes)
-        if self.device == "cuda":
-            self.peak_bytes = max(sampled, torch.cuda.max_memory_allocated())
+        if self._known.is_accelerator:
+            self.peak_bytes = max(sampled, self._known.peak_bytes())
         else:
             self.peak_bytes = max(sampled, _resident_peak_bytes() if self._marked else 0)
 
@@ -71,8 +73,8 @@ class MemoryMeter:
         return time.perf_counter() - self.started
 
     def _now_bytes(self) -> int:
-        if self.device == "cuda":
-            return torch.cuda.memory_allocated()
+        if self._known.is_accelerator:
+            return self._known.allocated_bytes()
         return resident_bytes()
 
     def _sample(self) -> None:

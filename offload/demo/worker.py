@@ -27,6 +27,7 @@ from torch.nn import functional
 from offload.demo.memory import MemoryMeter, thin
 from offload.demo.model import VOCABULARY, ByteGPT, Shape
 from offload.devices import allocator
+from offload.devices.device import device_of
 
 CORPUS_BYTES = 4 << 20
 LEARNING_RATE = 3e-4
@@ -238,7 +239,7 @@ def train(
 
 def memory_of(meter: MemoryMeter, starts: list[float]) -> dict[str, Any]:
     """Give the meter's figures: bytes over the baseline on the CPU, all of them on a GPU."""
-    floor = 0 if meter.device == "cuda" else meter.baseline_bytes
+    floor = 0 if meter.device != "cpu" else meter.baseline_bytes
     curve = [(round(at, 4), used - floor) for at, used in meter.samples]
     step_curve = curve
     if meter.heap_samples:
@@ -257,9 +258,9 @@ def memory_of(meter: MemoryMeter, starts: list[float]) -> dict[str, Any]:
 def machine(device: str) -> dict[str, Any]:
     """Describe where this process runs."""
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
+        "device": device_of(torch.device(device)).name() if device != "cpu" else processor_name(),
         "threads": torch.get_num_threads(),
-        "gpu": device == "cuda",
+        "gpu": device != "cpu",
         "allocator": allocator.current(),
         "allocator_costs": allocator.describe(),
         "platform": platform.platform(terse=True),
@@ -286,7 +287,7 @@ def run(args: Namespace) -> int:
         print(json.dumps(event), file=sys.stdout, flush=True)
 
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    if args.device == "cuda":
+    if args.device != "cpu":
         torch.use_deterministic_algorithms(True)
     shape = Shape(args.layers, args.width, args.heads, args.batch, args.length)
     tell(train(args.worker, shape, steps=args.steps, seed=args.seed, device=args.device, tell=tell))

@@ -11,13 +11,13 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from offload.devices.accelerator import Accelerator, watch_out_of_memory
 from offload.devices.control_group import tightest_control_group
+from offload.devices.device import device_of
 from offload.devices.processes import local_processes
-from offload.torch_compat.memory import observe_out_of_memory
 from offload.units import format_bytes
 
 __all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "resident_set", "watch_refusals"]
@@ -31,7 +31,7 @@ _BESIDES = {
     _CONTROL_GROUP: "the rest of the control group",
 }
 
-_refused: dict[int, DeviceMemory] = {}
+_refused: dict[torch.device, DeviceMemory] = {}
 _watching = False
 
 
@@ -59,14 +59,14 @@ class DeviceMemory:
     ----------
     device : str
         Such as ``"cuda:0"`` or ``"cpu"``.
-    is_cuda : bool
+    is_accelerator : bool
         Whether torch's caching allocator decides, or the system.
     asked_bytes : int or None
         What could not be had; None where nobody says.
     used_bytes : int
-        In tensors (CUDA); resident (CPU).
+        In tensors (accelerator); resident (CPU).
     reserved_bytes : int
-        Held by torch's allocator, tensors included (CUDA); mapped (CPU).
+        Held by torch's allocator, tensors included (accelerator); mapped (CPU).
     free_bytes, total_bytes : int
         What the device, or the tightest limit of the process, still gives, and has.
     limit : str
@@ -78,7 +78,7 @@ class DeviceMemory:
     """
 
     device: str
-    is_cuda: bool
+    is_accelerator: bool
     asked_bytes: int | None
     used_bytes: int
     reserved_bytes: int
@@ -90,22 +90,22 @@ class DeviceMemory:
 
     @property
     def foreign_bytes(self) -> int:
-        """Neither free nor torch's (CUDA): contexts, libraries, other processes."""
-        return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0) if self.is_cuda else 0
+        """Neither free nor torch's (accelerator): contexts, libraries, other processes."""
+        return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0) if self.is_accelerator else 0
 
     @property
     def short_bytes(self) -> int | None:
         """What is missing to serve the request, were all free memory in one piece; None where nobody says."""
         if self.asked_bytes is None:
             return None
-        cached = self.reserved_bytes - self.used_bytes if self.is_cuda else 0
+        cached = self.reserved_bytes - self.used_bytes if self.is_accelerator else 0
         return max(self.asked_bytes - self.free_bytes - cached, 0)
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and amount, for a table."""
         asked = "not said" if self.asked_bytes is None else format_bytes(self.asked_bytes)
         rows = [("wanted", asked)]
-        if self.is_cuda:
+        if self.is_accelerator:
             cached = self.reserved_bytes - self.used_bytes
             rows += [
                 ("allocated by torch", f"{format_bytes(self.used_bytes)} (peak {format_bytes(self.peak_bytes)})"),
@@ -130,7 +130,7 @@ class DeviceMemory:
             ("swapped tensors on the device", swapped),
             ("saved tensors that could move", movable),
         ]
-        if self.is_cuda:
+        if self.is_accelerator:
             parts += [
                 ("reserved, unused", self.reserved_bytes - self.used_bytes),
                 ("not torch's", self.foreign_bytes),
@@ -148,14 +148,13 @@ def look(device: torch.device, asked_bytes: int | None = None) -> DeviceMemory:
     >>> look(torch.device("cpu")).used_bytes > 0
     True
     """
-    return _look_cuda(device, asked_bytes) if device.type == "cuda" else _look_cpu(asked_bytes)
+    known = device_of(device)
+    return _look_accelerator(known, asked_bytes) if isinstance(known, Accelerator) else _look_cpu(asked_bytes)
 
 
 def peak_bytes(device: torch.device) -> int:
     """Most memory in use at a time so far: of torch's tensors on a GPU, of this process on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return device_of(device).peak_bytes()
 
 
 def resident_set() -> tuple[int, int]:
@@ -165,7 +164,7 @@ def resident_set() -> tuple[int, int]:
     return now, max(now, status.get("VmHWM", 0))
 
 
-# -- CUDA -------------------------------------------------------------------------------------------------------------
+# -- an accelerator ---------------------------------------------------------------------------------------------------
 
 
 def watch_refusals() -> None:
@@ -174,12 +173,12 @@ def watch_refusals() -> None:
     Torch has no way to stop this again; it costs nothing until memory runs out.
     """
     global _watching
-    if not _watching and torch.cuda.is_available():
-        _watching = observe_out_of_memory(_take_down)
+    if not _watching:
+        _watching = watch_out_of_memory(_take_down)
 
 
-def _take_down(ordinal: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
-    _refused[ordinal] = _look_cuda(torch.device("cuda", ordinal), asked_bytes)
+def _take_down(device: torch.device, asked_bytes: int) -> None:
+    _refused[device] = _look_accelerator(Accelerator(device), asked_bytes)
 
 
 def last_refusal(device: torch.device, asked_bytes: int | None) -> DeviceMemory | None:
@@ -187,32 +186,30 @@ def last_refusal(device: torch.device, asked_bytes: int | None) -> DeviceMemory 
 
     Another size is an older refusal, which somebody has dealt with meanwhile.
     """
-    if device.type != "cuda":
-        return None
-    refused = _refused.pop(device.index or 0, None)
+    refused = _refused.pop(torch.device(device.type, device.index or 0), None)
     if refused is None or refused.asked_bytes is None or asked_bytes is None:
         return None
     return refused if abs(refused.asked_bytes - asked_bytes) <= 0.01 * asked_bytes else None
 
 
-def _look_cuda(device: torch.device, asked_bytes: int | None) -> DeviceMemory:
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
+def _look_accelerator(device: Accelerator, asked_bytes: int | None) -> DeviceMemory:
+    stats = device.memory_stats()
+    free, total = device.memory_info()
     return DeviceMemory(
-        device=str(device),
-        is_cuda=True,
+        device=str(device.torch_device),
+        is_accelerator=True,
         asked_bytes=asked_bytes,
         used_bytes=int(stats.get("allocated_bytes.all.current", 0)),
         reserved_bytes=int(stats.get("reserved_bytes.all.current", 0)),
-        free_bytes=int(free),
-        total_bytes=int(total),
+        free_bytes=free,
+        total_bytes=total,
         limit="device memory",
         peak_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
         processes=tuple(_gpu_processes(device)),
     )
 
 
-def _gpu_processes(device: torch.device) -> Iterator[Process]:
+def _gpu_processes(device: Accelerator) -> Iterator[Process]:
     """The largest other processes on the device, where the driver's management library is installed and tells."""
     try:
         import pynvml
@@ -220,7 +217,7 @@ def _gpu_processes(device: torch.device) -> Iterator[Process]:
         return
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid()}")
         running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except (pynvml.NVMLError, AttributeError):
         return
@@ -248,7 +245,7 @@ def _look_cpu(asked_bytes: int | None) -> DeviceMemory:
     limit, total, free = min(limits, key=lambda each: each[2])
     return DeviceMemory(
         device="cpu",
-        is_cuda=False,
+        is_accelerator=False,
         asked_bytes=asked_bytes,
         used_bytes=resident,
         reserved_bytes=mapped,

@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from offload.devices.device import device_of
 from offload.devices.memory import DeviceMemory, Process, last_refusal, look
 from offload.diagnostics.html import oom as oom_page
 from offload.options import Options
@@ -256,7 +257,7 @@ def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options,
     if call is not None:
         found.append(call)
     unused = memory.reserved_bytes - memory.used_bytes
-    if memory.is_cuda and memory.asked_bytes is not None and unused >= memory.asked_bytes:
+    if memory.is_accelerator and memory.asked_bytes is not None and unused >= memory.asked_bytes:
         why = f"{format_bytes(unused)} are reserved by torch but free, in pieces that are too small"
         found.append(Remedy("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py", why))
     ending = _processes_to_end(memory)
@@ -309,7 +310,7 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
         arguments["exclude"] = options.exclude
     if unhoused:
         arguments["host_limit"] = f"{-(-(options.host_limit + unhoused) >> 30)}GiB"
-    if options.spill_dir and engine.device.type == "cuda":
+    if options.spill_dir and device_of(engine.device).is_accelerator:
         arguments["spill_dir"] = options.spill_dir
     words = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
     moved = unchosen + small + excluded + unhoused
@@ -321,7 +322,7 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
 
 def _limit_to_plan(memory: DeviceMemory, options: Options) -> str | None:
     """The `memory_limit` that the device has room for, less a margin for fragments; None where planning has no say."""
-    if not memory.is_cuda:
+    if not memory.is_accelerator:
         return None  # a process holds more than its tensors
     room = 0.95 * (memory.total_bytes - memory.foreign_bytes)
     if options.memory_limit is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.devices import allocator
+from offload.devices.device import accelerators
 from offload.devices.memory import look
 from offload.runtime.stores import engines
 from offload.runtime.weak import work_off
@@ -42,9 +43,8 @@ def recover() -> dict[str, int]:
     >>> freed["cpu"] >= 0
     True
     """
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        devices += [torch.device("cuda", ordinal) for ordinal in range(torch.cuda.device_count())]
+    in_use = accelerators(in_use=True)
+    devices = [torch.device("cpu"), *(accelerator.torch_device for accelerator in in_use)]
     before = {str(device): _held(device) for device in devices}
     _forget_exceptions()
     gc.collect()
@@ -52,7 +52,8 @@ def recover() -> dict[str, int]:
     for engine in engines():
         engine.drain()
         engine.store.trim()
-    torch.cuda.empty_cache()  # nothing where CUDA is not in use
+    for accelerator in in_use:
+        accelerator.release_cached()
     allocator.release_free_memory()
     freed = {str(device): max(before[str(device)] - _held(device), 0) for device in devices}
     log.info("freed %s", ", ".join(f"{nbytes} bytes of {name}" for name, nbytes in freed.items()))
@@ -61,7 +62,7 @@ def recover() -> dict[str, int]:
 
 def _held(device: torch.device) -> int:
     memory = look(device)
-    return memory.reserved_bytes if memory.is_cuda else memory.used_bytes
+    return memory.reserved_bytes if memory.is_accelerator else memory.used_bytes
 
 
 def _forget_exceptions() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine
@@ -42,34 +43,26 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._anchor: torch.cuda.Event | None = None
-        self.start = time.perf_counter()
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
-            self._anchor = self._event()
-            self._anchor.synchronize()
-            self.start = time.perf_counter()
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        self._device = device_of(device)
+        self._device.synchronize()
+        self._anchor = self._device.mark()
+        self._device.synchronize()
+        self.start = time.perf_counter() if self._device.is_accelerator else self._anchor
 
     def now(self) -> Any:
         """This moment, to be given to `seconds` later."""
-        return time.perf_counter() if self._device is None else self._event()
+        return self._device.mark()
 
     def finish(self) -> None:
         """Wait until every moment has come."""
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        self._device.synchronize()
 
     def seconds(self, moment: Any) -> float:
-        """Seconds from the start."""
-        if self._anchor is None:
-            return float(moment) - self.start
-        return float(self._anchor.elapsed_time(moment)) * 1e-3
+        """Seconds from the start, once that moment has come."""
+        found = self._device.seconds_since(self._anchor, [moment])
+        if found is None:
+            raise RuntimeError("the device has not come that far; finish() waits until it has")
+        return found[0]
 
 
 @dataclass(frozen=True)
@@ -190,7 +183,7 @@ class StepRecording:
         """Note this moment."""
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
-            memory = (_bytes_in_use(self._device), engine.resident.now, engine.unswapped.now)
+            memory = (device_of(self._device).allocated_bytes(), engine.resident.now, engine.unswapped.now)
             self._marks.append(_Mark(kind, self._clock.now(), name, memory))
 
     def running_module(self) -> str:
@@ -256,7 +249,9 @@ class StepRecording:
         return StepTimeline(
             device=str(self._device),
             tier=self._tier,
-            memory_label="allocated by torch" if self._device.type == "cuda" else "resident set of the process",
+            memory_label="allocated by torch"
+            if device_of(self._device).is_accelerator
+            else "resident set of the process",
             seconds=seconds,
             spans=(*without(self._compute(times), waits), *waits, *sorted(moved, key=lambda span: span.start)),
             memory=memory,
@@ -299,11 +294,3 @@ class StepRecording:
                 name = "before a copy-out" if mark.kind == "pack" else mark.name
                 spans.append(Span("waiting", "wait", name, at, until))
         return spans
-
-
-def _bytes_in_use(device: torch.device) -> int:
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats_as_nested_dict(device)  # memory_allocated flattens all of it first
-        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")

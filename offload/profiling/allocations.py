@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from offload.devices.device import device_of
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 
@@ -126,31 +127,31 @@ class HostAllocations:
 
 
 class DeviceAllocations:
-    """The caching allocator's peak during each node, on one CUDA device. Resets its peak statistics."""
+    """The caching allocator's peak during each node, on one accelerator. Resets its peak statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self.complete = True
-        self._device = device
+        self._device = device_of(device)
         self._base_bytes = 0
         self._peaks: list[int] = []
 
     def begin(self) -> None:
         """Watch what is allocated from here on."""
-        self._base_bytes = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._base_bytes = self._device.allocated_bytes()
+        self._device.reset_peak()
 
     def node(self, number: int) -> None:
         """A node begins."""
         while len(self._peaks) < number:
-            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self._peaks.append(self._device.peak_bytes())
+            self._device.reset_peak()
 
     def saved(self, tensor_id: int) -> None:
         """A storage was saved: its packing says when it is alive."""
 
     def stop(self) -> bool:
         """The last node ends."""
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+        self._peaks.append(self._device.peak_bytes())
         return True
 
     def footprint(

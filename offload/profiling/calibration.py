@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from offload import __version__, _core
+from offload.devices.device import device_of
 from offload.devices.processor_use import used_by_others
 from offload.options import Options, free_disk_bytes
 from offload.plan import Link
@@ -174,7 +175,7 @@ def calibrate(
     with used_by_others() as others:
         rates = measure(store, device, block_bytes)
     found = Calibration(
-        device=_device_name(device),
+        device=device_of(device).name(),
         tier="disk" if _is_direct(store) else "pinned RAM",
         out_bandwidth=rates.out,
         in_bandwidth=rates.into,
@@ -217,18 +218,13 @@ def _block_bytes(store: _core.SwapStore, spill_dir: str) -> int:
 # -- keeping ----------------------------------------------------------------------------------------------------------
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, block_bytes: int) -> dict[str, Any]:
     """What a kept result holds for: anything else is another link."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "") if device.type == "cuda" else ""
     return {
         "version": __version__,
         "host": platform.node(),
-        "device": _device_name(device),
-        "uuid": str(uuid),
+        "device": device_of(device).name(),
+        "uuid": device_of(device).uuid(),
         "tier": "disk" if _is_direct(store) else "pinned RAM",
         "spill_device": Path(spill_dir).stat().st_dev if spill_dir else None,
         "block_bytes": block_bytes,

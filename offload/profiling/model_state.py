@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.weak import Living, weakly, when_gone
 
@@ -53,12 +54,13 @@ class HeldMemory:
         self._hook.remove()
 
     def look(self) -> HeldBytes:
-        """What is there now. On CUDA all that torch has allocated; else what is known of model and optimizers."""
+        """What is there now: on an accelerator all that torch has allocated, else what is known of the model."""
         model = self._model()
         parameters = list(model.parameters()) if model is not None else []
         gradients = _bytes_of(parameter.grad for parameter in parameters)
-        if self._engine.device.type == "cuda":
-            return HeldBytes(torch.cuda.memory_allocated(self._engine.device) - gradients, gradients)
+        device = device_of(self._engine.device)
+        if device.is_accelerator:
+            return HeldBytes(device.allocated_bytes() - gradients, gradients)
         buffers = list(model.buffers()) if model is not None else []
         states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
         states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them

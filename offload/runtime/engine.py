@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload import _core
+from offload.devices.device import device_of
 from offload.runtime.swapped_storage import (
     ByteCounter,
     Departure,
@@ -27,7 +28,6 @@ from offload.runtime.swapped_storage import (
 
 log = logging.getLogger("offload")
 
-IN_FLIGHT_BYTES_MAX = {"cpu": 64 << 20, "cuda": 512 << 20}
 LANE_NICENESS = 0
 
 # What a store adds up over its life; its other figures are those of the moment.
@@ -91,7 +91,7 @@ class Engine:
     store
         The data plane.
     device
-        ``cpu`` or one CUDA device.
+        ``cpu`` or one accelerator.
     in_flight_bytes_max
         Sources held at a time for copies that have not ended; beyond it the compute stream waits for the oldest.
     """
@@ -99,14 +99,15 @@ class Engine:
     def __init__(self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None) -> None:
         self.store = store
         self.device = device
-        self.in_flight_bytes_max = in_flight_bytes_max or IN_FLIGHT_BYTES_MAX[device.type]
+        self.in_flight_bytes_max = in_flight_bytes_max or device_of(device).in_flight_bytes_max
         self.in_flight_bytes = 0
         self.resident = ByteCounter()  # of swapped storages: what is on the device
         self.unswapped = ByteCounter()  # the same storages, had they stayed
         self.misses = 0
         self.failed = 0
         self.failure: str = ""
-        self._is_cuda = device.type == "cuda"
+        self._device = device_of(device)
+        self._is_accelerator = self._device.is_accelerator
         self._stats_before = store.stats()
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, LeaseReference] = {}
@@ -120,11 +121,11 @@ class Engine:
 
     def current_stream(self) -> int:
         """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
-        return torch.cuda.current_stream(self.device).cuda_stream if self._is_cuda else 0
+        return self._device.current_stream() if self._is_accelerator else 0
 
     def allocate(self, nbytes: int, residue: int) -> tuple[torch.UntypedStorage, int, _core.HostBlock | None, int]:
         """Fresh device memory on the current stream: storage, stream, the owner a copy must hold, address."""
-        if self._is_cuda:
+        if self._is_accelerator:
             # Not torch.empty: that fills its memory where algorithms shall be deterministic.
             storage = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
             return storage, self.current_stream(), None, storage.data_ptr()
@@ -140,28 +141,20 @@ class Engine:
         return empty
 
     def mark(self) -> Any:
-        """A point in time: of the clock on the CPU, of the current stream on a CUDA device."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        """A point in time: of the clock on the CPU, of the current stream on an accelerator."""
+        return self._device.mark() if self._is_accelerator else time.perf_counter()
 
     def marker(self) -> Callable[[], Any]:
         """What `mark` does, at least cost."""
-        return self.mark if self._is_cuda else time.perf_counter
+        return self.mark if self._is_accelerator else time.perf_counter
 
     def busy_seconds(self) -> float:
-        """What this thread has taken of the processor that computes: on a CUDA device nothing."""
-        return 0.0 if self._is_cuda else time.thread_time()
+        """What this thread has taken of the processor that computes: on an accelerator nothing."""
+        return 0.0 if self._is_accelerator else time.thread_time()
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
         """Seconds from one mark to others; None while the device has not come that far."""
-        if not self._is_cuda:
-            return [mark - first for mark in marks]
-        if not all(mark.query() for mark in marks):
-            return None
-        return [first.elapsed_time(mark) / 1e3 for mark in marks]
+        return self._device.seconds_since(first, marks)
 
     @staticmethod
     def watch_storage(tensor: torch.Tensor) -> StorageWatch:
@@ -222,9 +215,9 @@ class Engine:
         storage = tensor.untyped_storage()
         address = storage.data_ptr() + begin
         stream = self.current_stream()
-        if self._is_cuda:
+        if self._is_accelerator:
             # Nothing where the block is this stream's own; a block of another stream must outlive what reads it here.
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+            self._device.record_use(tensor)
         departure = Departure(storage, nbytes, stream)
         # The store enters the departure itself: no interrupt can come between the copy's start and the source's hold.
         ticket = self._begin_copy(address, nbytes, stream, need, departure, self._enter)
@@ -290,7 +283,7 @@ class Engine:
 
     def retire(self, ticket: _core.Ticket, storage: torch.UntypedStorage) -> None:
         """Hold a target that nobody wants any more until the copy into it has ended."""
-        if self._is_cuda or self._alignment == 1:
+        if self._is_accelerator or self._alignment == 1:
             self._retired.append((ticket, storage))
 
     def _reap(self) -> None:

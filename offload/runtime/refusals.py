@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from offload.devices.device import is_known
 from offload.torch_compat.autograd import hooks_forbidden_reason
 
 FUNCTION_TRANSFORMS = (
@@ -86,7 +87,7 @@ def check_devices(devices: set[torch.device]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"the model is spread over {named(devices)}; move it to one device before offload.enable")
     (device,) = devices
-    if device.type not in ("cpu", "cuda"):
+    if not is_known(device):
         raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
     return device
 

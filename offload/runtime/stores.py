@@ -13,6 +13,7 @@ import weakref
 import torch
 
 from offload import _core
+from offload.devices.device import device_of
 from offload.options import Options
 from offload.runtime.engine import LANE_NICENESS, Engine
 from offload.runtime.weak import Living
@@ -55,8 +56,7 @@ def make_store(device: torch.device, options: Options) -> _core.SwapStore:
     lanes = _core.HostDriver(niceness=LANE_NICENESS)
     if device.type == "cpu":
         return _core.SwapStore.direct(lanes, options.spill_dir)
-    driver = _core.cuda_driver(device.index or 0)
-    return _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir)
+    return _core.SwapStore.slab(device_of(device).driver(), lanes, options.host_limit, options.spill_dir)
 
 
 def engines() -> list[Engine]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fake_cuda.double import the_double
 from torch import nn
 from torch.utils._pytree import tree_flatten
+from twin.double import the_double
 
 import offload
 from offload import _core, session

@@ -8,9 +8,9 @@ import errno
 
 import pytest
 import torch
-from fake_cuda.double import the_double
 from faults.inject import inject_fault, truncate
 from torch import nn
+from twin.double import the_double
 
 import offload
 from offload import _core, session

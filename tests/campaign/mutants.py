@@ -131,7 +131,7 @@ OUTSIDE = {
         "tests/core/test_faults_below.py::test_eight_threads_and_one_block_of_memory[with disk]"
     ],
     "a spill that failed may be tried again": [
-        "tests/fake_cuda/test_store_over_double.py::test_every_call_fails_once[cuEventQuery-True]"
+        "tests/twin/test_store_over_double.py::test_every_call_fails_once[cuEventQuery-True]"
     ],
     "memory that is not there is told as such": [PROCESSES + "limits.py::test_no_address_space[slab]"],
     "a thread that cannot start is not needed": [PROCESSES + "limits.py::test_no_address_space[thread]"],

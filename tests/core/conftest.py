@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_cuda.double import Double
+from twin.double import Double
 
 
 @pytest.fixture(scope="session")
 def loaded_double(tmp_path_factory: pytest.TempPathFactory) -> Double:
     """The double of these tests, whose callers are not its legacy stream: waiting on that does not block them."""
-    return Double(tmp_path_factory.mktemp("fake_cuda"), caller_is_legacy=False)
+    return Double(tmp_path_factory.mktemp("machine"), caller_is_legacy=False)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from fake_cuda.build import CSRC, WARNINGS
+from twin.build import CSRC, WARNINGS
 
 from offload import _core
 

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 from core.store_rig import Source, make_store
-from fake_cuda.build import build_fake_cuda
 from faults.inject import inject_fault
+from twin.build import build_machine
 
 from offload import _core
 
@@ -72,7 +72,7 @@ def test_one_event_pair_for_a_batch(tmp_path, fake_cuda):
 
 
 def test_a_driver_without_batches_copies_one_by_one(tmp_path):
-    library = build_fake_cuda(tmp_path / "libwithout.so", without=("cuMemcpyBatchAsync",))
+    library = build_machine(tmp_path / "libwithout.so", without=("cuMemcpyBatchAsync",))
     store = make_store("slab", tmp_path, device=_core.cuda_driver(0, library=str(library)))
     for source in small_sources(store):
         source.leave()

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from core.store_rig import POISON, Source, make_store
-from fake_cuda.build import build_fake_cuda
+from twin.build import build_machine
 
 from offload import _core
 
@@ -150,7 +150,7 @@ def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_c
 
 
 def test_a_device_without_timings_still_swaps(tmp_path):
-    library = build_fake_cuda(tmp_path / "libwithout.so", without=("cuEventElapsedTime",))
+    library = build_machine(tmp_path / "libwithout.so", without=("cuEventElapsedTime",))
     store = make_store("slab+disk", tmp_path, device=_core.cuda_driver(0, str(library)), host_bytes_max=512 << 10)
     generator = np.random.default_rng(0)
     sources = [Source(store, generator, 150_000) for _ in range(4)]

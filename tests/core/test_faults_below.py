@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cuda.double import Double
 from faults.inject import inject_fault
+from twin.double import Double
 
 from offload import _core
 
@@ -43,7 +43,7 @@ class Trip:
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory):
-    return Double(tmp_path_factory.mktemp("fake_cuda"), caller_is_legacy=False)  # one that no other test pins with
+    return Double(tmp_path_factory.mktemp("machine"), caller_is_legacy=False)  # one that no other test pins with
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])

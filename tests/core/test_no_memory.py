@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from core.store_rig import TIERS
-from fake_cuda.build import compile_sources
+from twin.build import compile_sources
 
 HERE = Path(__file__).resolve().parent
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cuda.build import compile_sources
+from twin.build import compile_sources
 
 from offload import _core
 

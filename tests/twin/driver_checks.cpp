@@ -41,10 +41,10 @@ void context_is_restored() {
   require(cuDevicePrimaryCtxRetain(&foreign, 1) == 0, "device 1 has a context");
   for (auto& [name, method] : bench.methods()) {
     method();
-    require(fake_current_context() == nullptr, "no context is left after " + name);
+    require(sim_current_context() == nullptr, "no context is left after " + name);
     cuCtxPushCurrent_v2(foreign);
     method();
-    require(fake_current_context() == foreign, "the framework's context is current after " + name);
+    require(sim_current_context() == foreign, "the framework's context is current after " + name);
     cuCtxPopCurrent_v2(&foreign);
   }
 }
@@ -55,29 +55,29 @@ void context_is_retained_late() {
   require_equal(driver->name(), "cuda", "the name");
   require(!driver->in_forked_child(), "a device of its own, in its own process");
   driver->require_same_process();
-  require(fake_retained_contexts() == 0, "no context before the first call that needs one");
-  fake_fail_at("cuDevicePrimaryCtxRetain", 1, kOutOfMemory);
+  require(sim_retained_contexts() == 0, "no context before the first call that needs one");
+  sim_fail_at("cuDevicePrimaryCtxRetain", 1, kOutOfMemory);
   const auto error = driver_error([&] { driver->device_memory(); }, "a failing retain");
   require_equal(error.call, "cuDevicePrimaryCtxRetain", "the call");
   require(driver->device_memory().total_bytes == 8 * kGiB, "memory, at the second attempt");
   driver->device_memory();
-  require(fake_retained_contexts() == 1, "one context, retained once");
+  require(sim_retained_contexts() == 1, "one context, retained once");
 }
 
 void every_error_is_typed() {
   Bench bench;
   for (auto& [name, method] : bench.methods()) {
     for (const std::string& failing : {name, std::string("cuCtxPushCurrent_v2")}) {
-      fake_fail_at(failing.c_str(), 1, kOutOfMemory);
+      sim_fail_at(failing.c_str(), 1, kOutOfMemory);
       const auto error = driver_error(method, name + ", failing in " + failing);
       require_equal(error.call, failing, "the call");
       require(error.code == kOutOfMemory, "the code is the driver's");
       require_text(error, failing + " failed with code 2: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
-      require(fake_current_context() == nullptr, "no context is left after a failing " + name);
+      require(sim_current_context() == nullptr, "no context is left after a failing " + name);
     }
     method();
   }
-  fake_fail_at("cuEventQuery", 1, 719);
+  sim_fail_at("cuEventQuery", 1, 719);
   const auto error = driver_error([&] { bench.driver->event_done(bench.to); }, "an unnamed error");
   require_text(error, "cuEventQuery failed with code 719: error without a name");
 }
@@ -85,23 +85,23 @@ void every_error_is_typed() {
 void destruction_never_throws() {
   auto bench = std::make_unique<Bench>();
   const auto driver = bench->driver;
-  const int live_handles = fake_live_handles();
+  const int live_handles = sim_live_handles();
   for (const char* failing : {"cuStreamDestroy_v2", "cuEventDestroy_v2", "cuMemHostUnregister"}) {
     const Stream stream = driver->stream_create();
     const Event event = driver->event_create();
-    fake_fail_at(failing, 1, kOutOfMemory);
+    sim_fail_at(failing, 1, kOutOfMemory);
     driver->stream_destroy(stream);
     driver->event_destroy(event);
     bench->register_other();
   }
-  require(fake_live_handles() == live_handles + 2, "what failed to be destroyed is leaked, the rest is gone");
-  fake_fail_at("cuCtxPushCurrent_v2", 1, kOutOfMemory);
+  require(sim_live_handles() == live_handles + 2, "what failed to be destroyed is leaked, the rest is gone");
+  sim_fail_at("cuCtxPushCurrent_v2", 1, kOutOfMemory);
   driver->event_destroy(bench->from);
-  require(fake_live_handles() == live_handles + 2, "without a context nothing is destroyed");
+  require(sim_live_handles() == live_handles + 2, "without a context nothing is destroyed");
   driver->stream_destroy(nullptr);
   driver->event_destroy(nullptr);
   driver->host_unregister(bench->device.data);
-  require(fake_calls("cuMemHostUnregister") == 3, "memory that was never registered is left alone");
+  require(sim_calls("cuMemHostUnregister") == 3, "memory that was never registered is left alone");
 }
 
 // Runs `action` in a forked child; true when it returns and the double saw no violation.
@@ -114,8 +114,8 @@ bool succeeds_in_child(const std::function<void()>& action) {
       std::fprintf(stderr, "in the child: %s\n", error.what());
       _exit(1);
     }
-    if (fake_violations() > 0) std::fprintf(stderr, "in the child: %s\n", fake_first_violation());
-    _exit(fake_violations() == 0 ? 0 : 1);
+    if (sim_violations() > 0) std::fprintf(stderr, "in the child: %s\n", sim_first_violation());
+    _exit(sim_violations() == 0 ? 0 : 1);
   }
   int status = 0;
   waitpid(child, &status, 0);
@@ -141,7 +141,7 @@ void fork_is_refused() {
     bench.driver->stream_destroy(bench.stream);
     bench.driver->event_destroy(bench.from);
     bench.driver->host_unregister(bench.host.data);
-    require(fake_violations() == 0, "no call reached the library");
+    require(sim_violations() == 0, "no call reached the library");
   });
   require(leaked, "destruction is silent in a forked child");
   require(bench.elapsed() >= 0, "the parent works on");
@@ -152,19 +152,19 @@ void registration_is_chunked() {
   constexpr size_t kBytes = 3 * kGiB + 5 * kPageBytes;
   const Pages pages(kBytes);
   driver->host_register(pages.data, kBytes);
-  require(fake_registrations() == 4, "three chunks of 1 GiB and the rest");
+  require(sim_registrations() == 4, "three chunks of 1 GiB and the rest");
   const auto twice = driver_error([&] { driver->host_register(pages.data, kPageBytes); }, "a second registration");
   require(twice.code == offload::cuda::kAlreadyRegistered, "its code says so");
-  require(fake_registrations() == 4, "the first one is still there");
+  require(sim_registrations() == 4, "the first one is still there");
   driver->host_unregister(pages.data);
-  require(fake_registrations() == 0, "every chunk is unregistered");
+  require(sim_registrations() == 0, "every chunk is unregistered");
   driver->host_register(pages.data + kPageBytes, kBytes - kPageBytes);
-  require(fake_registrations() == 4, "a range that begins between multiples of 1 GiB is cut at the same ones");
+  require(sim_registrations() == 4, "a range that begins between multiples of 1 GiB is cut at the same ones");
   driver->host_unregister(pages.data + kPageBytes);
-  require(fake_registrations() == 0, "and unregistered there");
+  require(sim_registrations() == 0, "and unregistered there");
   driver->host_unregister(pages.data);
   driver->host_register(pages.data, 0);
-  require(fake_registrations() == 0, "nothing is registered for zero bytes");
+  require(sim_registrations() == 0, "nothing is registered for zero bytes");
   driver->host_unregister(pages.data);
 }
 
@@ -173,15 +173,15 @@ void registration_is_rolled_back() {
   constexpr size_t kBytes = 3 * kGiB + 5 * kPageBytes;
   const Pages pages(kBytes);
   for (int chunk = 1; chunk <= 4; ++chunk) {
-    fake_fail_at("cuMemHostRegister_v2", chunk, kOutOfMemory);
+    sim_fail_at("cuMemHostRegister_v2", chunk, kOutOfMemory);
     const auto error = driver_error([&] { driver->host_register(pages.data, kBytes); }, "a failing chunk");
     require(error.code == kOutOfMemory, "the code is the driver's");
     require_text(error, "asked to pin " + std::to_string(kBytes) + " bytes, failed after " +
                             std::to_string(static_cast<size_t>(chunk - 1) * kGiB) + "; lower host_limit");
-    require(fake_registrations() == 0, "the chunks before number " + std::to_string(chunk) + " are given back");
+    require(sim_registrations() == 0, "the chunks before number " + std::to_string(chunk) + " are given back");
   }
   driver->host_register(pages.data, kBytes);
-  require(fake_registrations() == 4, "the range can be registered after all");
+  require(sim_registrations() == 4, "the range can be registered after all");
   driver->host_unregister(pages.data);
 }
 
@@ -195,13 +195,13 @@ void copies_cross_chunks() {
   driver->copy_out(host, bench.device.data, kPageBytes, bench.stream);
   driver->stream_synchronize(bench.stream);
   require(std::memcmp(host, bench.device.data, kPageBytes) == 0, "copied out across the boundary");
-  require(fake_calls("cuMemcpyDtoHAsync_v2") == 2, "in two pieces");
+  require(sim_calls("cuMemcpyDtoHAsync_v2") == 2, "in two pieces");
   std::memset(bench.device.data, 0, kPageBytes);
   driver->copy_in(bench.device.data, host, kPageBytes, bench.stream);
   driver->copy_in(bench.device.data, pages.data, 0, bench.stream);
   driver->stream_synchronize(bench.stream);
   require(std::memcmp(host, bench.device.data, kPageBytes) == 0, "copied in across the boundary");
-  require(fake_calls("cuMemcpyHtoDAsync_v2") == 2, "in two pieces, and zero bytes in none");
+  require(sim_calls("cuMemcpyHtoDAsync_v2") == 2, "in two pieces, and zero bytes in none");
   driver->host_unregister(pages.data);
 }
 
@@ -210,7 +210,7 @@ void events_order_streams() {
   const auto& driver = bench.driver;
   const Stream second = driver->stream_create();
   require(driver->event_done(bench.from), "an event never recorded counts as done");
-  fake_hold_streams(1);
+  sim_hold_streams(1);
   std::memset(bench.host.data, 1, kPageBytes);
   driver->copy_in(bench.device.data, bench.host.data, kPageBytes, bench.stream);
   driver->event_record(bench.from, bench.stream);
@@ -218,7 +218,7 @@ void events_order_streams() {
   driver->copy_out(bench.host.data, bench.device.data, kPageBytes, second);
   driver->event_record(bench.to, second);
   require(!driver->event_done(bench.from) && !driver->event_done(bench.to), "held events are not done");
-  fake_hold_streams(0);
+  sim_hold_streams(0);
   driver->event_synchronize(bench.to);
   require(driver->event_done(bench.from) && driver->event_done(bench.to), "both are done");
   require(bench.host.data[0] == std::byte{1} && bench.device.data[0] == std::byte{1}, "the bytes arrived");
@@ -230,16 +230,16 @@ void waits_keep_their_record() {
   Bench bench;
   const auto& driver = bench.driver;
   const Stream second = driver->stream_create();
-  fake_hold_streams(1);
+  sim_hold_streams(1);
   std::memset(bench.host.data, 1, kPageBytes);
   driver->copy_in(bench.device.data, bench.host.data, kPageBytes, bench.stream);
   driver->event_record(bench.from, bench.stream);
   driver->stream_wait(second, bench.from);
   driver->copy_out(bench.host.data, bench.device.data, kPageBytes, second);
-  fake_caller_is_legacy(1);
+  sim_caller_is_legacy(1);
   driver->event_record(bench.from, nullptr);  // completes at once, on another stream
   require(driver->event_done(bench.from), "the newest record is what a query asks about");
-  fake_hold_streams(0);
+  sim_hold_streams(0);
   driver->stream_synchronize(second);
   require(bench.device.data[0] == std::byte{1} && bench.host.data[0] == std::byte{1}, "the wait was for the first one");
   driver->stream_destroy(second);
@@ -257,11 +257,11 @@ void default_stream_is_legacy() {
 
 void capture_is_refused() {
   Bench bench;
-  fake_set_capturing(static_cast<offload::cuda::StreamHandle>(bench.stream), 1);
+  sim_set_capturing(static_cast<offload::cuda::StreamHandle>(bench.stream), 1);
   const auto error = driver_error([&] { bench.driver->require_not_capturing(bench.stream); }, "a capturing stream");
   require(error.code == offload::cuda::kCaptureUnsupported, "the code is CUDA's for such calls");
   require_text(error, "captured into a CUDA graph");
-  fake_set_capturing(static_cast<offload::cuda::StreamHandle>(bench.stream), 0);
+  sim_set_capturing(static_cast<offload::cuda::StreamHandle>(bench.stream), 0);
   bench.driver->require_not_capturing(bench.stream);
 }
 
@@ -279,7 +279,7 @@ void missing_things_are_named() {
     const auto no_device = driver_error([&] { offload::make_cuda_driver(device, library); }, "no such device");
     require_text(no_device, "asked for device " + std::to_string(device) + ", 2 present");
   }
-  fake_set_devices(0);
+  sim_set_devices(0);
   const auto none = driver_error([] { offload::make_cuda_driver(0, library); }, "no device at all");
   require_equal(none.call, "cuInit", "the call");
   require(offload::cuda_device_count(library) == 0, "no device");
@@ -325,8 +325,8 @@ void threads_share_a_driver() {
     });
   }
   for (auto& thread : threads) thread.join();
-  require(fake_retained_contexts() == 1, "the context is retained once");
-  require(fake_live_handles() == 0 && fake_registrations() == 0, "nothing is left");
+  require(sim_retained_contexts() == 1, "the context is retained once");
+  require(sim_live_handles() == 0 && sim_registrations() == 0, "nothing is left");
 }
 
 // What a thread destroys as it ends may be the last to hold a store. This first takes what memory the thread has freed.
@@ -358,14 +358,14 @@ void a_thread_that_ends_may_call() {
     last.stream = last.driver->stream_create();
   }).join();
   require(untouched == 8, "nobody else's memory is written to");
-  require(fake_live_handles() == 0, "nothing is left");
+  require(sim_live_handles() == 0, "nothing is left");
 }
 
 // The double must notice what it is there to notice.
 void double_is_strict() {
   const auto expect = [](const std::string& violation) {
-    require_equal(fake_first_violation(), violation, "the violation");
-    fake_forget_violations();
+    require_equal(sim_first_violation(), violation, "the violation");
+    sim_forget_violations();
   };
   const auto driver = offload::make_cuda_driver(0, library);
   offload::cuda::StreamHandle stream = nullptr;
@@ -391,11 +391,11 @@ void double_is_strict() {
   cuMemcpyDtoHAsync_v2(pages.data, device, kPageBytes, stream);
   expect("cuMemcpyDtoHAsync_v2 with host memory that is not inside one registration");
   cuMemHostRegister_v2(pages.data, kPageBytes, 1);
-  fake_hold_streams(1);
+  sim_hold_streams(1);
   cuMemcpyDtoHAsync_v2(pages.data, device, kPageBytes, stream);
   cuMemHostUnregister(pages.data);
   expect("cuMemHostUnregister of memory that a copy still uses");
-  fake_hold_streams(0);
+  sim_hold_streams(0);
   driver->device_memory();
   std::thread([&] { cuCtxPushCurrent_v2(context); }).join();
   expect("a thread ended with a context left on its stack");
@@ -403,7 +403,7 @@ void double_is_strict() {
   const pid_t child = fork();
   if (child == 0) {
     cuStreamDestroy_v2(stream);
-    _exit(std::string(fake_first_violation()) == "cuStreamDestroy_v2 in a forked child" ? 0 : 1);
+    _exit(std::string(sim_first_violation()) == "cuStreamDestroy_v2 in a forked child" ? 0 : 1);
   }
   int status = 1;
   waitpid(child, &status, 0);
@@ -443,8 +443,8 @@ int main(int argc, char** argv) {
   library_without_optional = argv[4];
   try {
     all_checks.at(argv[1])();
-    require_equal(fake_first_violation(), "", "the first violation");
-    require(fake_current_context() == nullptr, "no context is left");
+    require_equal(sim_first_violation(), "", "the first violation");
+    require(sim_current_context() == nullptr, "no context is left");
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s: %s\n", argv[1], error.what());
     return 1;

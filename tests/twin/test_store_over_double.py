@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fake_cuda.double import ENTRY_POINTS, the_double
 from faults.inject import inject_fault
+from twin.double import ENTRY_POINTS, the_double
 
 from offload import _core
 

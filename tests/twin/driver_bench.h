@@ -13,7 +13,7 @@
 
 #include "driver.h"
 #include "error.h"
-#include "fake_cuda.h"
+#include "controls.h"
 
 namespace checks {
 

@@ -1,25 +1,59 @@
-// A test double of libcuda: the entry points that cuda_driver.cpp uses, on plain RAM with one thread per stream.
+// The machine as libcuda: the entry points that cuda_driver.cpp uses.
 //
 // It is strict where the real library is lenient or undefined, and counts a violation (and returns an error) when the
 // caller has no context current, uses a stream or event of another context or a destroyed one, passes stream 0 instead
 // of the legacy stream, creates a blocking stream or a spinning event, copies from or to host memory that is not inside
 // one registration, registers more than 1 GiB at once, unregisters memory that a copy still uses, ends a thread with a
-// context left on it, or calls in from a forked child. Names without their version suffix do not exist here.
-#include "fake_cuda.h"
-
+// context left on it, calls in from a forked child, or, once a framework has taken the machine's own memory into use,
+// copies from or to a device address that is not in it. Names without their version suffix do not exist here.
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <memory>
 
-#include "fake_device.h"
+#include "machine.h"
 
-using namespace fake;
+using namespace sim;
 
-#define FAKE_ENTRY(...)   \
+namespace {
+
+Result queue_copy(Call& call, void* target, const void* source, const void* host, size_t bytes, StreamHandle handle) {
+  const auto stream = find_stream(call, handle);
+  if (stream == nullptr) return kInvalidHandle;
+  if (find_registration(host, bytes) == nullptr) {
+    return call.violate("with host memory that is not inside one registration", kInvalidValue);
+  }
+  const bool outward = target == host;
+  const char* const what = outward ? "copy-out" : "copy-in";
+  touch(*stream, source, bytes, false, what);
+  touch(*stream, target, bytes, true, what);
+  if (state.has_own_memory) {
+    const Memory& memory = memory_of(static_cast<int>(stream->context - state.contexts));
+    if (!memory.has(outward ? source : target, bytes)) {
+      return call.violate("with an address that is not the device's", kInvalidValue);
+    }
+    if (outward) {
+      source = memory.view_of(source);
+    } else {
+      target = memory.view_of(target);
+    }
+  }
+  ++find_registration(host, bytes)->copies_pending;
+  enqueue(*stream, [=](Lock& lock) {
+    lock.unlock();
+    std::memcpy(target, source, bytes);
+    lock.lock();
+    if (auto* registration = find_registration(host, bytes)) --registration->copies_pending;
+  });
+  return kSuccess;
+}
+
+}  // namespace
+
+#define SIM_ENTRY(...)   \
   Call call(__VA_ARGS__); \
   if (call.refused != kSuccess) return call.refused
 
@@ -27,7 +61,7 @@ using namespace fake;
 extern "C" {
 
 Result cuInit(unsigned flags) {
-  FAKE_ENTRY("cuInit", Call::kNothing);
+  SIM_ENTRY("cuInit", Call::kNothing);
   if (flags != 0) return kInvalidValue;
   if (state.devices == 0) return static_cast<Result>(100);
   state.initialized_by = getpid();
@@ -35,20 +69,20 @@ Result cuInit(unsigned flags) {
 }
 
 Result cuDeviceGetCount(int* count) {
-  FAKE_ENTRY("cuDeviceGetCount", Call::kInit);
+  SIM_ENTRY("cuDeviceGetCount", Call::kInit);
   *count = state.devices;
   return kSuccess;
 }
 
 Result cuDeviceGet(Device* device, int ordinal) {
-  FAKE_ENTRY("cuDeviceGet", Call::kInit);
+  SIM_ENTRY("cuDeviceGet", Call::kInit);
   if (ordinal < 0 || ordinal >= state.devices) return kInvalidDevice;
   *device = ordinal;
   return kSuccess;
 }
 
 Result cuDevicePrimaryCtxRetain(ContextHandle* context, Device device) {
-  FAKE_ENTRY("cuDevicePrimaryCtxRetain", Call::kInit);
+  SIM_ENTRY("cuDevicePrimaryCtxRetain", Call::kInit);
   if (device < 0 || device >= state.devices) return kInvalidDevice;
   *context = &state.contexts[device];
   ++(*context)->retained;
@@ -56,7 +90,7 @@ Result cuDevicePrimaryCtxRetain(ContextHandle* context, Device device) {
 }
 
 Result cuCtxPushCurrent_v2(ContextHandle context) {
-  FAKE_ENTRY("cuCtxPushCurrent_v2", Call::kInit);
+  SIM_ENTRY("cuCtxPushCurrent_v2", Call::kInit);
   if (context == nullptr || context->retained == 0) return call.violate("of a context not retained", kInvalidContext);
   thread_local ThreadEnd checks;
   static_cast<void>(&checks);
@@ -66,21 +100,22 @@ Result cuCtxPushCurrent_v2(ContextHandle context) {
 }
 
 Result cuCtxPopCurrent_v2(ContextHandle* context) {
-  FAKE_ENTRY("cuCtxPopCurrent_v2");
+  SIM_ENTRY("cuCtxPopCurrent_v2");
   *context = current_context();
   --stack.depth;
   return kSuccess;
 }
 
 Result cuMemGetInfo_v2(size_t* free_bytes, size_t* total_bytes) {
-  FAKE_ENTRY("cuMemGetInfo_v2");
-  *free_bytes = size_t{6} << 30;
-  *total_bytes = size_t{8} << 30;
+  SIM_ENTRY("cuMemGetInfo_v2");
+  const auto device = current_context() - state.contexts;
+  *total_bytes = state.device_bytes_max[device];
+  *free_bytes = *total_bytes - state.device_bytes_used[device];
   return kSuccess;
 }
 
 Result cuMemHostRegister_v2(void* host, size_t bytes, unsigned flags) {
-  FAKE_ENTRY("cuMemHostRegister_v2");
+  SIM_ENTRY("cuMemHostRegister_v2");
   const auto address = reinterpret_cast<uintptr_t>(host);
   if (bytes == 0 || address % kPageBytes != 0) return call.violate("with an empty or unaligned range", kInvalidValue);
   if (bytes > kChunkBytes) return call.violate("with more than 1 GiB at once", kInvalidValue);
@@ -91,33 +126,37 @@ Result cuMemHostRegister_v2(void* host, size_t bytes, unsigned flags) {
     const auto& [base, registration] = *std::prev(next);
     if (base + registration.bytes > address) return kAlreadyRegistered;
   }
+  if (bytes > state.pinned_bytes_max - std::min(state.pinned_bytes, state.pinned_bytes_max)) return kOutOfMemory;
+  state.pinned_bytes += bytes;
   state.registrations[address].bytes = bytes;
   return kSuccess;
 }
 
 Result cuMemHostUnregister(void* host) {
-  FAKE_ENTRY("cuMemHostUnregister");
+  SIM_ENTRY("cuMemHostUnregister");
   const auto found = state.registrations.find(reinterpret_cast<uintptr_t>(host));
   if (found == state.registrations.end()) return call.violate("of memory that is not registered", kNotRegistered);
   if (found->second.copies_pending > 0) return call.violate("of memory that a copy still uses", kInvalidValue);
+  state.pinned_bytes -= found->second.bytes;
+  state.order.forget(host, found->second.bytes);
   state.registrations.erase(found);
   return kSuccess;
 }
 
 Result cuMemcpyHtoDAsync_v2(DeviceAddress device, const void* host, size_t bytes, StreamHandle stream) {
-  FAKE_ENTRY("cuMemcpyHtoDAsync_v2");
+  SIM_ENTRY("cuMemcpyHtoDAsync_v2");
   return queue_copy(call, reinterpret_cast<void*>(device), host, host, bytes, stream);
 }
 
 Result cuMemcpyDtoHAsync_v2(void* host, DeviceAddress device, size_t bytes, StreamHandle stream) {
-  FAKE_ENTRY("cuMemcpyDtoHAsync_v2");
+  SIM_ENTRY("cuMemcpyDtoHAsync_v2");
   return queue_copy(call, host, reinterpret_cast<const void*>(device), host, bytes, stream);
 }
 
 Result cuMemcpyBatchAsync(DeviceAddress* targets, DeviceAddress* sources, size_t* bytes, size_t count,
                           CopyAttributes* attributes, size_t* first_of_attributes, size_t attributes_count,
                           size_t* failed, StreamHandle stream) {
-  FAKE_ENTRY("cuMemcpyBatchAsync");
+  SIM_ENTRY("cuMemcpyBatchAsync");
   if (stream == reinterpret_cast<StreamHandle>(uintptr_t{kStreamLegacy}))
     return call.violate("with the legacy stream", kInvalidHandle);
   if (count == 0 || attributes_count != 1 || *first_of_attributes != 0 ||
@@ -135,7 +174,7 @@ Result cuMemcpyBatchAsync(DeviceAddress* targets, DeviceAddress* sources, size_t
 }
 
 Result cuDeviceGetPCIBusId(char* text, int text_bytes, Device device) {
-  FAKE_ENTRY("cuDeviceGetPCIBusId", Call::kInit);
+  SIM_ENTRY("cuDeviceGetPCIBusId", Call::kInit);
   constexpr char kBusId[] = "0000:C1:00.0";
   if (device < 0 || device >= state.devices || text_bytes < static_cast<int>(sizeof kBusId)) return kInvalidValue;
   std::copy(std::begin(kBusId), std::end(kBusId), text);
@@ -143,50 +182,43 @@ Result cuDeviceGetPCIBusId(char* text, int text_bytes, Device device) {
 }
 
 Result cuStreamCreate(StreamHandle* stream, unsigned flags) {
-  FAKE_ENTRY("cuStreamCreate");
+  SIM_ENTRY("cuStreamCreate");
   if (flags != kStreamNonBlocking) return call.violate("of a stream that blocks on the default stream", kInvalidValue);
-  const auto created = start_stream();
+  const auto created = start_stream(current_context());
   state.streams[created.get()] = created;
   *stream = created.get();
   return kSuccess;
 }
 
 Result cuStreamDestroy_v2(StreamHandle stream) {
-  FAKE_ENTRY("cuStreamDestroy_v2");
+  SIM_ENTRY("cuStreamDestroy_v2");
   const auto found = find_stream(call, stream);
   if (found == nullptr) return kInvalidHandle;
   if (state.streams.erase(stream) == 0) return call.violate("of the legacy stream", kInvalidHandle);
   found->destroyed = true;
-  state.changed.notify_all();
+  found->wake.notify_one();
   return kSuccess;
 }
 
 Result cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned flags) {
-  FAKE_ENTRY("cuStreamWaitEvent");
+  SIM_ENTRY("cuStreamWaitEvent");
   const auto waiter = find_stream(call, stream);
   const auto awaited = find_event(call, event);
   if (waiter == nullptr || awaited == nullptr || flags != 0) return kInvalidHandle;
-  const auto record = awaited->last;
-  if (record == nullptr) return kSuccess;
-  if (is_caller(stream)) {
-    state.changed.wait(call.lock, [&] { return record->completed; });
-    return kSuccess;
-  }
-  waiter->queue.emplace_back([record](Lock& lock) { state.changed.wait(lock, [&] { return record->completed; }); });
-  state.changed.notify_all();
+  wait_for(*awaited, *waiter, call.lock);
   return kSuccess;
 }
 
 Result cuStreamSynchronize(StreamHandle stream) {
-  FAKE_ENTRY("cuStreamSynchronize");
+  SIM_ENTRY("cuStreamSynchronize");
   const auto found = find_stream(call, stream);
   if (found == nullptr) return kInvalidHandle;
-  state.changed.wait(call.lock, [&] { return found->queue.empty() && !found->busy; });
-  return kSuccess;
+  synchronize(*found, call.lock);
+  return state.failure.empty() ? kSuccess : kLaunchFailed;
 }
 
 Result cuStreamIsCapturing(StreamHandle stream, CaptureState* capture) {
-  FAKE_ENTRY("cuStreamIsCapturing");
+  SIM_ENTRY("cuStreamIsCapturing");
   const auto found = find_stream(call, stream);
   if (found == nullptr) return kInvalidHandle;
   *capture = found->capturing ? kCaptureActive : kCaptureNone;
@@ -194,7 +226,7 @@ Result cuStreamIsCapturing(StreamHandle stream, CaptureState* capture) {
 }
 
 Result cuEventCreate(EventHandle* event, unsigned flags) {
-  FAKE_ENTRY("cuEventCreate");
+  SIM_ENTRY("cuEventCreate");
   if (flags != kEventBlockingSync) return call.violate("of an event that spins or cannot be timed", kInvalidValue);
   const auto created = std::make_shared<EventTag>();
   created->context = current_context();
@@ -204,55 +236,44 @@ Result cuEventCreate(EventHandle* event, unsigned flags) {
 }
 
 Result cuEventDestroy_v2(EventHandle event) {
-  FAKE_ENTRY("cuEventDestroy_v2");
+  SIM_ENTRY("cuEventDestroy_v2");
   if (find_event(call, event) == nullptr) return kInvalidHandle;
   state.events.erase(event);
   return kSuccess;
 }
 
 Result cuEventRecord(EventHandle event, StreamHandle stream) {
-  FAKE_ENTRY("cuEventRecord");
+  SIM_ENTRY("cuEventRecord");
   const auto recorded = find_event(call, event);
   const auto recorder = find_stream(call, stream);
   if (recorded == nullptr || recorder == nullptr) return kInvalidHandle;
-  const auto record = recorded->last = std::make_shared<Record>();
-  const auto complete = [record](Lock&) {
-    record->completed = true;
-    record->completed_at = std::chrono::steady_clock::now();
-  };
-  if (is_caller(stream)) {
-    complete(call.lock);
-  } else {
-    recorder->queue.emplace_back(complete);
-  }
-  state.changed.notify_all();
+  record(*recorded, *recorder);
   return kSuccess;
 }
 
 Result cuEventQuery(EventHandle event) {
-  FAKE_ENTRY("cuEventQuery");
+  SIM_ENTRY("cuEventQuery");
   const auto found = find_event(call, event);
   if (found == nullptr) return kInvalidHandle;
-  return found->last == nullptr || found->last->completed ? kSuccess : kNotReady;
+  return is_done(*found) ? kSuccess : kNotReady;
 }
 
 Result cuEventSynchronize(EventHandle event) {
-  FAKE_ENTRY("cuEventSynchronize");
+  SIM_ENTRY("cuEventSynchronize");
   const auto found = find_event(call, event);
   if (found == nullptr) return kInvalidHandle;
-  if (const auto record = found->last) state.changed.wait(call.lock, [&] { return record->completed; });
-  return kSuccess;
+  synchronize(*found, call.lock);
+  return state.failure.empty() ? kSuccess : kLaunchFailed;
 }
 
 Result cuEventElapsedTime(float* milliseconds, EventHandle from, EventHandle to) {
-  FAKE_ENTRY("cuEventElapsedTime");
+  SIM_ENTRY("cuEventElapsedTime");
   const auto begin = find_event(call, from);
   const auto end = find_event(call, to);
   if (begin == nullptr || end == nullptr) return kInvalidHandle;
   if (begin->last == nullptr || end->last == nullptr) return call.violate("of an event never recorded", kInvalidHandle);
   if (!begin->last->completed || !end->last->completed) return kNotReady;
-  const auto between = end->last->completed_at - begin->last->completed_at;
-  *milliseconds = std::chrono::duration<float, std::milli>(between).count();
+  *milliseconds = static_cast<float>(elapsed_ms(*begin, *end));
   return kSuccess;
 }
 
@@ -266,72 +287,6 @@ Result cuGetErrorString(Result result, const char** text) {
   if (result != static_cast<Result>(2)) return kInvalidValue;
   *text = "out of memory";
   return kSuccess;
-}
-
-void fake_fail_at(const char* name, int nth, int code) {
-  const Lock lock(state.mutex);
-  state.faults[name] = Fault{nth, static_cast<Result>(code)};
-}
-
-int fake_calls(const char* name) {
-  const Lock lock(state.mutex);
-  return state.calls[name];
-}
-
-int fake_violations() {
-  Lock lock(state.mutex, std::defer_lock);
-  if (!in_forked_child()) lock.lock();
-  return static_cast<int>(state.violations.size());
-}
-
-const char* fake_first_violation() { return state.violations.empty() ? "" : state.violations.front().c_str(); }
-
-void fake_forget_violations() {
-  const Lock lock(state.mutex);
-  state.violations.clear();
-}
-
-void fake_hold_streams(int held) {
-  const Lock lock(state.mutex);
-  state.held = held != 0;
-  state.changed.notify_all();
-}
-
-void fake_set_capturing(StreamHandle stream, int capturing) {
-  const Lock lock(state.mutex);
-  stream->capturing = capturing != 0;
-}
-
-void fake_caller_is_legacy(int is_so) {
-  const Lock lock(state.mutex);
-  state.caller_is_legacy = is_so != 0;
-}
-
-void fake_forget_faults() {
-  const Lock lock(state.mutex);
-  state.faults.clear();
-}
-
-void fake_set_devices(int count) {
-  const Lock lock(state.mutex);
-  state.devices = count;
-}
-
-ContextHandle fake_current_context() { return current_context(); }
-
-int fake_retained_contexts() {
-  const Lock lock(state.mutex);
-  return state.contexts[0].retained + state.contexts[1].retained;
-}
-
-int fake_registrations() {
-  const Lock lock(state.mutex);
-  return static_cast<int>(state.registrations.size());
-}
-
-int fake_live_handles() {
-  const Lock lock(state.mutex);
-  return static_cast<int>(state.streams.size() + state.events.size());
 }
 }
 #pragma GCC visibility pop

@@ -7,7 +7,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from fake_cuda.build import build_fake_cuda
+from twin.build import build_machine
 
 from offload import _core
 
@@ -40,10 +40,10 @@ class Double:
     """
 
     def __init__(self, directory: Path, *, caller_is_legacy: bool) -> None:
-        self._path = str(build_fake_cuda(directory / "libfake.so"))
+        self._path = str(build_machine(directory / "libsim.so"))
         self._library = ctypes.CDLL(self._path)
-        self._library.fake_first_violation.restype = ctypes.c_char_p
-        self._library.fake_caller_is_legacy(int(caller_is_legacy))
+        self._library.sim_first_violation.restype = ctypes.c_char_p
+        self._library.sim_caller_is_legacy(int(caller_is_legacy))
 
     def driver(self) -> _core.Driver:
         """A new CUDA driver over it."""
@@ -51,42 +51,42 @@ class Double:
 
     def fail_at(self, name: str, nth: int, code: int = 2) -> None:
         """The `nth` call of `name` from now on fails with `code`."""
-        self._library.fake_fail_at(name.encode(), nth, code)
+        self._library.sim_fail_at(name.encode(), nth, code)
 
     def hold_streams(self, held: bool) -> None:
         """While held, what is queued stays queued."""
-        self._library.fake_hold_streams(int(held))
+        self._library.sim_hold_streams(int(held))
 
     def forget_faults(self) -> None:
         """No call fails any more."""
-        self._library.fake_forget_faults()
+        self._library.sim_forget_faults()
 
     def count(self, name: str) -> int:
         """How often `name` was called."""
-        return int(self._library.fake_calls(name.encode()))
+        return int(self._library.sim_calls(name.encode()))
 
     def forget_violations(self) -> None:
         """Nobody has done anything wrong so far."""
-        self._library.fake_forget_violations()
+        self._library.sim_forget_violations()
 
     @property
     def first_violation(self) -> str:
         """What the caller did wrong first; empty where it did not."""
-        return self._library.fake_first_violation().decode()
+        return self._library.sim_first_violation().decode()
 
     @property
     def registrations(self) -> int:
         """Ranges pinned now."""
-        return int(self._library.fake_registrations())
+        return int(self._library.sim_registrations())
 
     @property
     def live_handles(self) -> int:
         """Streams and events alive."""
-        return int(self._library.fake_live_handles())
+        return int(self._library.sim_live_handles())
 
 
 @cache
 def the_double() -> Double:
     """The one whose device is RAM to its callers; its threads outlive every test, and so does its file."""
-    directory = tempfile.mkdtemp(prefix="offload-fake-cuda-")
+    directory = tempfile.mkdtemp(prefix="offload-machine-")
     return Double(Path(directory), caller_is_legacy=True)

@@ -1,0 +1,50 @@
+"""The simulated accelerator's own tests, and those marked `gpu` on it: each row a process of its own.
+
+A process has one such backend, for good, and its `torch.accelerator` is that; so nothing of it may enter this one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from twin.build import TORCH_VERSION, build_backend
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = {
+    "order": ["tests/twin/inside/test_order.py"],
+    "backend": ["tests/twin/inside/test_backend.py"],
+    "models": ["tests/twin/inside/test_models.py"],
+}
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="device memory is mapped twice, as Linux does it"),
+    pytest.mark.skipif(
+        torch.__version__.split("+")[0] != TORCH_VERSION,
+        reason=f"the simulated accelerator needs torch {TORCH_VERSION}",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """Built before the first row's time begins to count."""
+    return build_backend()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("row", ROWS)
+def test_on_the_simulated_accelerator(row, backend, figures):
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--device", "sim", *ROWS[row]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-5_000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None, run.stdout
+    figures.setdefault("tests on the simulated accelerator", Counter())[row] += int(passed[1])
