@@ -87,9 +87,10 @@ class Session(Answers):
         self._enabled = True
         self._wraps = options.n_tensors != 0 or planning.on_profile is not None
         if self._wraps:  # 0 is a true no-op: nothing is wrapped
-            self._wrappers.append(ForwardWrapper(model, self._around_forward))
+            wrapper = ForwardWrapper(model, self._around_forward)
+            self._wrappers.append(wrapper)
             for outer in compiled.untraceable_wrappers(model):
-                self._wrappers.append(ForwardWrapper(outer, self._around_compiled))
+                self._wrappers.append(ForwardWrapper(outer, partial(self._around_compiled, wrapper)))
             modules = dict(model.named_modules())
             for name in options.exclude:
                 self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
@@ -327,9 +328,11 @@ class Session(Answers):
             yield
 
     @contextmanager
-    def _around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _around_compiled(
+        self, wrapper: ForwardWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         """Around what torch.compile returned, whose graph shall show the model as it is without the engine."""
-        with self._around_forward(args, kwargs), self._wrappers[0].lifted():
+        with self._around_forward(args, kwargs), wrapper.lifted():
             yield
 
     @contextmanager

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload import timeline_page
 from offload.call_stack import running_module
-from offload.compiled import modules_in_graphs
+from offload.compiled import modules_in_graphs, wrappers_of
 from offload.engine import Engine, SwappedView
 from offload.hooks import Packed, Policy, Round
 from offload.timeline import MemorySample, Span, StepTimeline, merged, without
@@ -146,6 +146,7 @@ class StepRecording:
         self._marks: list[_Mark] = []
         self._tickets: dict[int, str] = {}
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self._names |= {id(outer): type(model).__name__ for outer in wrappers_of(model)}
         self._forwards = 0
         self._entered = False
         self._backward_noted = False
