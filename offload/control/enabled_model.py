@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -101,9 +102,10 @@ class EnabledModel:
         self._wrappers: list[ForwardWrapper] = []
         self.wraps = options.n_tensors != 0 or always
         if self.wraps:  # 0 is a true no-op: nothing is wrapped
-            self._wrappers.append(ForwardWrapper(model, self._around_forward))
+            wrapper = ForwardWrapper(model, self._around_forward)
+            self._wrappers.append(wrapper)
             for outer in compiled.untraceable_wrappers(model):
-                self._wrappers.append(ForwardWrapper(outer, self._around_compiled))
+                self._wrappers.append(ForwardWrapper(outer, partial(self._around_compiled, wrapper)))
             modules = dict(model.named_modules())
             for name in options.exclude:
                 self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
@@ -245,9 +247,11 @@ class EnabledModel:
             yield
 
     @contextmanager
-    def _around_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _around_compiled(
+        self, wrapper: ForwardWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         """Around what torch.compile returned, whose graph shall show the model as it is without the engine."""
-        with self._around_forward(args, kwargs), self._wrappers[0].lifted():
+        with self._around_forward(args, kwargs), wrapper.lifted():
             yield
 
     def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

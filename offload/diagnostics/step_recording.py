@@ -27,7 +27,7 @@ from offload.runtime.hooks import Packed, Policy, Round
 from offload.runtime.saved_view import SwappedView
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
-from offload.torch_compat.compiled import modules_in_graphs
+from offload.torch_compat.compiled import modules_in_graphs, wrappers_of
 
 __all__ = ["StepRecording", "WatchedRound"]
 
@@ -141,6 +141,7 @@ class StepRecording:
         self._marks: list[_Mark] = []
         self._tickets: dict[int, str] = {}
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        self._names |= {id(outer): type(model).__name__ for outer in wrappers_of(model)}
         self._forwards = 0
         self._entered = False
         self._backward_noted = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,8 +34,6 @@ class ForwardWrapper:
             del module.__dict__["forward"]  # what a deep copy of an enabled module carries: the plain one
         self._framed: Callable[..., Any] | None = None
         self._is_wanted = True
-        self._lifts = 0
-        self._lock = threading.Lock()
         self._was_own = "forward" in module.__dict__
         self._inner = module.__dict__.get("forward") or type(module).forward
         functools.update_wrapper(self, module.forward)
@@ -106,24 +103,19 @@ class ForwardWrapper:
 
     def undo(self) -> None:
         """Give the module its own `forward` back."""
-        with self._lock:
-            self._is_wanted = False
-            self._take_away()
+        self._is_wanted = False
+        self._take_away()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Show the module as it is without this wrapper: something around the call does the wrapper's work."""
-        with self._lock:
-            self._lifts += 1
-            self._take_away()
         try:
+            self._take_away()
             yield
         finally:
-            with self._lock:
-                self._lifts -= 1
-                module = self._module()
-                if module is not None and self._is_wanted and not self._lifts:
-                    module.__dict__["forward"] = self
+            module = self._module()
+            if module is not None and self._is_wanted:
+                module.__dict__["forward"] = self
 
     def _take_away(self) -> None:
         module = self._module()

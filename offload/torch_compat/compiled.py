@@ -105,13 +105,13 @@ def untraceable_wrappers(module: nn.Module) -> list[nn.Module]:
 
     Its graph would break at a wrapper of the module's forward.
     """
-    return _compiled_from(module) if _is_passed_over(type(module).forward) else []
+    return wrappers_of(module) if _is_passed_over(type(module).forward) else []
 
 
 def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
     """The parts of a model whose calls torch.compile traces: a hook there would break its graph."""
     kind = _optimized_module()
-    roots = [model] if _compiled_from(model) else []
+    roots = [model] if wrappers_of(model) else []
     for part in model.modules():
         if kind is not None and type(part) is kind:
             roots.append(part.get_submodule("_orig_mod"))
@@ -120,7 +120,7 @@ def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
     return {part for root in roots for part in root.modules()}
 
 
-def _compiled_from(module: nn.Module) -> list[nn.Module]:
+def wrappers_of(module: nn.Module) -> list[nn.Module]:
     """What torch.compile has returned for a module, which itself does not know of it."""
     kind = _optimized_module()
     if kind is None:

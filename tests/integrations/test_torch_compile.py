@@ -104,6 +104,32 @@ def test_disabled_again_it_runs_as_before(plain):
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_disabled_sequential_runs_as_before(when):
+    """Torch calls a Sequential from a frame of its own, which must not meet the engine."""
+
+    def steps(call):
+        train(call, model, 1)
+        counters = torch._dynamo.utils.counters
+        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+    torch._dynamo.utils.counters.clear()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = call.forward
+    if when == "after":
+        steps(call)
+    with offload.enable(model, **KNOBS) as handle:
+        assert steps(call) == (1, {})
+        assert handle.report().steps == 1
+        model(torch.ones(16, 64)).sum().backward()
+        assert handle.report().steps == 2, "the model itself is still enabled"
+    assert "forward" not in model.__dict__
+    assert call.forward is before
+    assert steps(call) == (1, {})
+    assert handle.report().steps == 2
+
+
 def test_enabled_before_it_is_compiled(plain):
     model = make_blocks()
     with offload.enable(model, **KNOBS) as handle:
@@ -218,7 +244,7 @@ def test_a_recorded_step_is_compiled_as_any(way, tmp_path):
             train(call, model, STEPS)
             counters = torch._dynamo.utils.counters
             graphs.append((counters["stats"]["unique_graphs"], dict(counters["frames"]), dict(counters["graph_break"])))
-    assert graphs[1] == graphs[0]
+    assert graphs[1] == graphs[0] != (0, {}, {})
     computed = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "forward"}
     expected = {"Blocks"} if way.startswith("whole") else {"blocks.0", "blocks.1", "blocks.2", "head"}
     assert expected <= computed
