@@ -7,19 +7,23 @@ batch, parameters) is none, and neither is what no setting moves.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.course import Course, Stopwatch
+from offload.course import Course, Measured, Stopwatch
 from offload.engine import Engine, LeaseReference
 from offload.plan import Swap
 from offload.report import Counts
 from offload.schedule import Schedule
 from offload.trace import Trace
+
+LATE_SECONDS = 0.5e-3  # a tensor that is waited for longer is late
+MEASUREMENTS_MAX = 5  # of a schedule's steps, the last ones
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class WeighedCourse(Course):
         counts: Counts,
         reason: str,
         deviate: Callable[[], None],
-        stopwatch: Stopwatch | None,
+        stopwatch: Stopwatch,
         weights: Weights,
         *,
         finds_held: bool = False,
@@ -118,17 +122,31 @@ class WeighedCourse(Course):
         self.missed: set[int] = set()
         self.held: set[int] = set()
         self._weights = weights
-        self._storages: dict[int, StorageWeakRef] | None = {} if finds_held and stopwatch is not None else None
+        self._storages: dict[int, StorageWeakRef] | None = {} if finds_held else None
         self._step = counts.steps
         self._stayed_bytes = 0  # of what was to leave and could not
         self._peak_bytes = 0
         # What another round has in memory cannot be told from what this one has.
-        self._is_weighed = stopwatch is not None and engine.unswapped.now == 0
+        self._is_weighed = engine.unswapped.now == 0
+        self._measured = stopwatch.measured
 
     @property
     def peak_bytes(self) -> int | None:
         """Most activations in memory at a time; None where they were not weighed."""
         return self._peak_bytes if self._is_weighed and self.on_course else None
+
+    def measured(self, node_count: int) -> Measured | None:
+        """What it took; None where it is not over."""
+        return self._measured(node_count)
+
+    def late_packs(self, measured: Measured) -> dict[int, float]:
+        """Seconds waited, by first pack index, for what backward asked for before it was there."""
+        schedule, waited = self.schedule, dict.fromkeys(self.missed, 0.0)
+        for index, seconds in measured.waits.items():
+            first = schedule.order.duplicates.get(index, index)
+            if first in schedule.swapped:
+                waited[first] = waited.get(first, 0.0) + seconds
+        return {index: seconds for index, seconds in waited.items() if seconds > LATE_SECONDS or index in self.missed}
 
     def swapped(self, pack_index: int, reference: LeaseReference, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
@@ -155,9 +173,8 @@ class WeighedCourse(Course):
         reference = self._leases.get(first)
         lease = reference() if reference is not None else None
         is_missing = lease is not None and lease.record.is_away
-        if is_missing and self.on_course:
+        if is_missing:
             self.missed.add(first)
-            self._counts.loaded_late += 1
         if self._is_weighed:
             self._weigh(self._node, lease.record.nbytes if lease is not None and is_missing else 0)
 
@@ -171,3 +188,35 @@ class WeighedCourse(Course):
         elif node is not None:
             now = self._weights.kept[node] + self._stayed_bytes + self._engine.resident.now + more_bytes
             self._peak_bytes = max(self._peak_bytes, now)
+
+
+@dataclass
+class HandRounds:
+    """One signature by hand: its schedule, and what its steps have really taken."""
+
+    schedule: Schedule
+    weights: Weights
+    rounds: int = 0
+    courses: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))  # still to be read
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    compute_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
+    late: dict[int, float] = field(default_factory=dict)  # pack index → seconds that the last measured step waited
+
+    def learn(self, counts: Counts) -> None:
+        """Read what the last rounds took."""
+        unread = []
+        for course in self.courses:
+            measured = course.measured(self.schedule.order.node_count)
+            if measured is None:
+                unread.append(course)
+                continue
+            self.step_seconds.append(measured.step_seconds)
+            self.compute_seconds.append(sum(measured.node_seconds))
+            if course.peak_bytes is not None:
+                self.activation_bytes.append(course.peak_bytes)
+            self.late = course.late_packs(measured)
+            counts.prefetched_late += len(self.late.keys() - course.missed)
+            self.weights = Weights.by_hand(self.schedule, course.held)
+        self.courses.clear()
+        self.courses.extend(unread)

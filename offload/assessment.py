@@ -12,12 +12,12 @@ from statistics import median
 import torch
 
 from offload import allocator
-from offload.activations import Weights
+from offload.activations import HandRounds, Weights
 from offload.device_memory import resident_set
 from offload.engine import Engine
 from offload.options import Options, is_in_memory
 from offload.plan import unswapped_bytes
-from offload.planning import MEASUREMENTS_MIN, ByHand, ByPlan, HandRounds, Pursuit
+from offload.planning import MEASUREMENTS_MIN, ByHand, ByPlan, Pursuit
 from offload.report import Counts
 from offload.units import format_bytes, parse_bytes, round_up_bytes
 from offload.verdict import Verdict
@@ -147,7 +147,7 @@ def _planned(verdict: Verdict, pursuit: Pursuit, subject: Subject) -> Verdict:
         step_seconds=median(pursuit.step_seconds) if pursuit.step_seconds else None,
         step_seconds_planned=plan.expected_seconds,
         tensors_swapped=len(plan.swaps),
-        late_tensors=max(len(pursuit.late), pursuit.missed),
+        late_tensors=pursuit.late_tensors,
         late_seconds=sum(pursuit.late.values()),
         late_seconds_planned=plan.step_seconds - plan.compute_seconds,
         is_bare=subject.counts.bare_steps > 0,

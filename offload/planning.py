@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import nn
 
-from offload.activations import WeighedCourse, Weights
+from offload.activations import LATE_SECONDS, MEASUREMENTS_MAX, HandRounds, WeighedCourse, Weights
 from offload.course import Course, Follower, Idle, Measured, Stopwatch
 from offload.engine import Engine
 from offload.held import HeldBytes
@@ -48,13 +48,10 @@ DEVIATIONS_MAX = 4
 BLIND_PROFILES_MAX = 3  # of a signature: another profiler was running each time
 REPLANS_MAX = 5
 LOOK_AGAIN_STEPS = 64  # of a plan without swaps: one of so many is watched still
-MEASUREMENTS_MAX = 5
 MEASUREMENTS_MIN = 3  # of a plan's steps, before it is judged: a neighbour may have slowed one
 _OFF = 0.05  # a prediction that is off by more is worth a new plan
 _FASTER = 0.25
-_LATE_SECONDS = 0.5e-3
 _DEVICE_MEASURED_STEPS = 8
-_HAND_MEASURED_STEPS = 8
 _KEPT = "kept by plan"
 
 # Told of every profiled step before it is planned (trace, link, most bytes that host memory takes), where somebody
@@ -98,48 +95,6 @@ class Planning(Protocol):
         """Stop watching whatever is only watched in a step."""
 
 
-@dataclass
-class HandRounds:
-    """One signature by hand: its schedule, and what its steps have really taken."""
-
-    schedule: Schedule
-    weights: Weights
-    rounds: int = 0
-    courses: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))  # still to be read
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    compute_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))
-    late: dict[int, float] = field(default_factory=dict)  # pack index → seconds that the last measured step waited
-
-    def learn(self, counts: Counts) -> None:
-        """Read what the last rounds took."""
-        unread = []
-        for course in self.courses:
-            measured = course.stopwatch.measured(self.schedule.order.node_count) if course.stopwatch else None
-            if measured is None:
-                unread.append(course)
-                continue
-            self.step_seconds.append(measured.step_seconds)
-            self.compute_seconds.append(sum(measured.node_seconds))
-            if course.peak_bytes is not None:
-                self.activation_bytes.append(course.peak_bytes)
-            self.late = late_packs(course, measured)
-            counts.prefetched_late += len(self.late.keys() - course.missed)
-            self.weights = Weights.by_hand(self.schedule, course.held)
-        self.courses.clear()
-        self.courses.extend(unread)
-
-
-def late_packs(course: WeighedCourse, measured: Measured) -> dict[int, float]:
-    """Seconds waited, by first pack index, for what came late: begun when backward asked for it, or not there yet."""
-    schedule, waited = course.schedule, dict.fromkeys(course.missed, 0.0)
-    for index, seconds in measured.waits.items():
-        first = schedule.order.duplicates.get(index, index)
-        if first in schedule.swapped:
-            waited[first] = waited.get(first, 0.0) + seconds
-    return {index: seconds for index, seconds in waited.items() if seconds > _LATE_SECONDS or index in course.missed}
-
-
 class ByHand:
     """Swaps `n_tensors`, brings each back `lookahead_nodes` ahead."""
 
@@ -172,19 +127,12 @@ class ByHand:
         self.schedules.move_to_end(signature)
         rounds.learn(self._counts)
         rounds.rounds += 1
-        is_measured = rounds.rounds <= _HAND_MEASURED_STEPS or rounds.rounds % LOOK_AGAIN_STEPS == 0
-        course = WeighedCourse(
-            rounds.schedule,
-            self._engine,
-            self._counts,
-            "n_tensors",
-            lambda: self.forget(signature),
-            Stopwatch(self._engine) if is_measured else None,
-            rounds.weights,
-            finds_held=True,
-        )
-        if is_measured:
-            rounds.courses.append(course)
+        about = (rounds.schedule, self._engine, self._counts, "n_tensors", lambda: self.forget(signature))
+        if rounds.rounds > MEASUREMENTS_MAX and rounds.rounds % LOOK_AGAIN_STEPS:
+            self._counts.unmeasured_steps += 1
+            return Course(*about)
+        course = WeighedCourse(*about, Stopwatch(self._engine), rounds.weights, finds_held=True)
+        rounds.courses.append(course)
         return course
 
     def needs_hooks(self, signature: object) -> bool:
@@ -229,7 +177,7 @@ class Pursuit:
     swap_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # in hooks, of a swap
     starts: tuple[float, ...] = ()  # measured in the last step
     late: dict[int, float] = field(default_factory=dict)  # tensor id → seconds that the last step waited for it
-    missed: int = 0  # tensors that the last step asked for before they had begun to come back
+    late_tensors: int = 0  # that the last measured step waited for, or asked for before they had begun to come back
     weights: Weights | None = None  # of the plan
     activation_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=MEASUREMENTS_MAX))  # at peaks
     refusal: InfeasibleLimitError | None = None  # without its traceback: no plan keeps the limit
@@ -429,6 +377,7 @@ class ByPlan:
         pursuit.schedule = of_plan(pursuit.profile.order, plan, pursuit.profile.members)
         pursuit.step_seconds.clear()
         pursuit.activation_bytes.clear()
+        pursuit.late_tensors = 0
         self.latest = pursuit
 
     def _wanted_plan(self, trace: Trace, link: Link) -> Plan:
@@ -476,26 +425,19 @@ class ByPlan:
 
     def _course(self, signature: object, pursuit: Pursuit, borrowed: bool = False) -> Course:
         assert pursuit.schedule is not None
-        assert pursuit.weights is not None
-        schedule, stopwatch = pursuit.schedule, None
         if borrowed:
             self._counts.borrowed_steps += 1
-            schedule = replace(schedule, borrowed=True)
         else:
             pursuit.rounds += 1
             self.latest = pursuit
-            stopwatch = Stopwatch(self._engine) if self._measures(pursuit) else None
-        course = WeighedCourse(
-            schedule,
-            self._engine,
-            self._counts,
-            _KEPT,
-            lambda: self.forget(signature),
-            stopwatch,
-            pursuit.weights,
-        )
-        if not borrowed:
-            pursuit.courses.append(course)
+        schedule = replace(pursuit.schedule, borrowed=True) if borrowed else pursuit.schedule
+        about = (schedule, self._engine, self._counts, _KEPT, lambda: self.forget(signature))
+        if borrowed or not self._measures(pursuit):
+            self._counts.unmeasured_steps += 1
+            return Course(*about)
+        assert pursuit.weights is not None
+        course = WeighedCourse(*about, Stopwatch(self._engine), pursuit.weights)
+        pursuit.courses.append(course)
         return course
 
     # -- from measurements to a better plan ---------------------------------------------------------------------------
@@ -504,21 +446,17 @@ class ByPlan:
         """Read what the last rounds took."""
         unread = []
         for course in pursuit.courses:
-            pursuit.missed = len(course.missed)
-            if course.stopwatch is None or not course.on_course:
+            if not course.on_course:
                 continue
-            measured = course.stopwatch.measured(len(pursuit.profile.trace.nodes))
+            measured = course.measured(len(pursuit.profile.trace.nodes))
             if measured is None:
                 unread.append(course)
             elif course.schedule is pursuit.schedule:
-                self._take_in(pursuit, measured)
-                self._counts.prefetched_late += len(late_packs(course, measured).keys() - course.missed)
-                if course.peak_bytes is not None:
-                    pursuit.activation_bytes.append(course.peak_bytes)
+                self._take_in(pursuit, course, measured)
         pursuit.courses.clear()
         pursuit.courses.extend(unread)
 
-    def _take_in(self, pursuit: Pursuit, measured: Measured) -> None:
+    def _take_in(self, pursuit: Pursuit, course: WeighedCourse, measured: Measured) -> None:
         plan = pursuit.plan
         assert plan is not None
         record = StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
@@ -540,8 +478,13 @@ class ByPlan:
         pursuit.late = {}
         for index, seconds in measured.waits.items():
             tensor = owner.get(pursuit.profile.order.duplicates.get(index, index))
-            if tensor is not None and seconds > _LATE_SECONDS:
+            if tensor is not None and seconds > LATE_SECONDS:
                 pursuit.late[tensor] = pursuit.late.get(tensor, 0.0) + seconds
+        late = course.late_packs(measured).keys()
+        pursuit.late_tensors = len({owner[index] for index in late if index in owner})
+        self._counts.prefetched_late += len(late - course.missed)
+        if course.peak_bytes is not None:
+            pursuit.activation_bytes.append(course.peak_bytes)
 
     def _is_off(self, pursuit: Pursuit) -> bool:
         """Whether the last steps kept the promise badly enough for a new plan. Bounded, logged."""

@@ -59,7 +59,10 @@ class Counts(defaultdict[str, Count]):
         self.duplicates = Count()
         self.prefetched = 0
         self.prefetched_late = 0
+        self.unmeasured_steps = 0
         self.loaded_late = 0
+        self._follows = False
+        self._misses_before = 0
         self.prefetches_without_memory = 0
         self.steps = 0
         self.profiled_steps = 0
@@ -73,6 +76,16 @@ class Counts(defaultdict[str, Count]):
         """A forward pass begins: what follows is `in_round`."""
         self._swapped_before = replace(self.swapped)
         self._kept_before = {reason: replace(count) for reason, count in self.items()}
+
+    def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
+        """Of all `misses` so far, those since the last call were late if the round follows a schedule.
+
+        `follows` tells it of the round that now begins; None: the same round goes on.
+        """
+        if self._follows:
+            self.loaded_late += misses - self._misses_before
+        self._misses_before = misses
+        self._follows = self._follows if follows is None else follows
 
     def in_round(self) -> tuple[Count, dict[str, Count]]:
         """What has moved since the last forward pass began, and by reason what has stayed."""
@@ -158,6 +171,8 @@ class Report:
         Of scheduled steps: storages that backward asked for before they had begun to come back.
     prefetched_late : int
         Of measured steps: prefetched storages that backward had to wait for.
+    unmeasured_steps : int
+        Scheduled steps that were not measured: on a CUDA device and by hand all but the first few.
     profiled_steps : int
         Steps that were profiled, which is slow: the first one of each shape.
     borrowed_steps : int
@@ -185,6 +200,7 @@ class Report:
     prefetched: int
     loaded_late: int = 0
     prefetched_late: int = 0
+    unmeasured_steps: int = 0
     profiled_steps: int = 0
     borrowed_steps: int = 0
     bare_steps: int = 0
@@ -211,6 +227,7 @@ class Report:
             "prefetched": self.prefetched,
             "loaded_late": self.loaded_late,
             "prefetched_late": self.prefetched_late,
+            "unmeasured_steps": self.unmeasured_steps,
             "cancelled": store["cancelled"],
             "failed": store["failed"],
             "spilled_bytes": store["spilled_bytes"],
@@ -238,7 +255,7 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """The details: name and words."""
         about = self.to_dict()
-        in_time = self.prefetched - self.prefetched_late
+        in_time = f"{self.prefetched - self.prefetched_late}" + (" as far as measured" if self.unmeasured_steps else "")
         rows = [
             *self._measured(),
             ("steps", f"{self.steps} on {self.device}, {self.tier}"),
@@ -265,9 +282,9 @@ class Report:
         """How the figures of the verdict are known."""
         count = self.verdict.steps_measured
         if count:
-            last = "the last planned step" if count == 1 else f"median of the last {count} planned steps"
-            last = last.replace("planned ", "") if self.verdict.kind == "by hand" else last
-            yield "time measured", f"{last}: forward and backward, without the optimizer"
+            of = "step" if self.verdict.kind == "by hand" else "planned step"
+            which = f"one {of}" if count == 1 else f"median of {count} {of}s"
+            yield "time measured", f"{which}: forward and backward, without the optimizer"
             yield "time without offload", "estimated: the computation of these steps, without copies and waits"
 
     def _profiled(self) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from offload import allocator, compiled, planning
 from offload.answers import Answers
 from offload.assessment import weigh_process
 from offload.calibration import calibrate
+from offload.course import Course
 from offload.device_memory import watch_refusals
 from offload.engine import Engine, has_storage
 from offload.forward_wrapper import ForwardWrapper
@@ -146,6 +147,7 @@ class Session(Answers):
         self.engine.collect()
         kept = {reason: replace(count) for reason, count in self.counts.items() if count.tensors}
         self._planning.settle()
+        self.counts.attribute_misses(self.engine.misses)
         return Report(
             verdict=weigh_process(self._verdict()),
             steps=self.counts.steps,
@@ -160,6 +162,7 @@ class Session(Answers):
             prefetched=self.counts.prefetched,
             loaded_late=self.counts.loaded_late,
             prefetched_late=self.counts.prefetched_late,
+            unmeasured_steps=self.counts.unmeasured_steps,
             profiled_steps=self.counts.profiled_steps,
             borrowed_steps=self.counts.borrowed_steps,
             bare_steps=self.counts.bare_steps,
@@ -336,7 +339,9 @@ class Session(Answers):
         model = self._model()
         assert model is not None  # its forward is running
         signature = self._signature(args, kwargs)
-        current.attach(self._planning.follower(signature, model))
+        follower = self._planning.follower(signature, model)
+        self.counts.attribute_misses(self.engine.misses, isinstance(follower, Course))
+        current.attach(follower)
         if type(current) is Round and not self._planning.needs_hooks(signature):  # a watched one shows the step anyway
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are on: the forward that begins runs within them
