@@ -38,6 +38,7 @@ from offload.report import Counts, StepRecord
 from offload.schedule import Schedule, StepOrder, by_hand, of_plan
 from offload.trace import Trace
 from offload.units import format_seconds
+from offload.weak import weakly
 
 log = logging.getLogger("offload")
 
@@ -127,7 +128,8 @@ class ByHand:
         self.schedules.move_to_end(signature)
         rounds.learn(self._counts)
         rounds.rounds += 1
-        about = (rounds.schedule, self._engine, self._counts, "n_tensors", lambda: self.forget(signature))
+        # Weakly: its last rounds are held here, and must not hold the store when the session is gone.
+        about = (rounds.schedule, self._engine, self._counts, "n_tensors", partial(weakly(self.forget), signature))
         if rounds.rounds > MEASUREMENTS_MAX and rounds.rounds % LOOK_AGAIN_STEPS:
             self._counts.unmeasured_steps += 1
             return Course(*about)
@@ -431,7 +433,7 @@ class ByPlan:
             pursuit.rounds += 1
             self.latest = pursuit
         schedule = replace(pursuit.schedule, borrowed=True) if borrowed else pursuit.schedule
-        about = (schedule, self._engine, self._counts, _KEPT, lambda: self.forget(signature))
+        about = (schedule, self._engine, self._counts, _KEPT, partial(weakly(self.forget), signature))
         if borrowed or not self._measures(pursuit):
             self._counts.unmeasured_steps += 1
             return Course(*about)

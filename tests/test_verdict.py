@@ -320,7 +320,7 @@ def test_what_others_have_found_is_in_the_verdict_once() -> None:
         report = handle.report()
     assert report.verdict.state() == "no training step has run yet; the model has moved <away>"
     assert "moved &lt;away&gt;" in report._repr_html_()
-    assert handle.report().verdict.state().startswith("disabled; before: ")
+    assert handle.report().verdict.state().endswith("; disabled now")
 
 
 def test_nothing_to_swap_says_why() -> None:
