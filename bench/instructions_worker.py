@@ -29,12 +29,13 @@ def planted_loop() -> None:
 def hooks(stack: ExitStack, kind: str) -> Subject:
     """Settled steps that save tensors of one kind: the engine's, and one without hooks to take away."""
     from hook_rig import HookRig
+    from offload.activations import MEASUREMENTS_MAX
 
     subject = {}
     for label, count in (("once", COUNT), ("twice", 2 * COUNT)):
         rig = stack.enter_context(closing(HookRig(kind.removesuffix(", measured"), count=count, measured=", " in kind)))
         for contestant in ("offload", "none"):
-            for _ in range(3):
+            for _ in range(MEASUREMENTS_MAX + 2):  # one is recorded, and the next ones are measured
                 rig.step(contestant)
             subject[f"{label} {contestant}"] = partial(rig.step, contestant)
     return subject

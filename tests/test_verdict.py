@@ -262,6 +262,38 @@ def test_two_rounds_at_a_time_are_not_weighed(tmp_path: Path) -> None:
         assert "at peak (predicted) instead of" in verdict.memory()
 
 
+def test_late_is_what_a_schedule_brought_back_too_late(tmp_path: Path) -> None:
+    """A profiled step loads everything on demand, as it should: that is no delay of a planned one."""
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+        train(model, optimizer, [512])
+        report = handle.report()
+        assert report.misses > 0
+        assert (report.loaded_late, report.prefetched_late) == (0, 0)
+        train(model, optimizer, [512] * 5)
+        later = handle.report()
+        assert later.loaded_late == later.misses - report.misses
+        assert later.unmeasured_steps == 0
+    rows = dict(later.rows())
+    assert rows["slow profiling steps"] == "1; steps that reuse a larger shape's plan: 0"
+    assert rows["prefetched in time"].startswith(f"{later.prefetched - later.prefetched_late}; loaded late: ")
+
+
+def test_by_hand_a_few_steps_are_measured_and_that_is_said() -> None:
+    model, optimizer = make()
+    with offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1) as handle:
+        train(model, optimizer, [256] * 12)
+        report = handle.report()
+        verdict = report.verdict
+        assert (verdict.kind, verdict.steps_measured, report.unmeasured_steps) == ("by hand", 5, 12 - 1 - 5)
+        assert verdict.step_seconds
+        assert verdict.compute_seconds
+        assert " as far as measured; loaded late: " in dict(report.rows())["prefetched in time"]
+        assert verdict.activation_bytes is not None
+        assert verdict.activation_bytes_unswapped is not None
+        assert 0 < verdict.activation_bytes <= verdict.activation_bytes_unswapped
+
+
 def test_what_could_not_leave_is_in_memory_and_said(tmp_path: Path) -> None:
     model, optimizer = make()
     with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
@@ -288,7 +320,7 @@ def test_what_others_have_found_is_in_the_verdict_once() -> None:
         report = handle.report()
     assert report.verdict.state() == "no training step has run yet; the model has moved <away>"
     assert "moved &lt;away&gt;" in report._repr_html_()
-    assert handle.report().verdict.state().startswith("disabled; before: ")
+    assert handle.report().verdict.state().endswith("; disabled now")
 
 
 def test_nothing_to_swap_says_why() -> None:

@@ -28,8 +28,9 @@ from offload.profiling.profiler import Profiler
 from offload.runtime.activations import WeighedCourse
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Follower, Idle, Stopwatch
-from offload.runtime.schedule import StepOrder
+from offload.runtime.executor import Course, Follower, Idle, Stopwatch
+from offload.runtime.schedule import Schedule, StepOrder
+from offload.runtime.weak import weakly
 
 __all__ = ["Controller", "PlanController", "ProfileListener"]
 
@@ -196,18 +197,21 @@ class PlanController:
     def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> Follower:
         planned.steps += 1
         self._latest = planned
-        executor = self._executor(signature, planned, Stopwatch(self._engine) if self._measures(planned) else None)
+        about = self._about(signature, planned.schedule)
+        if not self._measures(planned):
+            self._counts.unmeasured_steps += 1
+            return Course(*about)
+        assert planned.weights is not None
+        executor = WeighedCourse(*about, Stopwatch(self._engine), planned.weights)
         planned.executors.append(executor)
         return executor
 
-    def _executor(
-        self, signature: object, planned: PlannedStep, stopwatch: Stopwatch | None, *, borrowed: bool = False
-    ) -> WeighedCourse:
-        assert planned.schedule is not None
-        assert planned.weights is not None
-        schedule = replace(planned.schedule, borrowed=True) if borrowed else planned.schedule
-        deviate = partial(self.forget, signature)
-        return WeighedCourse(schedule, self._engine, self._counts, _KEPT, deviate, stopwatch, planned.weights)
+    def _about(
+        self, signature: object, schedule: Schedule | None
+    ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
+        assert schedule is not None  # a plan has been made
+        # Weakly: the last steps are held here, and must not hold the store when the session is gone.
+        return schedule, self._engine, self._counts, _KEPT, partial(weakly(self.forget), signature)
 
     def _measures(self, planned: PlannedStep) -> bool:
         return self._engine.device.type == "cpu" or planned.steps <= self._limits.device_measured_steps
@@ -253,7 +257,9 @@ class PlanController:
         if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
             self._plan(larger, held())
         self._counts.borrowed_steps += 1
-        return self._executor(signature, larger, None, borrowed=True)
+        self._counts.unmeasured_steps += 1
+        assert larger.schedule is not None
+        return Course(*self._about(signature, replace(larger.schedule, borrowed=True)))
 
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()

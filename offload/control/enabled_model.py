@@ -22,6 +22,7 @@ from offload.control.device_session import DeviceSession
 from offload.control.signature import Signature
 from offload.options import Options, check_options
 from offload.runtime.engine import Engine, has_storage
+from offload.runtime.executor import Course
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import Policy, Round, RoundHooks, top_round
 from offload.runtime.refusals import check_devices, devices_of, first_device, hooks_allowed, named
@@ -265,7 +266,9 @@ class EnabledModel:
         model = self.model
         assert model is not None  # its forward is running
         signature = self._signature(args, kwargs)
-        current.attach(self.on_device.controller.observer(signature, model))
+        observer = self.on_device.controller.observer(signature, model)
+        self.on_device.counts.attribute_misses(self.on_device.engine.misses, isinstance(observer, Course))
+        current.attach(observer)
         if type(current) is Round and not self.on_device.controller.needs_hooks(signature):  # a recording needs hooks
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are on: the forward that begins runs within them

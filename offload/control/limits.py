@@ -55,7 +55,7 @@ class Limits:
     measurements: int = 5
     measurements_before_judging: int = 3
     device_measured_steps: int = 8
-    manual_measured_steps: int = 8
+    manual_measured_steps: int = 5
     tolerance: float = 0.05
     faster_link: float = 0.25
     late_seconds: float = 0.5e-3

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
 from offload.control.limits import LIMITS, Limits
-from offload.control.planned_step import late_packs
 from offload.options import Options
 from offload.profiling.profiler import Recorder
 from offload.runtime.activations import WeighedCourse, Weights
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Follower, Stopwatch
+from offload.runtime.executor import Course, Follower, Stopwatch
 from offload.runtime.schedule import Schedule, StepOrder, by_hand
+from offload.runtime.weak import weakly
 
 __all__ = ["ManualController", "ManualStep"]
 
@@ -63,8 +64,7 @@ class ManualStep:
         """Take in what the last steps took, as far as the device has come, and count it."""
         unread = []
         for executor in self.executors:
-            stopwatch = executor.stopwatch
-            measured = stopwatch.measured(self.schedule.order.node_count) if stopwatch is not None else None
+            measured = executor.measured(self.schedule.order.node_count)
             if measured is None:
                 unread.append(executor)
                 continue
@@ -72,7 +72,7 @@ class ManualStep:
             self.compute_seconds.append(sum(measured.node_seconds))
             if executor.peak_bytes is not None:
                 self.activation_bytes.append(executor.peak_bytes)
-            self.late = late_packs(executor, measured, self.limits.late_seconds)
+            self.late = executor.late_packs(measured, self.limits.late_seconds)
             counts.prefetched_late += len(self.late.keys() - executor.missed)
             self.weights = Weights.by_hand(self.schedule, executor.held)
         self.executors.clear()
@@ -127,19 +127,13 @@ class ManualController:
         self.schedules.move_to_end(signature)
         step.read_measurements(self._counts)
         step.steps += 1
-        is_measured = step.steps <= self._limits.manual_measured_steps or step.steps % self._limits.recheck_steps == 0
-        executor = WeighedCourse(
-            step.schedule,
-            self._engine,
-            self._counts,
-            "n_tensors",
-            lambda: self.forget(signature),
-            Stopwatch(self._engine) if is_measured else None,
-            step.weights,
-            finds_held=True,
-        )
-        if is_measured:
-            step.executors.append(executor)
+        # Weakly: its last steps are held here, and must not hold the store when the session is gone.
+        about = (step.schedule, self._engine, self._counts, "n_tensors", partial(weakly(self.forget), signature))
+        if step.steps > self._limits.manual_measured_steps and step.steps % self._limits.recheck_steps:
+            self._counts.unmeasured_steps += 1
+            return Course(*about)
+        executor = WeighedCourse(*about, Stopwatch(self._engine), step.weights, finds_held=True)
+        step.executors.append(executor)
         return executor
 
     def needs_hooks(self, signature: object) -> bool:

@@ -22,7 +22,7 @@ from offload.runtime.executor import Measured
 from offload.runtime.schedule import Schedule, of_plan
 from offload.units import format_seconds
 
-__all__ = ["PlannedStep", "late_packs", "most"]
+__all__ = ["PlannedStep", "most"]
 
 log = logging.getLogger("offload")
 
@@ -55,8 +55,8 @@ class PlannedStep:
         When each node of the last measured step began, in seconds after the first.
     late
         Seconds that the last measured step waited, by tensor id.
-    missed
-        Tensors that the last step needed before their prefetch had begun.
+    late_tensors
+        Tensors that the last measured step waited for, or needed before their prefetch had begun.
     weights
         Bytes of activations by node, as planned.
     activation_bytes
@@ -81,7 +81,7 @@ class PlannedStep:
     activation_bytes: deque[int] = field(init=False)
     starts: tuple[float, ...] = ()
     late: dict[int, float] = field(default_factory=dict)
-    missed: int = 0
+    late_tensors: int = 0
     weights: Weights | None = None
     refusal: InfeasibleLimitError | None = None
 
@@ -120,6 +120,7 @@ class PlannedStep:
         self.schedule = of_plan(self.profile.order, plan, self.profile.members)
         self.step_seconds.clear()
         self.activation_bytes.clear()
+        self.late_tensors = 0
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
         """Whether the plan would break the limit with what is held now."""
@@ -130,16 +131,14 @@ class PlannedStep:
         """Take in what the last steps took, as far as the device has come, and count it."""
         unread = []
         for executor in self.executors:
-            self.missed = len(executor.missed)
-            if executor.stopwatch is None or not executor.on_course:
+            if not executor.on_course:
                 continue
-            measured = executor.stopwatch.measured(len(self.profile.trace.nodes))
+            measured = executor.measured(len(self.profile.trace.nodes))
             if measured is None:
                 unread.append(executor)
             elif executor.schedule is self.schedule:
                 counts.steps_measured.append(self._take_in(measured))
-                late = late_packs(executor, measured, self.limits.late_seconds)
-                counts.prefetched_late += len(late.keys() - executor.missed)
+                self._take_in_late(executor, measured, counts)
                 if executor.peak_bytes is not None:
                     self.activation_bytes.append(executor.peak_bytes)
         self.executors.clear()
@@ -161,17 +160,18 @@ class PlannedStep:
             rows = zip(plan.trace.nodes, plan.timing.start, measured.starts, strict=True)
             for number, (node, predicted, found) in enumerate(rows):
                 log.debug("node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found)
-        self.late = self._late_seconds(measured)
         return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
 
-    def _late_seconds(self, measured: Measured) -> dict[int, float]:
+    def _take_in_late(self, executor: WeighedCourse, measured: Measured, counts: Counts) -> None:
         owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
-        late: dict[int, float] = {}
+        self.late = {}
         for index, seconds in measured.waits.items():
             tensor = owner.get(self.profile.order.duplicates.get(index, index))
             if tensor is not None and seconds > self.limits.late_seconds:
-                late[tensor] = late.get(tensor, 0.0) + seconds
-        return late
+                self.late[tensor] = self.late.get(tensor, 0.0) + seconds
+        late = executor.late_packs(measured, self.limits.late_seconds).keys()
+        self.late_tensors = len({owner[index] for index in late if index in owner})
+        counts.prefetched_late += len(late - executor.missed)
 
     def reasons_to_replan(self, link: Link) -> list[str]:
         """In which ways the measured steps and `link`, as found since, differ from what the plan says."""
@@ -193,20 +193,6 @@ class PlannedStep:
             elif found > (1 + self.limits.faster_link) * known:
                 reasons.append(f"{name} is faster than planned, so a better plan may exist")
         return reasons
-
-
-def late_packs(executor: WeighedCourse, measured: Measured, least_seconds: float) -> dict[int, float]:
-    """Seconds waited for each tensor that came late, by its first pack index.
-
-    Late are tensors whose prefetch had not begun when backward needed them, and those it waited for longer than
-    `least_seconds`.
-    """
-    schedule, waited = executor.schedule, dict.fromkeys(executor.missed, 0.0)
-    for index, seconds in measured.waits.items():
-        first = schedule.order.duplicates.get(index, index)
-        if first in schedule.swapped:
-            waited[first] = waited.get(first, 0.0) + seconds
-    return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in executor.missed}
 
 
 def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:

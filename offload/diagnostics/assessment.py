@@ -150,7 +150,7 @@ def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdic
         step_seconds=median(planned.step_seconds) if planned.step_seconds else None,
         step_seconds_planned=plan.expected_seconds,
         tensors_swapped=len(plan.swaps),
-        late_tensors=max(len(planned.late), planned.missed),
+        late_tensors=planned.late_tensors,
         late_seconds=sum(planned.late.values()),
         late_seconds_planned=plan.step_seconds - plan.compute_seconds,
         is_bare=subject.counts.bare_steps > 0,

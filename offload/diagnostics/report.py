@@ -95,6 +95,8 @@ class Report:
         Of scheduled steps: storages that backward asked for before they had begun to come back.
     prefetched_late : int
         Of measured steps: prefetched storages that backward had to wait for.
+    unmeasured_steps : int
+        Scheduled steps that were not measured: on a CUDA device and by hand all but the first few.
     profiled_steps : int
         Steps that were profiled, which is slow: the first one of each shape.
     borrowed_steps : int
@@ -122,6 +124,7 @@ class Report:
     prefetched: int
     loaded_late: int = 0
     prefetched_late: int = 0
+    unmeasured_steps: int = 0
     profiled_steps: int = 0
     borrowed_steps: int = 0
     bare_steps: int = 0
@@ -148,6 +151,7 @@ class Report:
             "prefetched": self.prefetched,
             "loaded_late": self.loaded_late,
             "prefetched_late": self.prefetched_late,
+            "unmeasured_steps": self.unmeasured_steps,
             "cancelled": store["cancelled"],
             "failed": store["failed"],
             "spilled_bytes": store["spilled_bytes"],
@@ -175,7 +179,7 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """The details: name and words."""
         about = self.to_dict()
-        in_time = self.prefetched - self.prefetched_late
+        in_time = f"{self.prefetched - self.prefetched_late}" + (" as far as measured" if self.unmeasured_steps else "")
         rows = [
             *self._measured(),
             ("steps", f"{self.steps} on {self.device}, {self.tier}"),
@@ -202,9 +206,9 @@ class Report:
         """How the figures of the verdict are known."""
         count = self.verdict.steps_measured
         if count:
-            last = "the last planned step" if count == 1 else f"median of the last {count} planned steps"
-            last = last.replace("planned ", "") if self.verdict.kind == "by hand" else last
-            yield "time measured", f"{last}: forward and backward, without the optimizer"
+            of = "step" if self.verdict.kind == "by hand" else "planned step"
+            which = f"one {of}" if count == 1 else f"median of {count} {of}s"
+            yield "time measured", f"{which}: forward and backward, without the optimizer"
             yield "time without offload", "estimated: the computation of these steps, without copies and waits"
 
     def _profiled(self) -> Iterator[tuple[str, str]]:

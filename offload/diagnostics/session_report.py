@@ -26,6 +26,7 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
     here.engine.collect()
     counts = here.counts
     here.latest()
+    counts.attribute_misses(here.engine.misses)
     return Report(
         verdict=weigh_process(make_verdict(enabled)),
         steps=counts.steps,
@@ -40,6 +41,7 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         prefetched=counts.prefetched,
         loaded_late=counts.loaded_late,
         prefetched_late=counts.prefetched_late,
+        unmeasured_steps=counts.unmeasured_steps,
         profiled_steps=counts.profiled_steps,
         borrowed_steps=counts.borrowed_steps,
         bare_steps=counts.bare_steps,

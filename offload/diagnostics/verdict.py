@@ -164,8 +164,7 @@ class Verdict:
 
     def state(self) -> str:
         """Whether all goes as planned, and what is wrong if not."""
-        words = "; ".join([*self._state(), *self.problems])
-        return f"disabled; before: {words}" if self.is_disabled else words
+        return "; ".join([*self._state(), *self.problems, *(["disabled now"] if self.is_disabled else [])])
 
     def _state(self) -> Iterator[str]:
         if self.kind == "planned":

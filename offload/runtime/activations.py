@@ -18,7 +18,7 @@ from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, StorageWatch
-from offload.runtime.executor import Course, Stopwatch
+from offload.runtime.executor import Course, Measured, Stopwatch
 from offload.runtime.schedule import Schedule
 from offload.runtime.swapped_storage import Lease
 from offload.runtime.weak import when_gone
@@ -111,7 +111,7 @@ class WeighedCourse(Course):
         counts: Counts,
         reason: str,
         deviate: Callable[[], None],
-        stopwatch: Stopwatch | None,
+        stopwatch: Stopwatch,
         weights: Weights,
         *,
         finds_held: bool = False,
@@ -121,19 +121,36 @@ class WeighedCourse(Course):
         self.held: set[int] = set()
         self._weights = weights
         self._storages: dict[int, StorageWatch] | None = None
-        if finds_held and stopwatch is not None:
+        if finds_held:
             self._storages = {}
             when_gone(self, partial(_close_all, self._storages))
         self._step = counts.steps
         self._stayed_bytes = 0  # of what was to leave and could not
         self._peak_bytes = 0
         # What another round has in memory cannot be told from what this one has.
-        self._is_weighed = stopwatch is not None and engine.unswapped.now == 0
+        self._is_weighed = engine.unswapped.now == 0
+        self._measured = stopwatch.measured
 
     @property
     def peak_bytes(self) -> int | None:
         """Most activations in memory at a time; None where they were not weighed."""
         return self._peak_bytes if self._is_weighed and self.on_course else None
+
+    def measured(self, node_count: int) -> Measured | None:
+        """What it took; None where it is not over."""
+        return self._measured(node_count)
+
+    def late_packs(self, measured: Measured, least_seconds: float) -> dict[int, float]:
+        """Seconds waited, by first pack index, for tensors that were not there when backward needed them.
+
+        Those are the ones whose prefetch had not begun, and those it waited for longer than `least_seconds`.
+        """
+        schedule, waited = self.schedule, dict.fromkeys(self.missed, 0.0)
+        for index, seconds in measured.waits.items():
+            first = schedule.order.duplicates.get(index, index)
+            if first in schedule.swapped:
+                waited[first] = waited.get(first, 0.0) + seconds
+        return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in self.missed}
 
     def stays(self, pack_index: int, nbytes: int) -> str | None:
         """Why a tensor of this size stays, where the schedule says so; its pack ends with that."""
@@ -168,9 +185,8 @@ class WeighedCourse(Course):
         reference = self._leases.get(first)
         lease = reference() if reference is not None else None
         is_missing = lease is not None and lease.record.is_away
-        if is_missing and self.on_course:
+        if is_missing:
             self.missed.add(first)
-            self._counts.loaded_late += 1
         if self._is_weighed:
             self._weigh(self._node, lease.record.nbytes if lease is not None and is_missing else 0)
 

@@ -54,7 +54,10 @@ class Counts(defaultdict[str, Count]):
         self.duplicates = Count()
         self.prefetched = 0
         self.prefetched_late = 0
+        self.unmeasured_steps = 0
         self.loaded_late = 0
+        self._follows = False
+        self._misses_before = 0
         self.prefetches_without_memory = 0
         self.steps = 0
         self.profiled_steps = 0
@@ -68,6 +71,16 @@ class Counts(defaultdict[str, Count]):
         """A forward pass begins: what follows is `in_round`."""
         self._swapped_before = replace(self.swapped)
         self._kept_before = {reason: replace(count) for reason, count in self.items()}
+
+    def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
+        """Of all `misses` so far, those since the last call were late if the step follows a schedule.
+
+        `follows` tells it of the step that now begins; None: the same step goes on.
+        """
+        if self._follows:
+            self.loaded_late += misses - self._misses_before
+        self._misses_before = misses
+        self._follows = self._follows if follows is None else follows
 
     def in_round(self) -> tuple[Count, dict[str, Count]]:
         """What has moved since the last forward pass began, and by reason what has stayed."""
