@@ -21,6 +21,9 @@ ROWS = {
     "order": ["tests/twin/inside/test_order.py"],
     "backend": ["tests/twin/inside/test_backend.py"],
     "models": ["tests/twin/inside/test_models.py"],
+    "operators": ["tests/twin/inside/test_operators.py"],
+    "training": ["tests/twin/inside/test_training.py"],
+    "marked gpu": ["-m", "gpu", "tests/test_gpu.py", "tests/test_gpu_feed.py", "tests/test_gpu_planned.py"],
 }
 
 pytestmark = [

@@ -1,0 +1,80 @@
+"""PyTorch's operator database on the simulated accelerator, against the CPU: forward and, where there is one, backward.
+
+In full with `--all-databases`, which writes the table of what differs; else one operator of twelve.
+"""
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
+from twin import sim
+
+SAMPLES_MAX = 2
+SHARE = 12
+# Why the simulated accelerator does not compute what the CPU does, or not as the database asks it.
+DIFFERENT: dict[str, str] = {}
+KNOWN = [op for op in op_db if torch.float32 in op.dtypes and "sparse" not in op.name and "jiterator" not in op.name]
+
+
+def moved_to(device):
+    def move(leaf):
+        return leaf.detach().to(device).requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return move
+
+
+def compute(op, sample, device):
+    """Results, and gradients of their sum."""
+    torch.manual_seed(0)
+    arguments = tree_map(moved_to(device), (sample.input, sample.args, sample.kwargs))
+    results = [each for each in tree_leaves(op(arguments[0], *arguments[1], **arguments[2])) if torch.is_tensor(each)]
+    differentiable = [each for each in results if each.requires_grad]
+    gradients = []
+    if op.supports_autograd and differentiable:
+        inputs = [each for each in tree_leaves(arguments) if torch.is_tensor(each) and each.requires_grad]
+        total = sum(each.abs().sum() if each.is_complex() else each.sum() for each in differentiable)
+        gradients = [each for each in torch.autograd.grad(total, inputs, allow_unused=True) if each is not None]
+    return [each.detach().cpu() for each in [*results, *gradients]]
+
+
+def compare(op):
+    """How an operator fares: "same", "cpu raises", or what is different."""
+    samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+    for number, sample in enumerate(samples):
+        if number == SAMPLES_MAX:
+            break
+        try:
+            expected = compute(op, sample, "cpu")
+        except Exception as error:
+            return "cpu raises" if str(error) else "cpu raises"
+        try:
+            found = compute(op, sample, "sim")
+        except Exception as error:
+            sim.forget_failure()
+            return f"raises {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in expected]:
+            return "other shapes or types"
+        if not all(torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True) for one, other in zip(found, expected)):
+            return "other values"
+    return "same"
+
+
+@pytest.mark.timeout(900)
+def test_operators_agree_with_the_cpu(request, record_property):
+    sim.schedule(0, 0)
+    chosen = KNOWN if request.config.getoption("--all-databases") else KNOWN[::SHARE]
+    outcomes = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in chosen:
+            name = f"{op.name}.{op.variant_test_name}".rstrip(".")
+            outcomes[name] = compare(op)
+            if sim.failure():
+                outcomes[name] = f"fails on its stream: {sim.failure()[:120]}"
+                sim.forget_failure()
+    different = {name: outcome for name, outcome in outcomes.items() if outcome not in ("same", "cpu raises")}
+    print(Counter(outcomes.values()).most_common(3), *different.items(), sep="\n")
+    assert different.keys() <= DIFFERENT.keys(), different
