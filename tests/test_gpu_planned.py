@@ -82,6 +82,6 @@ def test_default_is_planned_and_bit_equal():
     assert all(map(torch.equal, results, expected))
     assert peak <= plain_peak
     assert len(handle.trace().tensors) > 0
-    about = handle.report().to_dict()
-    assert about["predicted_step_seconds"] > 0
-    assert about["measured_step_seconds"] > 0
+    verdict = handle.report().verdict
+    assert verdict.step_seconds_planned > 0
+    assert verdict.step_seconds > 0

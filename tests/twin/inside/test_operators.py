@@ -15,7 +15,21 @@ from twin import sim
 SAMPLES_MAX = 2
 SHARE = 12
 # Why the simulated accelerator does not compute what the CPU does, or not as the database asks it.
-DIFFERENT: dict[str, str] = {}
+DRAWN = "drawn from the device's own generator"
+UNSET = "memory that nobody has written"
+DIFFERENT = {
+    **dict.fromkeys(
+        ("cauchy", "exponential", "geometric", "log_normal", "normal", "normal.in_place", "uniform"), DRAWN
+    ),
+    **dict.fromkeys(("multinomial", "rand_like", "randint_like", "randn_like", "nn.functional.rrelu"), DRAWN),
+    **dict.fromkeys(("nn.functional.fractional_max_pool3d", "nn.functional.fractional_max_pool2d"), DRAWN),
+    **dict.fromkeys(("nn.functional.feature_alpha_dropout.with_train", "nn.functional.dropout"), DRAWN),
+    **dict.fromkeys(("bernoulli", "nn.functional.alpha_dropout", "nn.functional.multi_head_attention_forward"), DRAWN),
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"), UNSET),
+    "as_strided.partial_views": "reads beyond the tensor that was moved",
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), "evaluation's unused statistics have a size"),
+    "tensor_split": "wants its indices on the CPU, as on every accelerator",
+}
 KNOWN = [op for op in op_db if torch.float32 in op.dtypes and "sparse" not in op.name and "jiterator" not in op.name]
 
 
@@ -49,7 +63,7 @@ def compare(op):
         try:
             expected = compute(op, sample, "cpu")
         except Exception as error:
-            return "cpu raises" if str(error) else "cpu raises"
+            return f"cpu raises {type(error).__name__}"
         try:
             found = compute(op, sample, "sim")
         except Exception as error:
@@ -57,7 +71,9 @@ def compare(op):
             return f"raises {type(error).__name__}: {str(error).splitlines()[0][:120]}"
         if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in expected]:
             return "other shapes or types"
-        if not all(torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True) for one, other in zip(found, expected)):
+        if not all(
+            torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True) for one, other in zip(found, expected, strict=True)
+        ):
             return "other values"
     return "same"
 
@@ -75,6 +91,10 @@ def test_operators_agree_with_the_cpu(request, record_property):
             if sim.failure():
                 outcomes[name] = f"fails on its stream: {sim.failure()[:120]}"
                 sim.forget_failure()
-    different = {name: outcome for name, outcome in outcomes.items() if outcome not in ("same", "cpu raises")}
+    different = {
+        name: outcome
+        for name, outcome in outcomes.items()
+        if outcome != "same" and not outcome.startswith("cpu raises")
+    }
     print(Counter(outcomes.values()).most_common(3), *different.items(), sep="\n")
     assert different.keys() <= DIFFERENT.keys(), different
