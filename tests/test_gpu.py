@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 import offload
 from offload import _core
-from offload.devices import device_of
+from offload.devices.device import device_of
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 POISON = 0xDB
+# A processor computes what runs on the simulated one.
+IN_FLIGHT_BYTES_MAX = 8 * MIB if is_simulated else device_of(torch.device(KIND)).in_flight_bytes_max
 SLEEP_CYCLES = 50_000_000  # some 30 ms
 
 
@@ -253,7 +255,7 @@ def test_a_model_that_is_moved_is_followed(options: dict[str, Any]) -> None:
         model = mlp()
         handle = enable(model)
         found = []
-        for place in ("cpu", "cuda", "cpu"):
+        for place in ("cpu", KIND, "cpu"):
             model.zero_grad(set_to_none=True)
             model.to(place)
             for _ in range(3):
@@ -377,6 +379,7 @@ def peak_bytes(options: dict[str, Any], layers: int, width: int, batch: int) -> 
     gpu.empty_cache()
     model = mlp(width, layers).to(KIND)
     handle = offload.enable(model, **options)
+    handle._engine.in_flight_bytes_max = IN_FLIGHT_BYTES_MAX
     x = torch.ones(batch, width, device=KIND)
     for _ in range(3):
         gpu.synchronize()
@@ -389,8 +392,8 @@ def peak_bytes(options: dict[str, Any], layers: int, width: int, batch: int) -> 
 
 
 def test_memory_really_falls() -> None:
-    width, batch = 1024, 16384
-    saved_bytes = 4 * device_of(torch.device(KIND)).in_flight_bytes_max
+    width, batch = (128, 4096) if is_simulated else (1024, 16384)
+    saved_bytes = 4 * IN_FLIGHT_BYTES_MAX
     sizes = (saved_bytes // (4 * width * batch), width, batch)
     plain = peak_bytes({"n_tensors": 0}, *sizes)
     ours = peak_bytes({"n_tensors": -1, "lb": 4, "host_limit": 2 * saved_bytes}, *sizes)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+import offload
 from offload.control.limits import LIMITS
 
 TWO_THREADS = """
@@ -267,3 +268,19 @@ loss = model(torch.randn(8, 256)).sum()
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == status, ran.stderr
+
+
+def test_models_that_are_gone_are_no_matter_to_optimizers():
+    """Torch iterates over its hooks while an optimizer steps: none may go then."""
+    kept = []
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        kept.append((model, offload.enable(model, min_tensor_bytes=1)))
+    own = nn.Linear(4, 4)
+    own(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.SGD(own.parameters(), 0.1)
+    optimizer.step()
+    model = None
+    kept.clear()
+    gc.collect()
+    optimizer.step()

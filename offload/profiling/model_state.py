@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
-from offload.runtime.weak import Living, weakly, when_gone
+from offload.runtime.weak import Living, weakly
 
 __all__ = ["HeldBytes", "HeldMemory"]
 
@@ -34,6 +35,26 @@ class HeldBytes:
         return self.state + self.gradients
 
 
+_listeners: Living[HeldMemory] = Living()
+_hooks: list[RemovableHandle] = []
+
+
+def _listen(listener: HeldMemory) -> None:
+    """Have `listener` told of every optimizer's step.
+
+    By one hook of the process, for good: torch iterates over its hooks, and one that goes meanwhile, as its model does,
+    is an error of whichever optimizer is stepping.
+    """
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_tell))
+    _listeners.add(listener)
+
+
+def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for each in _listeners:
+        each.optimizer_steps(optimizer)
+
+
 class HeldMemory:
     """Looks at one model and at the optimizers that were seen to step its parameters."""
 
@@ -42,8 +63,8 @@ class HeldMemory:
         self._engine = engine
         self._optimizers: Living[torch.optim.Optimizer] = Living()
         self._before_step: Callable[[], None] | None = None
-        self._hook = register_optimizer_step_pre_hook(weakly(self._optimizer_steps))
-        when_gone(self, self._hook.remove)
+        self._is_closed = False
+        _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Have a bound method called before any optimizer steps: backward is over then."""
@@ -51,7 +72,7 @@ class HeldMemory:
 
     def close(self) -> None:
         """Listen to optimizers no longer."""
-        self._hook.remove()
+        self._is_closed = True
 
     def look(self) -> HeldBytes:
         """What is there now: on an accelerator all that torch has allocated, else what is known of the model."""
@@ -66,7 +87,10 @@ class HeldMemory:
         states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
         return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
 
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an optimizer that is about to step."""
+        if self._is_closed:
+            return
         if self._before_step is not None:
             self._before_step()
         self._engine.collect()  # backward is over: what its graph held goes before the optimizer needs memory

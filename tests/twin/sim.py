@@ -112,11 +112,16 @@ def failure() -> str:
     return found.decode() if found else ""
 
 
+def forget_failure() -> None:
+    """No work has failed so far."""
+    _machine.sim_forget_failure()
+
+
 def reset() -> None:
     """As after a restart: no faults, limits, delays, failures or violations. What is allocated stays."""
     hold_streams(False)
     _machine.sim_forget_faults()
-    _machine.sim_forget_failure()
+    forget_failure()
     for device in range(DEVICES):
         limit_memory(DEVICE_BYTES, device)
         fail_allocation(0, device)
@@ -156,7 +161,14 @@ class Stream(torch.Stream):
     """torch.cuda.Stream's like."""
 
     def __new__(cls, device: Any = None, **kwargs: Any) -> Stream:
-        return super().__new__(cls, device=_as_device(device), **kwargs)
+        if "stream_id" not in kwargs:
+            kwargs["device"] = _as_device(device)
+        return super().__new__(cls, **kwargs)
+
+    @classmethod
+    def of(cls, stream: torch.Stream) -> Stream:
+        """The same stream, as one of this class."""
+        return cls(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
     @property
     def sim_stream(self) -> int:
@@ -180,9 +192,9 @@ def _as_device(device: Any = None) -> torch.device:
     return torch.device("sim", _index_of(device))
 
 
-def _stream_of(handle: int, device: Any = None) -> torch.Stream:
+def _stream_of(handle: int, device: Any = None) -> Stream:
     kind = torch._C._autograd.DeviceType.PrivateUse1
-    return torch.Stream(stream_id=handle, device_index=_index_of(device), device_type=int(kind))
+    return Stream(stream_id=handle, device_index=_index_of(device), device_type=int(kind))
 
 
 def _manual_seed(seed: int, device: Any = None) -> None:
@@ -231,7 +243,7 @@ def _make_module() -> types.ModuleType:
     made.is_bf16_supported = lambda: True
     made.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     made.Stream, made.Event, made.stream = Stream, Event, stream
-    made.current_stream = lambda device=None: accelerator.current_stream(_as_device(device))
+    made.current_stream = lambda device=None: Stream.of(accelerator.current_stream(_as_device(device)))
     made.default_stream = lambda device=None: _stream_of(0, device)
     made.ExternalStream = lambda handle, device=None: _stream_of(handle, device)
     made.set_stream = torch._C._accelerator_setStream

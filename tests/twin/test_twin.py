@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from campaign.build import mutants_package
 from twin.build import TORCH_VERSION, build_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,9 @@ ROWS = {
     "order": ["tests/twin/inside/test_order.py"],
     "backend": ["tests/twin/inside/test_backend.py"],
     "models": ["tests/twin/inside/test_models.py"],
+    "operators": ["tests/twin/inside/test_operators.py"],
+    "training": ["tests/twin/inside/test_training.py"],
+    "marked gpu": ["-m", "gpu", "tests/test_gpu.py", "tests/test_gpu_feed.py", "tests/test_gpu_planned.py"],
 }
 
 pytestmark = [
@@ -38,13 +42,27 @@ def backend():
     return build_backend()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("row", ROWS)
-def test_on_the_simulated_accelerator(row, backend, figures):
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--device", "sim", *ROWS[row]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def run_row(row, arguments, figures, folder=ROOT):
+    """Tests in a process of their own; `offload` comes from `folder`."""
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--device", "sim"]
+    paths = [str(ROOT / each) if each.startswith("tests/") else each for each in arguments]
+    command = [sys.executable, "-m", "pytest", *options, *paths]
+    inside = os.pathsep.join([str(folder), str(ROOT / "tests" / "twin" / "inside")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": inside}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-5_000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None, run.stdout
     figures.setdefault("tests on the simulated accelerator", Counter())[row] += int(passed[1])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("row", ROWS)
+def test_on_the_simulated_accelerator(row, backend, figures):
+    run_row(row, ROWS[row], figures)
+
+
+@pytest.mark.timeout(600)
+def test_an_edge_that_is_left_out_is_named(backend, figures):
+    with mutants_package() as folder:
+        run_row("edges", ["tests/twin/inside/test_edges.py"], figures, folder)

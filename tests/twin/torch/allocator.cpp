@@ -64,6 +64,7 @@ char* DeviceMemory::allocate(size_t bytes, StreamId stream) {
   split(block, rounded);
   block->second.is_free = false;
   block->second.requested_bytes = bytes;
+  poison(block->first, block->second.bytes, stream);
   const auto size = static_cast<int64_t>(block->second.bytes);
   count(stats_.allocation, is_small, 1);
   count(stats_.active, is_small, 1);
@@ -113,7 +114,6 @@ DeviceMemory::Blocks::iterator DeviceMemory::new_segment(size_t bytes, bool is_s
     count(stats_.segment, is_small, 1);
     count(stats_.reserved_bytes, is_small, static_cast<int64_t>(own));
     ++stats_.num_device_alloc;
-    poison(address, own, stream);
     return blocks_.emplace(address, Block{own, 0, address, stream, true, {}}).first;
   }
   return blocks_.end();
@@ -172,7 +172,6 @@ void DeviceMemory::settle() {
 void DeviceMemory::cache(Blocks::iterator block) {
   Block& gone = block->second;
   const bool is_small = segments_.at(gone.segment).is_small;
-  poison(block->first, gone.bytes, gone.stream);
   count(stats_.active, is_small, -1);
   count(stats_.active_bytes, is_small, -static_cast<int64_t>(gone.bytes));
   gone.is_free = true;
@@ -196,7 +195,8 @@ void DeviceMemory::cache(Blocks::iterator block) {
   free_.insert(key_of(block));
 }
 
-// In the order of its stream, what was there is no more: whoever reads it or writes to it later is found out.
+// In the order of its stream, what was there is no more: whoever still reads it or writes to it is found out. Not when
+// it is freed: what orders other streams' last uses with the next one may come between.
 void DeviceMemory::poison(char* address, size_t bytes, StreamId id) {
   if (sim_failure() != nullptr) return;
   const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kSim, device_), id);
@@ -220,7 +220,6 @@ void DeviceMemory::release_segments() {
     count(stats_.segment, about.is_small, -1);
     count(stats_.reserved_bytes, about.is_small, -static_cast<int64_t>(about.bytes));
     ++stats_.num_device_free;
-    sim_synchronize(device_);  // what overwrites it
     sim_give_back(device_, address, about.bytes);
     auto range = ranges_.emplace(address, about.bytes).first;
     const auto next = std::next(range);

@@ -15,7 +15,7 @@
 namespace sim {
 
 // One device's. Blocks belong to the stream they were allocated on and go back to it at once when they are freed; those
-// that another stream has used, when that has come past. What is freed is overwritten in the order of its stream.
+// that another stream has used, when that has come past. What is given out is overwritten first, in stream order.
 class DeviceMemory {
  public:
   explicit DeviceMemory(DeviceIndex device);
