@@ -28,7 +28,7 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_map
 
 import offload
-from offload import session
+from offload.control import enabled_model
 from offload.runtime import hooks
 
 QUICK_SHARE = 3  # every third operator and module
@@ -193,7 +193,7 @@ class Case:
 def watched(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(session, "Round", WatchedRound)
+    monkeypatch.setattr(enabled_model, "Round", WatchedRound)
     gc.freeze()
     gc.disable()
     with warnings.catch_warnings():

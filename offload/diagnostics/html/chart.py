@@ -15,7 +15,19 @@ from typing import NamedTuple
 from offload.diagnostics.html.labels import Area, Labels
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["COLORS", "STEP_KINDS", "STYLE", "Box", "Kind", "Part", "Series", "bar_chart", "lane_chart", "memory_chart"]
+__all__ = [
+    "COLORS",
+    "STEP_KINDS",
+    "STYLE",
+    "Box",
+    "Kind",
+    "Part",
+    "Series",
+    "bar_chart",
+    "lane_chart",
+    "memory_chart",
+    "pair_chart",
+]
 
 COLORS = ("red", "orange", "amber", "green", "blue", "violet", "slate", "gray", "pale")
 STYLE = """svg { display: block; width: 100%; min-width: 640px; height: auto; }
@@ -39,6 +51,7 @@ svg text.mark { fill: var(--color); font-weight: 600; paint-order: stroke; strok
 _WIDTH, _LEFT, _RIGHT = 1066, 80, 20
 _TOP, _CHART = 28, 250  # where the area of a memory chart begins and ends
 _LANE = 36
+_PAIR_WIDTH = 560
 _PIXEL = 0.6  # boxes that are closer and narrower are drawn as one
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -205,6 +218,24 @@ def bar_chart(label: str, parts: Sequence[Part]) -> str:
     )
     keys = _legend([(part.color, words) for part, words in shown], tall=True)
     return f'<div class="bar" role="img" aria-label="{escape(label)}">{boxes}</div>{keys}'
+
+
+def pair_chart(label: str, pairs: Sequence[tuple[str, tuple[int, str], tuple[int, str]]]) -> str:
+    """Two bars beside each name, for comparing: a value in bytes with its words, and the same without offload.
+
+    It takes the colour of the text around it; the bars' classes are ``with`` and ``without``.
+    """
+    longest = max(max(own[0], other[0]) for _, own, other in pairs)
+    parts, y = [], 0
+    for name, *values in pairs:
+        parts.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')
+        for kind, (nbytes, words) in zip(("with", "without"), values, strict=True):
+            width = (_PAIR_WIDTH - 290) * nbytes / longest
+            parts.append(f'<rect class="{kind}" x="90" y="{y + 4}" width="{width:.1f}" height="12"></rect>')
+            parts.append(f'<text x="{96 + width:.1f}" y="{y + 14}">{escape(words)}</text>')
+            y += 16
+        y += 8
+    return f'<svg viewBox="0 0 {_PAIR_WIDTH} {y}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def _peaks(across: _TimeAxis, up: _ByteAxis, series: Sequence[Series], labels: Labels) -> Iterator[str]:

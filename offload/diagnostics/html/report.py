@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from offload.diagnostics.html.chart import pair_chart
 from offload.diagnostics.verdict import Verdict
 from offload.units import alike_bytes
 
 __all__ = ["render"]
 
-_WIDTH, _BAR = 560, 12
 _STYLE = """.offload-report { font: 14px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 60em; }
 .offload-report table { border-collapse: collapse; margin: 0; font-size: inherit; }
 .offload-report th, .offload-report td { text-align: left; vertical-align: top; padding: 2px 16px 2px 0;
@@ -67,16 +67,6 @@ def _bars(verdict: Verdict) -> Iterator[str]:
     known = [(name, a, b) for name, a, b in pairs if a is not None and b]
     if not known:
         return
-    longest = max(max(a, b) for _, a, b in known)
-    words = alike_bytes([longest])
-    drawn, y = [], 0
-    for name, a, b in known:
-        drawn.append(f'<text x="0" y="{y + 14}">{name}</text>')
-        for kind, label, nbytes in (("with", "with offload", a), ("without", "without", b)):
-            width = (_WIDTH - 290) * nbytes / longest
-            drawn.append(f'<rect class="{kind}" x="90" y="{y + 4}" width="{width:.1f}" height="{_BAR}"></rect>')
-            drawn.append(f'<text x="{96 + width:.1f}" y="{y + 14}">{words(nbytes)} {label}</text>')
-            y += _BAR + 4
-        y += 8
-    label = "Memory at the peak of a step, with offload and without"
-    yield f'<svg viewBox="0 0 {_WIDTH} {y}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    words = alike_bytes([max(max(a, b) for _, a, b in known)])
+    pairs_drawn = [(name, (a, f"{words(a)} with offload"), (b, f"{words(b)} without")) for name, a, b in known]
+    yield pair_chart("Memory at the peak of a step, with offload and without", pairs_drawn)
