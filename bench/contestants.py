@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import offload
 from offload.plan import InfeasibleLimitError
+from offload.units import parse_bytes
 
 NEEDS_CUDA = "needs CUDA"
 DISK_ELEMENTS_MIN = 1000  # the tutorial's own threshold
@@ -140,7 +141,7 @@ def enable_least(model: nn.Module, probe: Callable[[], None], **options: Any) ->
     InfeasibleLimitError
         The least limit rose from try to try.
     """
-    limit_bytes = 1
+    limit_bytes = parse_bytes(options.get("min_tensor_bytes", "1MiB"))  # a smaller one is taken for a slip
     for _ in range(LEAST_TRIES):
         handle = offload.enable(model, memory_limit=limit_bytes, **options)
         try:

@@ -29,7 +29,8 @@ def planted_loop() -> None:
 def hooks(stack: ExitStack, kind: str) -> Subject:
     """Settled steps that save tensors of one kind: the engine's, and one without hooks to take away."""
     from hook_rig import HookRig
-    from offload.activations import MEASUREMENTS_MAX
+
+    from offload.runtime.activations import MEASUREMENTS_MAX
 
     subject = {}
     for label, count in (("once", COUNT), ("twice", 2 * COUNT)):

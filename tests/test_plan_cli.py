@@ -157,7 +157,7 @@ def test_exact(trace, path, capsys):
 
 
 def test_without_scipy_it_says_how_to_install_from_the_checkout(trace, path):
-    program = "import sys; sys.modules['scipy'] = None; from offload.cli import main; sys.exit(main())"
+    program = "import sys; sys.modules['scipy'] = None; from offload.cli.main import main; sys.exit(main())"
     words = ["plan", path, "--memory-limit", least_feasible_limit(trace), *LINK, "--exact"]
     line = [sys.executable, "-c", program, *map(str, words)]
     ran = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from offload.verdict import Verdict
+from faults.inject import inject_fault
 from page_check import check_page
 from test_planned_training import enabled, known_link, make, train  # noqa: F401
 from torch import nn
 
 import offload
-from offload import allocator
+from offload.devices import allocator
+from offload.diagnostics.verdict import Verdict
 
 MIB = 1 << 20
 TENSOR_BYTES = 8 * MIB  # each activation of the script's model
@@ -32,7 +33,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, {tests!r})
 from live_bytes import Peak, tell_blocks
-from offload.engine import Engine
+from offload.runtime.engine import Engine
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -239,7 +240,7 @@ def test_the_error_is_public_and_a_mistake_of_the_caller(tmp_path: Path) -> None
 
 def test_it_is_about_the_shape_with_most_steps(tmp_path: Path) -> None:
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 5)
         alone = handle.report().verdict
         train(model, optimizer, [100])
@@ -251,7 +252,7 @@ def test_it_is_about_the_shape_with_most_steps(tmp_path: Path) -> None:
 def test_two_rounds_at_a_time_are_not_weighed(tmp_path: Path) -> None:
     """What is in memory is both's: it cannot be told apart, and the plan's figure is told as a prediction."""
     model, _ = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         for _ in range(4):
             losses = [model(torch.randn(512, 32)).sum() for _ in range(2)]
             for loss in losses:
@@ -265,7 +266,7 @@ def test_two_rounds_at_a_time_are_not_weighed(tmp_path: Path) -> None:
 def test_late_is_what_a_schedule_brought_back_too_late(tmp_path: Path) -> None:
     """A profiled step loads everything on demand, as it should: that is no delay of a planned one."""
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512])
         report = handle.report()
         assert report.misses > 0
@@ -296,11 +297,11 @@ def test_by_hand_a_few_steps_are_measured_and_that_is_said() -> None:
 
 def test_what_could_not_leave_is_in_memory_and_said(tmp_path: Path) -> None:
     model, optimizer = make()
-    with enabled(model, max_slowdown=10, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 3)
         before = handle.report().verdict
         assert before.activation_bytes is not None
-        handle.engine.store.inject_fault("write", "error", nth=1, error_number=28, persistent=True)
+        inject_fault(handle._engine.store, "write", "error", nth=1, error_number=28, persistent=True)
         train(model, optimizer, [512] * 2)
         verdict = handle.report().verdict
         assert verdict.activation_bytes is not None
@@ -316,7 +317,7 @@ def test_what_others_have_found_is_in_the_verdict_once() -> None:
     model = nn.Linear(4, 1)
     with offload.enable(model) as handle:
         for _ in range(2):
-            handle.problem("the model has moved <away>")
+            handle._enabled.misplaced = "the model has moved <away>"
         report = handle.report()
     assert report.verdict.state() == "no training step has run yet; the model has moved <away>"
     assert "moved &lt;away&gt;" in report._repr_html_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,6 +71,9 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
         while not rates or (len(rates) < ROUNDS and time.perf_counter() < deadline - 3 * ROUND_SECONDS):
             rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
         traffic.close()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold what was swapped out
+        raise
     finally:
         engine.drain()
     columns = list(zip(*rates, strict=True))

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload.demo_model import ByteGPT
 from torch_rig import KNOBS, assert_same, make_blocks, replace_blocks, train
 
 import offload
+from offload.demo.model import ByteGPT
 
 STEPS = 3
 ONE_GRAPH = "torch.compile made one graph whose backward asks for"
