@@ -49,7 +49,7 @@ def watchers():
     return (
         len(modules._global_forward_hooks),
         len(modules._global_forward_pre_hooks),
-        len(optimizers._global_optimizer_pre_hooks),
+        max(len(optimizers._global_optimizer_pre_hooks) - 1, 0),  # one is for good
         torch.autograd._profiler_enabled(),
     )
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
-from offload.runtime.weak import Living, weakly
+from offload.runtime.weak import Living, weakly, work_off
 
 __all__ = ["HeldBytes", "HeldMemory"]
 
@@ -51,6 +51,7 @@ def _listen(listener: HeldMemory) -> None:
 
 
 def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    work_off()
     for each in _listeners:
         each.optimizer_steps(optimizer)
 

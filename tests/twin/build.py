@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 MACHINE = [HERE / f"{name}.cpp" for name in ("controls", "cuda", "order", "runtime", "streams")]
 HEADERS = [*HERE.rglob("*.h"), CSRC / "cuda_api.h"]
-DRIVER_SOURCES = ("cuda_driver.cpp", "cuda_library.cpp", "numa.cpp")
+DRIVER_SOURCES = ("cuda_driver.cpp", "cuda_library.cpp", "numa.cpp", "process.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]
 TORCH_VERSION = "2.13.0"  # the backend uses what torch promises to nobody
 
