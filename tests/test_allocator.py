@@ -50,7 +50,7 @@ def test_glibc_is_described_with_the_remedy() -> None:
 @needs_linux
 @needs_allocator
 def test_a_child_runs_on_the_preloaded_allocator() -> None:
-    question = "from offload import allocator as a; print(a.current(), a.bytes_in_use())"
+    question = "from offload.devices import allocator as a; print(a.current(), a.bytes_in_use())"
     bare = {"PATH": "/usr/bin:/bin"}
     preloaded = allocator.preload_environment(bare)
     name, in_use = (

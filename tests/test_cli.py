@@ -64,7 +64,7 @@ def test_run_hands_the_command_on_word_for_word(words: list[str], monkeypatch: p
 
 
 def test_run_becomes_the_command_with_its_exit_status() -> None:
-    program = "from offload import allocator; print(allocator.current()); raise SystemExit(7)"
+    program = "from offload.devices import allocator; print(allocator.current()); raise SystemExit(7)"
     done = offload("run", "--", sys.executable, "-c", program)
     assert done.returncode == 7
     library = allocator.find_recycling_allocator()

@@ -20,6 +20,7 @@ from twin.double import the_double
 
 import offload
 from offload import _core, session
+from offload.control import enabled_model
 from offload.plan import Link
 from offload.runtime import refusals
 from offload.runtime.engine import Engine
@@ -102,11 +103,12 @@ class Moving:
         self.place = torch.device("cpu")
         self.engines: list[weakref.ref[Engine]] = []
         self._make_engine = session.make_engine
-        monkeypatch.setattr(session, "make_engine", self.make_engine)
+        for module in (session, enabled_model):
+            monkeypatch.setattr(module, "make_engine", self.make_engine)
         monkeypatch.setattr(session, "measure_link", lambda device, options: Link(1e12, 1e12))
-        for module in (refusals, session):
+        for module in (refusals, enabled_model):
             monkeypatch.setattr(module, "devices_of", lambda model: {self.place})
-        monkeypatch.setattr(session, "first_device", lambda model: self.place)
+        monkeypatch.setattr(enabled_model, "first_device", lambda model: self.place)
 
     def make_engine(self, device: torch.device, options: object) -> Engine:
         assert device == self.place
@@ -217,7 +219,7 @@ def test_a_device_that_refuses_is_asked_once(moving: Moving, caplog: pytest.LogC
         raise RuntimeError("cuInit failed with code 100")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "make_engine", refuse)
+        patch.setattr(enabled_model, "make_engine", refuse)
         moving.place = torch.device("cuda:0")
         for number in range(3):
             model(batch(number)).sum().backward()
