@@ -165,7 +165,7 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
         return _nothing_can_move(subject.counts)
     if options.memory_limit is not None and options.max_slowdown is None:
         return f"all {len(plan.trace.tensors)} tensors stay, since the step fits within memory_limit as it is"
-    return f"no swap lowers the peak within {options.max_slowdown or 0:.3g} of the step time"
+    return f"no swap lowers the peak within {100 * (options.max_slowdown or 0):g} % of the step time"
 
 
 def _nothing_can_move(counts: Counts) -> str:
@@ -194,7 +194,7 @@ def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
     if verdict.steps_measured < LIMITS.measurements_before_judging:
         return  # a neighbour may have slowed one
     if seconds is not None and predicted and seconds > (1 + _SLOWER) * predicted:
-        yield f"the step is {seconds / predicted - 1:.0%} slower than predicted"
+        yield f"the step is {100 * (seconds / predicted - 1):.0f} % slower than predicted"
 
 
 _NO_ROOM = ("host limit", "pinning failed")
