@@ -71,7 +71,7 @@ def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
     assert ran["copies"]["machine"]["rehearsal"]
     assert copies["arrived_whole"]
     assert {row["direction"] for row in copies["copies"]} == {"out", "in", "both"}
-    assert len(copies["control_path"]) == 5
+    assert len(copies["control_path"]) == 6
     assert copies["slab_memory"]["seconds_per_gib"]["slab"] > 0
     rows = {row["name"]: row for row in frontier["rows"]}
     by_hand = {"offload, n_tensors −1, lb 4", "offload, half of the tensors, lb 4"}

@@ -343,7 +343,8 @@ class PlanController:
     @property
     def main(self) -> PlannedStep | None:
         """What is known of the signature with most planned steps, the latest where several have as many."""
-        planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
+        with self._lock:
+            planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)
 
     @property
