@@ -30,13 +30,13 @@ def hooks(stack: ExitStack, kind: str) -> Subject:
     """Settled steps that save tensors of one kind: the engine's, and one without hooks to take away."""
     from hook_rig import HookRig
 
-    from offload.runtime.activations import MEASUREMENTS_MAX
+    from offload.control.limits import LIMITS
 
     subject = {}
     for label, count in (("once", COUNT), ("twice", 2 * COUNT)):
         rig = stack.enter_context(closing(HookRig(kind.removesuffix(", measured"), count=count, measured=", " in kind)))
         for contestant in ("offload", "none"):
-            for _ in range(MEASUREMENTS_MAX + 2):  # one is recorded, and the next ones are measured
+            for _ in range(LIMITS.manual_measured_steps + 2):  # one is recorded, and the next ones are measured
                 rig.step(contestant)
             subject[f"{label} {contestant}"] = partial(rig.step, contestant)
     return subject
