@@ -56,13 +56,13 @@ def run_row(row, arguments, figures, folder=ROOT):
     figures.setdefault("tests on the simulated accelerator", Counter())[row] += int(passed[1])
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("row", ROWS)
 def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # it builds the engine with edges left out, and runs a process for each
 def test_an_edge_that_is_left_out_is_named(backend, figures):
     with mutants_package() as folder:
         run_row("edges", ["tests/twin/inside/test_edges.py"], figures, folder)
