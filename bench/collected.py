@@ -1,6 +1,6 @@
-"""Figures of reach that longer runs have left in result files: plans that ran, whole steps, the largest that trains.
+"""Figures that longer runs have left in result files: plans that ran, whole steps, the largest that trains.
 
-Beside the data path: `reach.py` shows them beside what it measures itself.
+Beside the data path: `goals.py` shows them beside what it measures itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGEST_MIN = 5.0
 LARGEST_SLOWDOWN_MAX = 1.20
 LEAST_NAME = "offload, least memory"
 COMMANDS = {
-    "offload-promise/1": "python bench/promise.py --json",
+    "offload-predictions/1": "python bench/predictions.py --json",
     "offload-frontier/1": "python bench/race.py --json",
     "offload-largest/1": "python bench/largest.py --json",
 }
@@ -31,7 +31,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was measured, in words and in figures; `met` is None where nothing was promised."""
+    """What was measured, in words and in figures; `met` is None where there is no goal."""
 
     measured: str
     met: bool | None
@@ -69,9 +69,9 @@ class Kept:
         return [row for row in content["rows"] if not {"error", "inapplicable"} & set(row)], about
 
 
-def promise_off(kept: Kept, key: str, limit: float) -> Finding:
+def prediction_error(kept: Kept, key: str, limit: float) -> Finding:
     """How far the measured step time or peak is from the predicted one; the worst plan counts."""
-    rows, about = kept.rows("offload-promise/1")
+    rows, about = kept.rows("offload-predictions/1")
     off = {f"{row['family']}, {row['wish']}": row[f"measured_{key}"] / row[f"predicted_{key}"] - 1 for row in rows}
     worst = max(off, key=lambda name: abs(off[name]))
     met = abs(off[worst]) <= limit
@@ -80,10 +80,10 @@ def promise_off(kept: Kept, key: str, limit: float) -> Finding:
 
 def default_slowdown(kept: Kept) -> Finding:
     """The default knobs on the demonstration's model."""
-    rows, about = kept.rows("offload-promise/1")
+    rows, about = kept.rows("offload-predictions/1")
     found = {row["family"]: row["slowdown"] for row in rows if row["wish"] == "default"}
     if "gpt" not in found:
-        raise Missing("the newest promises hold no gpt with the default; run bench/promise.py anew")
+        raise Missing("the newest predictions hold no gpt with the default; run bench/predictions.py anew")
     return Finding(f"{found['gpt']:+.1%}", found["gpt"] <= DEFAULT_SLOWDOWN_MAX, {"slowdown": found, "from": about})
 
 

@@ -65,11 +65,11 @@ def planner() -> Subject:
 def plant() -> None:
     """Put the loop into the control path and the planner."""
     import offload.plan
-    from offload.runtime.hooks import Round
+    from offload.runtime.hooks import StepHooks
 
-    pack, fastest_plan = Round.pack, offload.plan.fastest_plan
+    pack, fastest_plan = StepHooks.pack, offload.plan.fastest_plan
 
-    def slower_pack(self: Round, tensor: object) -> object:
+    def slower_pack(self: StepHooks, tensor: object) -> object:
         planted_loop()
         return pack(self, tensor)  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ def plant() -> None:
         fastest_plan(*arguments)  # type: ignore[arg-type]
         return fastest_plan(*arguments)  # type: ignore[arg-type]
 
-    Round.pack = slower_pack  # type: ignore[method-assign, assignment]
+    StepHooks.pack = slower_pack  # type: ignore[method-assign, assignment]
     offload.plan.fastest_plan = slower_plan  # type: ignore[assignment]
 
 

@@ -3,7 +3,7 @@
     python bench/planner_table.py [--traces DIRECTORY] [--output planner_table.json] [--only shared small unseen time]
 
 Budgets are 50/25/10/3 % of the way from the least feasible limit to the unswapped peak. Times are processor time of
-one core. Each figure stands beside what it should reach; nothing here fails when it does not.
+one core. Each figure stands beside its goal; nothing here fails when it is missed.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def link_for(trace: Trace, traffic: float, latency: float = 0.0) -> Link:
 
 
 def planned(
-    name: str, trace: Trace, link: Link, budgets: Sequence[float] = BUDGETS, reach: float = math.inf
+    name: str, trace: Trace, link: Link, budgets: Sequence[float] = BUDGETS, goal: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per budget; with the least possible gap, as far as proven, where the gap is above `reach`."""
+    """Yield one row per budget; with the least possible gap, as far as proven, where the gap is above `goal`."""
     for budget, limit in limits(trace):
         if budget not in budgets:
             continue
@@ -75,7 +75,7 @@ def planned(
             raise AssertionError(f"{name} at {budget}: peak {plan.peak_bytes} over the limit {limit}")
         proven = max(cut_bounds(trace, limit, link).double, plan.bound_seconds)
         two_cuts_seconds = proven
-        if plan.gap > reach >= proven / plan.bound_seconds - 1:
+        if plan.gap > goal >= proven / plan.bound_seconds - 1:
             proven = prove(trace, link, limit, plan.swaps, seconds_max=PROOF_SECONDS_MAX).bound_seconds
         least = proven / plan.bound_seconds - 1
         yield {
@@ -87,7 +87,7 @@ def planned(
             "slowdown": plan.step_seconds / plan.compute_seconds - 1,
             "swaps": len(plan.swaps),
             "planning_s": seconds,
-            **({"gap_least": least, "out_of_reach": least > reach} if plan.gap > reach else {}),
+            **({"gap_least": least, "out_of_reach": least > goal} if plan.gap > goal else {}),
         }
 
 
@@ -95,7 +95,7 @@ def shared_rows(directory: Path) -> Iterator[dict[str, Any]]:
     """Yield the recorded traces' rows."""
     for path in sorted(directory.glob("*.json")):
         link = Link(SHARED_BANDWIDTH, SHARED_BANDWIDTH)
-        yield from planned(path.stem, Trace.load(path), link, reach=GAP_SHARED_MAX[1])
+        yield from planned(path.stem, Trace.load(path), link, goal=GAP_SHARED_MAX[1])
 
 
 def unseen_rows(quick: bool = False) -> Iterator[dict[str, Any]]:
@@ -106,7 +106,7 @@ def unseen_rows(quick: bool = False) -> Iterator[dict[str, Any]]:
                 trace = make(count, seed)
                 for traffic in TRAFFIC:
                     link = link_for(trace, traffic)
-                    yield from planned(f"{name}/{count}/{seed}/{traffic}", trace, link, reach=GAP_UNSEEN_MAX[1])
+                    yield from planned(f"{name}/{count}/{seed}/{traffic}", trace, link, goal=GAP_UNSEEN_MAX[1])
 
 
 def small_rows(instances: int = SMALL_COUNT) -> Iterator[dict[str, Any]]:
@@ -181,13 +181,13 @@ def main() -> None:
     }
     report: dict[str, Any] = {}
     for name in args.only:
-        reach, measure, figures = parts[name]
+        goal, measure, figures = parts[name]
         rows = list(measure())
         if not rows:
             print(f"{name}: no traces in {args.traces}, skipped")
             continue
-        report[name] = {"reach": reach, **figures(rows), "rows": rows}
-        print(f"{name}: {reach}")
+        report[name] = {"goal": goal, **figures(rows), "rows": rows}
+        print(f"{name}: {goal}")
         for key, value in figures(rows).items():
             print(f"  {key:26s} {value:.4%}" if key.startswith(("gap", "above")) else f"  {key:26s} {value:.3g}")
         args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -12,8 +12,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from findings import Table, device_of
 from matplotlib import pyplot
+from result_tables import Table, device_of
 
 OURS, THEIRS = "#0b6e99", "#b5542b"
 

@@ -2,7 +2,7 @@
 
     python bench/report.py RESULT… [--html FILE] [--png DIR] [--docs FILE]
 
-RESULT is a JSON file of pytest-benchmark, race.py, largest.py, reach.py or `offload demo --json`, or a folder of
+RESULT is a JSON file of pytest-benchmark, race.py, largest.py, goals.py or `offload demo --json`, or a folder of
 gpu_suite.py. The document of the repository:
 
     python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from findings import Row, Table, about, device_of, read
+from result_tables import Row, Table, about, device_of, read
 
 WHY = Path(__file__).with_name("why.json")
 STYLE = """

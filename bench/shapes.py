@@ -123,8 +123,8 @@ def irregular(tensor_count: int, seed: int) -> Trace:
         r.run(f"op{i}", seconds, int(r.random.lognormvariate(2.0, 1.0) * MIB))
     for _ in range(tensor_count):
         node = r.random.randrange(count - 1)
-        reach = min(count - 1, node + r.random.choice((1, 2, 3, 10, count // 4 + 1)))
-        readers = sorted({r.random.randint(node, reach) for _ in range(r.random.choice((1, 1, 2, 3)))})
+        furthest = min(count - 1, node + r.random.choice((1, 2, 3, 10, count // 4 + 1)))
+        readers = sorted({r.random.randint(node, furthest) for _ in range(r.random.choice((1, 1, 2, 3)))})
         r.save(int(r.random.lognormvariate(3.0, 1.3) * MIB) + 1, node, readers)
     return r.trace(200 * MIB, slowdown=r.random.uniform(1.5, 2.5), gradient_bytes=100 * MIB)
 

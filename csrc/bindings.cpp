@@ -38,10 +38,10 @@ using ReleaseGil = py::call_guard<GilRelease>;
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-Schedule schedule_named(const std::string& name) {
-  if (name == "threads") return Schedule::threads;
-  if (name == "delays") return Schedule::delays;
-  if (name == "stepped") return Schedule::stepped;
+LaneOrder lane_order_named(const std::string& name) {
+  if (name == "threads") return LaneOrder::threads;
+  if (name == "delays") return LaneOrder::delays;
+  if (name == "stepped") return LaneOrder::stepped;
   throw std::invalid_argument("schedule must be \"threads\", \"delays\" or \"stepped\", not \"" + name + "\"");
 }
 
@@ -154,20 +154,20 @@ void register_store(py::module_& module) {
           ReleaseGil())
       .def(
           "swap_out",
-          // `departure`, where given, gets the ticket and is handed to `enter` before any Python code can run, an
+          // `copy_out`, where given, gets the ticket and is handed to `enter` before any Python code can run, an
           // interrupt's included: whoever holds the source never loses sight of the copy.
           [ticket_name](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need,
-                        const py::object& departure, const py::object& enter) {
+                        const py::object& copy_out, const py::object& enter) {
             py::object handle = py::cast(Ticket());  // first: a copy that has begun must not want memory for it
             Ticket& ticket = handle.cast<Ticket&>();
             {
               const GilRelease release;
               ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
             }
-            if (departure.is_none()) return handle;
+            if (copy_out.is_none()) return handle;
             try {
-              py::setattr(departure, ticket_name, handle);
-              enter(departure);
+              py::setattr(copy_out, ticket_name, handle);
+              enter(copy_out);
             } catch (...) {  // no memory to note it in: nobody else waits for the copy before the source goes
               const GilRelease release;
               if (!ticket.cancel()) ticket.wait_out(pointer(compute));
@@ -176,7 +176,7 @@ void register_store(py::module_& module) {
             return handle;
           },
           py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0,
-          py::arg("departure") = py::none(), py::arg("enter") = py::none())
+          py::arg("copy_out") = py::none(), py::arg("enter") = py::none())
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
       // A forked child may have inherited a locked mutex: it is refused before it waits for one.
       .def(
@@ -252,7 +252,7 @@ PYBIND11_MODULE(_core, module) {
       });
   py::class_<HostDriver, Driver, std::shared_ptr<HostDriver>>(module, "HostDriver")
       .def(py::init([](const std::string& schedule, uint64_t seed, int niceness) {
-             return HostDriver::create(schedule_named(schedule), seed, niceness);
+             return HostDriver::create(lane_order_named(schedule), seed, niceness);
            }),
            py::arg("schedule") = "threads", py::arg("seed") = 0, py::arg("niceness") = 0);
   module.def(

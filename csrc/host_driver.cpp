@@ -34,12 +34,12 @@ void become_lane(int niceness) {
 
 }  // namespace
 
-std::shared_ptr<HostDriver> HostDriver::create(Schedule schedule, uint64_t seed, int niceness) {
-  return std::shared_ptr<HostDriver>(new HostDriver(schedule, seed, niceness));
+std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, int niceness) {
+  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, niceness));
 }
 
-HostDriver::HostDriver(Schedule schedule, uint64_t seed, int niceness)
-    : schedule_(schedule), niceness_(niceness), random_(seed) {}
+HostDriver::HostDriver(LaneOrder order, uint64_t seed, int niceness)
+    : order_(order), niceness_(niceness), random_(seed) {}
 
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
@@ -60,7 +60,7 @@ Stream HostDriver::stream_create() {
   }
   // Detached: a worker owns its driver and its stream and ends when the stream is closed and drained, so that no
   // destructor has to join it.
-  if (schedule_ != Schedule::stepped) std::thread(worker, shared_from_this(), stream).detach();
+  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream).detach();
   return stream.get();
 }
 
@@ -115,7 +115,7 @@ void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream) {
 }
 
 unsigned HostDriver::delay_us() {
-  if (schedule_ != Schedule::delays) return 0;
+  if (order_ != LaneOrder::delays) return 0;
   const uint64_t draw = random_();
   if (draw % 4 != 0) return 0;
   return static_cast<unsigned>((draw >> 8) % ((draw >> 4) % 8 == 0 ? 3000 : 200));
@@ -131,7 +131,7 @@ bool HostDriver::step(std::unique_lock<std::mutex>& lock) {
 }
 
 void HostDriver::run_some() {
-  if (schedule_ != Schedule::stepped) return;
+  if (order_ != LaneOrder::stepped) return;
   std::unique_lock lock(mutex_);
   for (uint64_t left = random_() % 4; left > 0 && step(lock); --left) {
   }
@@ -139,7 +139,7 @@ void HostDriver::run_some() {
 
 template <typename Predicate>
 void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) {
-  if (schedule_ != Schedule::stepped) {
+  if (order_ != LaneOrder::stepped) {
     changed_.wait(lock, done);
     return;
   }

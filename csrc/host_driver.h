@@ -24,12 +24,12 @@
 
 namespace offload {
 
-enum class Schedule { threads, delays, stepped };
+enum class LaneOrder { threads, delays, stepped };
 
 class HostDriver final : public Driver, public std::enable_shared_from_this<HostDriver> {
  public:
   // Lanes run at `niceness` relative to the process (0…19), so that copies do not steal the training's cores.
-  static std::shared_ptr<HostDriver> create(Schedule schedule = Schedule::threads, uint64_t seed = 0, int niceness = 0);
+  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0, int niceness = 0);
 
   const char* name() const noexcept override { return "host"; }
   void require_same_process() const override;
@@ -86,7 +86,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   };
   using StreamRef = std::shared_ptr<HostStream>;
 
-  HostDriver(Schedule schedule, uint64_t seed, int niceness);
+  HostDriver(LaneOrder order, uint64_t seed, int niceness);
   static bool runnable(const HostStream& stream);
   static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream);
   void enqueue(Stream stream, Operation operation);
@@ -99,7 +99,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   void wait_until(std::unique_lock<std::mutex>& lock, Predicate done);
   unsigned delay_us();
 
-  const Schedule schedule_;
+  const LaneOrder order_;
   const int niceness_;
   const Process owner_;
   std::mutex mutex_;

@@ -82,7 +82,7 @@ class SwapStore:
         bytes: int,
         compute: int,
         need: int = 0,
-        departure: object = None,
+        copy_out: object = None,
         enter: Callable[[Any], None] | None = None,
     ) -> Ticket: ...
     def quiesce(self) -> None: ...

@@ -37,7 +37,7 @@ from offload.runtime.engine import Engine
 from offload.runtime.refusals import check_model
 from offload.runtime.schedule import StepOrder
 from offload.runtime.stores import make_engine
-from offload.runtime.weak import work_off
+from offload.runtime.weak import run_pending_callbacks
 from offload.torch_compat import compiled
 from offload.units import format_bytes, format_seconds
 
@@ -99,17 +99,17 @@ class Session:
         >>> handle.disable()
         """
         enabled = self._enabled
-        if not enabled.applies() or enabled.current_round() is not None or enabled.is_bare():
+        if not enabled.applies() or enabled.current_hooks() is not None or enabled.is_removed():
             yield
             return
-        with enabled.round() as current:
+        with enabled.step() as current:
             if inputs:
                 enabled.attach(current, inputs, {})
             yield
 
     def report(self) -> Report:
         """What has been moved since `enable`, what has not and why."""
-        work_off()
+        run_pending_callbacks()
         return make_report(self._enabled, self._feeds, self._remarks)
 
     @property
@@ -283,7 +283,7 @@ def _session_on(
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    swapped, kept = at.counts.in_round()
+    swapped, kept = at.counts.in_step()
     oom.tell(error, oom.Subject(at.model, at.engine, at.options, swapped, kept), path)
 
 

@@ -90,16 +90,16 @@ def test_a_paragraph_may_be_a_groups_and_one_that_nobody_wants_is_named(report: 
 
 def test_what_falls_short_is_marked_and_wants_a_reason(report: Any, tmp_path: Path) -> None:
     found = {"far": False, "near": True, "seen": None}
-    rows = {name: {"what": f"so {name}", "reach": "≤ 1", "measured": "2", "met": met} for name, met in found.items()}
-    path = tmp_path / "reach.json"
-    path.write_text(json.dumps({"format": "offload-reach/1", "machine": {"processor": "CPU"}, "rows": rows}))
+    rows = {name: {"what": f"so {name}", "goal": "≤ 1", "measured": "2", "met": met} for name, met in found.items()}
+    path = tmp_path / "goals.json"
+    path.write_text(json.dumps({"format": "offload-goals/1", "machine": {"processor": "CPU"}, "rows": rows}))
     tables = report.read(path)
     assert [row.cells for row in tables[0].rows] == [
         ["so far", "≤ 1", "2", "not reached"],
         ["so near", "≤ 1", "2", "yes"],
         ["so seen", "≤ 1", "2", "–"],
     ]
-    assert [key for key, _ in report.explain(tables, {})] == ["reach / far"]
+    assert [key for key, _ in report.explain(tables, {})] == ["goal / far"]
 
 
 def test_the_page_needs_no_other_file(report: Any, results: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def looks(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-class WatchedRound(hooks.Round):
+class WatchedRound(hooks.StepHooks):
     """Compares what comes out of unpack with what went into pack."""
 
     def pack(self, tensor):
@@ -193,7 +193,7 @@ class Case:
 def watched(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(enabled_model, "Round", WatchedRound)
+    monkeypatch.setattr(enabled_model, "StepHooks", WatchedRound)
     gc.freeze()
     gc.disable()
     with warnings.catch_warnings():

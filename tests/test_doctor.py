@@ -14,9 +14,9 @@ import torch
 from twin.build import build_machine
 
 from offload import _core
-from offload.cli import checkup, doctor
+from offload.cli import checks, doctor
 from offload.cli import main as cli
-from offload.cli.checkup import Finding, examine
+from offload.cli.checks import Finding, examine
 from offload.profiling import calibration, link_measurement
 
 SECTIONS = {"versions", "driver", "devices", "host memory", "disk", "self-test"}
@@ -60,7 +60,7 @@ def test_a_real_run_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gradients_that_differ_fail_the_doctor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = checkup._train
+    whole = checks._train
 
     def wrong(device: torch.device, *, swap: bool) -> tuple[list[torch.Tensor], int]:
         found, moved = whole(device, swap=swap)
@@ -68,7 +68,7 @@ def test_gradients_that_differ_fail_the_doctor(
             found[-1].view(-1)[0].add_(1e-6)
         return found, moved
 
-    monkeypatch.setattr(checkup, "_train", wrong)
+    monkeypatch.setattr(checks, "_train", wrong)
     assert cli.main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "1 of 170 tensors differ" in shown
@@ -79,16 +79,16 @@ def test_a_probe_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device", "/somewhere")
 
-    monkeypatch.setattr(checkup, "calibrate", full)
+    monkeypatch.setattr(checks, "calibrate", full)
     failed = [finding for finding in examine() if finding.status == "failed"]
     assert [(finding.section, finding.name) for finding in failed] == [("disk", "OSError")]
     assert "No space left on device" in failed[0].text
 
 
 def test_a_spill_folder_in_ram_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "is_in_memory", lambda path: True)
-    monkeypatch.setattr(checkup, "free_disk_bytes", lambda path: 1 << 20)
-    found = by_name(list(checkup._disk()))
+    monkeypatch.setattr(checks, "is_in_memory", lambda path: True)
+    monkeypatch.setattr(checks, "free_disk_bytes", lambda path: 1 << 20)
+    found = by_name(list(checks._disk()))
     assert found["spill_dir by default"].status == "warning"
     assert "tmpfs" in found["spill_dir by default"].text
     assert (found["free"].status, found["free"].text) == ("warning", "1.00 MiB")
@@ -106,8 +106,8 @@ def test_the_drivers_entry_points_are_counted(
     without: tuple[str, ...], status: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = build_machine(tmp_path / "libsim.so", without=without)
-    monkeypatch.setattr(checkup, "LIBCUDA", str(library))
-    finding = next(checkup._driver())
+    monkeypatch.setattr(checks, "LIBCUDA", str(library))
+    finding = next(checks._driver())
     assert finding.status == status
     assert named in finding.text
     missing = finding.value["missing_required"] + finding.value["missing_optional"]
@@ -116,9 +116,9 @@ def test_the_drivers_entry_points_are_counted(
 
 
 def test_no_driver_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "LIBCUDA", "libnowhere.so.1")
+    monkeypatch.setattr(checks, "LIBCUDA", "libnowhere.so.1")
     assert _core.cuda_symbols("libnowhere.so.1") == []
-    assert [(finding.status, finding.value) for finding in checkup._driver()] == [("ok", None)]
+    assert [(finding.status, finding.value) for finding in checks._driver()] == [("ok", None)]
 
 
 FINDINGS = [

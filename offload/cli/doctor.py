@@ -1,6 +1,6 @@
 """`offload doctor`: what this machine offers the engine, and whether the engine works on it.
 
-On top of the data path: prints what `offload.cli.checkup` finds.
+On top of the data path: prints what `offload.cli.checks` finds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from offload.diagnostics.table import Cell, write_table
 
 if TYPE_CHECKING:
-    from offload.cli.checkup import Finding
+    from offload.cli.checks import Finding
 
 HELP = "show what this machine offers the engine, measure its links and test the engine on it"
 
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     int
         1 where the engine does not work here, else 0; warnings do not count.
     """
-    from offload.cli.checkup import examine
+    from offload.cli.checks import examine
 
     findings = []
     for finding in _with_progress(examine()):

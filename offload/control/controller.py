@@ -25,12 +25,12 @@ from offload.plan import InfeasibleLimitError, Link, Plan, fastest_plan, least_m
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
-from offload.runtime.activations import WeighedCourse
+from offload.runtime.activations import MeteredExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Course, Follower, Idle, Stopwatch
+from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, SwapOnDemand
 from offload.runtime.schedule import Schedule, StepOrder
-from offload.runtime.weak import weakly
+from offload.runtime.weak import weak_callback
 
 __all__ = ["Controller", "PlanController", "ProfileListener"]
 
@@ -46,7 +46,7 @@ ProfileListener = Callable[[Trace, Link, int], None]
 class Controller(Protocol):
     """What a session asks."""
 
-    def observer(self, signature: object, model: nn.Module) -> Follower:
+    def observer(self, signature: object, model: nn.Module) -> StepObserver:
         """Who observes the step that begins now."""
 
     def needs_hooks(self, signature: object) -> bool:
@@ -106,7 +106,7 @@ class PlanController:
 
     # -- the beginning of a step --------------------------------------------------------------------------------------
 
-    def observer(self, signature: object, model: nn.Module) -> Follower:
+    def observer(self, signature: object, model: nn.Module) -> StepObserver:
         """A profiler for a signature's first step, an executor of its plan from then on.
 
         Raises
@@ -151,16 +151,16 @@ class PlanController:
                 oldest.profiler.stop()
         return state
 
-    def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> Follower:
+    def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
         """Profile this step, unless an earlier one of the same signature still waits for its backward."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
                 profiler.stop()  # its backward will not come
         if state.phase is Phase.ON_DEMAND:
-            return Idle()
+            return SwapOnDemand()
         if state.profiler is not None and state.profiler.rounds_since <= self._limits.pending_steps:
-            return Idle()
+            return SwapOnDemand()
         state.enter(Phase.PROFILING)
         self._counts.profiled_steps += 1
         state.profiler = Profiler(self._engine, model, held)
@@ -194,15 +194,15 @@ class PlanController:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
-    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> Follower:
+    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
         about = self._about(signature, planned.schedule)
         if not self._measures(planned):
             self._counts.unmeasured_steps += 1
-            return Course(*about)
+            return ScheduleExecutor(*about)
         assert planned.weights is not None
-        executor = WeighedCourse(*about, Stopwatch(self._engine), planned.weights)
+        executor = MeteredExecutor(*about, Stopwatch(self._engine), planned.weights)
         planned.executors.append(executor)
         return executor
 
@@ -211,7 +211,7 @@ class PlanController:
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
         assert schedule is not None  # a plan has been made
         # Weakly: the last steps are held here, and must not hold the store when the session is gone.
-        return schedule, self._engine, self._counts, _KEPT, partial(weakly(self.forget), signature)
+        return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
 
     def _measures(self, planned: PlannedStep) -> bool:
         return self._engine.device.type == "cpu" or planned.steps <= self._limits.device_measured_steps
@@ -252,14 +252,14 @@ class PlanController:
         )
         return next(fitting, None)
 
-    def _borrow(self, signature: object, larger: PlannedStep, held: Callable[[], HeldBytes]) -> Follower:
+    def _borrow(self, signature: object, larger: PlannedStep, held: Callable[[], HeldBytes]) -> StepObserver:
         limit_bytes = self._options.memory_limit
         if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
             self._plan(larger, held())
         self._counts.borrowed_steps += 1
         self._counts.unmeasured_steps += 1
         assert larger.schedule is not None
-        return Course(*self._about(signature, replace(larger.schedule, borrowed=True)))
+        return ScheduleExecutor(*self._about(signature, replace(larger.schedule, borrowed=True)))
 
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()

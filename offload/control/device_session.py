@@ -35,7 +35,7 @@ UNHELD_MAX = 4096
 
 
 class DeviceSession:
-    """Answers what hooks ask (`hooks.Policy`), for the rounds that begin while the model is on this device.
+    """Answers what hooks ask (`hooks.Policy`), for the steps that begin while the model is on this device.
 
     Parameters
     ----------
@@ -160,10 +160,10 @@ class DeviceSession:
 
     # -- what the session tells ---------------------------------------------------------------------------------------
 
-    def begin_round(self) -> None:
+    def begin_step(self) -> None:
         """A forward pass begins in this thread, in no excluded module."""
         self._local.excluded = 0
-        self.counts.begin_round()
+        self.counts.begin_step()
 
     @contextmanager
     def excluded(self) -> Iterator[None]:

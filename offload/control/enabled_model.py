@@ -1,4 +1,4 @@
-"""A model while offload is enabled on it: each of its training steps becomes a round of hooks on the device it is on.
+"""A model while offload is enabled on it: each of its training steps runs under hooks for the device it is on.
 
 On the data path: the model's forward passes through here. A model that is moved is followed to its new device.
 """
@@ -22,13 +22,13 @@ from offload.control.device_session import DeviceSession
 from offload.control.signature import Signature
 from offload.options import Options, check_options
 from offload.runtime.engine import Engine, has_storage
-from offload.runtime.executor import Course
+from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.forward_wrapper import ForwardWrapper
-from offload.runtime.hooks import Policy, Round, RoundHooks, top_round
+from offload.runtime.hooks import HookContext, Policy, StepHooks, innermost_step_hooks
 from offload.runtime.refusals import check_devices, devices_of, first_device, hooks_allowed, named
 from offload.runtime.schedule import StepOrder
 from offload.runtime.stores import engines, make_engine
-from offload.runtime.weak import weakly, work_off
+from offload.runtime.weak import run_pending_callbacks, weak_callback
 from offload.torch_compat import compiled
 from offload.torch_compat.autograd import checkpoint_is_innermost, is_tracing
 
@@ -43,8 +43,8 @@ MakeDeviceSession = Callable[[nn.Module, torch.device, Options, Engine, Callable
 class StepRecorder(Protocol):
     """Records single steps for a timeline."""
 
-    def round(self, policy: Policy) -> Round | None:
-        """A round that is recorded; None where the recording is over."""
+    def step_hooks(self, policy: Policy) -> StepHooks | None:
+        """Hooks that record the step; None where the recording is over."""
 
     def finish(self) -> None:
         """End the recording."""
@@ -129,7 +129,7 @@ class EnabledModel:
 
     def _session_on(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> DeviceSession:
         # Weakly: in a circle with it, a disabled session would keep its store until a collection.
-        return self._make_device_session(model, device, options, engine, weakly(self._note_compiled))
+        return self._make_device_session(model, device, options, engine, weak_callback(self._note_compiled))
 
     def applies(self) -> bool:
         """Whether a forward pass that begins now is a training step to swap in."""
@@ -191,26 +191,26 @@ class EnabledModel:
         before.close(trim=self._is_unused(before.engine.store))
         return True
 
-    def current_round(self) -> Round | None:
-        """The round whose hooks are on top in this thread, where it is one of ours."""
-        current = top_round()
+    def current_hooks(self) -> StepHooks | None:
+        """The innermost hooks of this thread, where they are this model's."""
+        current = innermost_step_hooks()
         return current if current is not None and current.policy is self.on_device else None
 
-    def is_bare(self) -> bool:
-        """Whether the innermost round of this thread has taken its hooks off."""
-        reference: weakref.ref[RoundHooks] | None = getattr(self._local, "hooks", None)
+    def is_removed(self) -> bool:
+        """Whether this thread's innermost hooks of this model have been removed early."""
+        reference: weakref.ref[HookContext] | None = getattr(self._local, "hooks", None)
         hooks = reference() if reference is not None else None
-        return hooks is not None and hooks.is_bare
+        return hooks is not None and hooks.is_removed
 
     @contextmanager
-    def round(self) -> Iterator[Round]:
+    def step(self) -> Iterator[StepHooks]:
         """One forward pass, its hooks on. Backward comes later."""
         here = self.on_device
-        made = self.recording.round(here) if self.recording is not None else None
-        current = made if made is not None else Round(here)
-        self.fallbacks.round_begins()
-        here.begin_round()
-        hooks = RoundHooks(current)
+        made = self.recording.step_hooks(here) if self.recording is not None else None
+        current = made if made is not None else StepHooks(here)
+        self.fallbacks.step_begins()
+        here.begin_step()
+        hooks = HookContext(current)
         around = getattr(self._local, "hooks", None)
         self._local.hooks = current.hooks = weakref.ref(hooks)
         try:
@@ -220,30 +220,30 @@ class EnabledModel:
             here.explain(error)
             raise
         finally:
-            hooks.__exit__()  # once more: an interrupt may have come while they went on or off
+            hooks.__exit__()  # once more: an interrupt may have come while they were installed or removed
             self._local.hooks = around
-            self.fallbacks.round_ends()
+            self.fallbacks.step_ends()
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-        work_off()
+        run_pending_callbacks()
         if not self.applies():
             self.on_device.controller.end_finished_profiles()
             return nullcontext()
-        if self.is_bare():
+        if self.is_removed():
             return nullcontext()
         if checkpoint_is_innermost():
             self.left_to_checkpoint = True
             return nullcontext()
-        current = self.current_round()
+        current = self.current_hooks()
         if current is None:
-            return self._own_round(args, kwargs)
+            return self._own_step(args, kwargs)
         if not current.attached:  # the first forward within `step`
             self.attach(current, args, kwargs)
         return nullcontext()
 
     @contextmanager
-    def _own_round(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with self.round() as current:
+    def _own_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        with self.step() as current:
             self.attach(current, args, kwargs)
             yield
 
@@ -258,7 +258,7 @@ class EnabledModel:
     def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         return self.on_device.excluded()
 
-    def attach(self, current: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def attach(self, current: StepHooks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a step: its inputs tell which schedule applies."""
         for engine in {self.on_device.engine, *engines()}:  # they share stores: what one still holds, another may need
             engine.collect()
@@ -267,12 +267,13 @@ class EnabledModel:
         assert model is not None  # its forward is running
         signature = self._signature(args, kwargs)
         observer = self.on_device.controller.observer(signature, model)
-        self.on_device.counts.attribute_misses(self.on_device.engine.misses, isinstance(observer, Course))
+        self.on_device.counts.attribute_misses(self.on_device.engine.misses, isinstance(observer, ScheduleExecutor))
         current.attach(observer)
-        if type(current) is Round and not self.on_device.controller.needs_hooks(signature):  # a recording needs hooks
+        is_recorded = type(current) is not StepHooks
+        if not is_recorded and not self.on_device.controller.needs_hooks(signature):
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are on: the forward that begins runs within them
-            hooks.take_off()
+            hooks.remove()
             self.on_device.counts.bare_steps += 1
         else:
             self.on_device.refresh_parameters()

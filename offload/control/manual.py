@@ -15,12 +15,12 @@ from torch import nn
 from offload.control.limits import LIMITS, Limits
 from offload.options import Options
 from offload.profiling.profiler import Recorder
-from offload.runtime.activations import WeighedCourse, Weights
+from offload.runtime.activations import ActivationBytes, MeteredExecutor
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Course, Follower, Stopwatch
-from offload.runtime.schedule import Schedule, StepOrder, by_hand
-from offload.runtime.weak import weakly
+from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch
+from offload.runtime.schedule import Schedule, StepOrder, manual_schedule
+from offload.runtime.weak import weak_callback
 
 __all__ = ["ManualController", "ManualStep"]
 
@@ -47,9 +47,9 @@ class ManualStep:
 
     limits: Limits
     schedule: Schedule
-    weights: Weights
+    weights: ActivationBytes
     steps: int = 0
-    executors: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))
+    executors: deque[MeteredExecutor] = field(default_factory=lambda: deque(maxlen=4))
     step_seconds: deque[float] = field(init=False)
     compute_seconds: deque[float] = field(init=False)
     activation_bytes: deque[int] = field(init=False)
@@ -74,7 +74,7 @@ class ManualStep:
                 self.activation_bytes.append(executor.peak_bytes)
             self.late = executor.late_packs(measured, self.limits.late_seconds)
             counts.prefetched_late += len(self.late.keys() - executor.missed)
-            self.weights = Weights.by_hand(self.schedule, executor.held)
+            self.weights = ActivationBytes.of_manual(self.schedule, executor.held)
         self.executors.clear()
         self.executors.extend(unread)
 
@@ -106,7 +106,7 @@ class ManualController:
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self.schedules: OrderedDict[object, ManualStep] = OrderedDict()
 
-    def observer(self, signature: object, model: nn.Module) -> Follower:
+    def observer(self, signature: object, model: nn.Module) -> StepObserver:
         """A recorder for a signature's first step, an executor of its schedule from then on."""
         recorder = self._recorders.get(signature)
         if recorder is not None and recorder.finished:
@@ -115,8 +115,8 @@ class ManualController:
             count, lookahead_nodes = self._options.n_tensors, self._options.lookahead_nodes
             assert count is not None
             assert lookahead_nodes is not None
-            schedule = by_hand(recorder.order, count, lookahead_nodes)
-            self.schedules[signature] = ManualStep(self._limits, schedule, Weights.by_hand(schedule))
+            schedule = manual_schedule(recorder.order, count, lookahead_nodes)
+            self.schedules[signature] = ManualStep(self._limits, schedule, ActivationBytes.of_manual(schedule))
         step = self.schedules.get(signature)
         for table in (self.schedules, self._recorders):
             while len(table) > self._limits.signatures:
@@ -128,11 +128,11 @@ class ManualController:
         step.read_measurements(self._counts)
         step.steps += 1
         # Weakly: its last steps are held here, and must not hold the store when the session is gone.
-        about = (step.schedule, self._engine, self._counts, "n_tensors", partial(weakly(self.forget), signature))
+        about = (step.schedule, self._engine, self._counts, "n_tensors", partial(weak_callback(self.forget), signature))
         if step.steps > self._limits.manual_measured_steps and step.steps % self._limits.recheck_steps:
             self._counts.unmeasured_steps += 1
-            return Course(*about)
-        executor = WeighedCourse(*about, Stopwatch(self._engine), step.weights, finds_held=True)
+            return ScheduleExecutor(*about)
+        executor = MeteredExecutor(*about, Stopwatch(self._engine), step.weights, finds_held=True)
         step.executors.append(executor)
         return executor
 

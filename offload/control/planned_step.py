@@ -16,10 +16,10 @@ from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resi
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profile
-from offload.runtime.activations import WeighedCourse, Weights
+from offload.runtime.activations import ActivationBytes, MeteredExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.executor import Measured
-from offload.runtime.schedule import Schedule, of_plan
+from offload.runtime.schedule import Schedule, planned_schedule
 from offload.units import format_seconds
 
 __all__ = ["PlannedStep", "most"]
@@ -74,7 +74,7 @@ class PlannedStep:
     schedule: Schedule | None = None
     steps: int = 0
     replans: int = 0
-    executors: deque[WeighedCourse] = field(default_factory=lambda: deque(maxlen=4))
+    executors: deque[MeteredExecutor] = field(default_factory=lambda: deque(maxlen=4))
     node_seconds: deque[tuple[float, ...]] = field(init=False)
     step_seconds: deque[float] = field(init=False)
     swap_seconds: deque[float] = field(init=False)
@@ -82,7 +82,7 @@ class PlannedStep:
     starts: tuple[float, ...] = ()
     late: dict[int, float] = field(default_factory=dict)
     late_tensors: int = 0
-    weights: Weights | None = None
+    weights: ActivationBytes | None = None
     refusal: InfeasibleLimitError | None = None
 
     def __post_init__(self) -> None:
@@ -116,8 +116,8 @@ class PlannedStep:
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
         self.plan, self.refusal = plan, None
-        self.weights = Weights.of_plan(plan.trace, plan.swaps)
-        self.schedule = of_plan(self.profile.order, plan, self.profile.members)
+        self.weights = ActivationBytes.of_plan(plan.trace, plan.swaps)
+        self.schedule = planned_schedule(self.profile.order, plan, self.profile.members)
         self.step_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
@@ -131,7 +131,7 @@ class PlannedStep:
         """Take in what the last steps took, as far as the device has come, and count it."""
         unread = []
         for executor in self.executors:
-            if not executor.on_course:
+            if not executor.on_schedule:
                 continue
             measured = executor.measured(len(self.profile.trace.nodes))
             if measured is None:
@@ -162,7 +162,7 @@ class PlannedStep:
                 log.debug("node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found)
         return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
 
-    def _take_in_late(self, executor: WeighedCourse, measured: Measured, counts: Counts) -> None:
+    def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:
         owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
         self.late = {}
         for index, seconds in measured.waits.items():

@@ -14,11 +14,11 @@ from torch import nn
 from offload import _core
 from offload.control.controller import ProfileListener
 from offload.control.enabled_model import EnabledModel
-from offload.runtime.weak import Living, work_off
+from offload.runtime.weak import WeakReferences, run_pending_callbacks
 
 __all__ = ["enabled_models", "find", "is_unused", "listen_to_profiles", "profile_listener", "register"]
 
-_models: Living[EnabledModel] = Living()
+_models: WeakReferences[EnabledModel] = WeakReferences()
 _unwrapped: list[EnabledModel] = []  # nothing of the model refers to these, so they are kept alive here
 _listener: ProfileListener | None = None
 _listened_to: list[tuple[nn.Module | None, EnabledModel]] = []  # kept alive until nobody listens any more
@@ -26,7 +26,7 @@ _listened_to: list[tuple[nn.Module | None, EnabledModel]] = []  # kept alive unt
 
 def enabled_models(among: Iterable[EnabledModel] | None = None) -> list[EnabledModel]:
     """Those that are enabled and whose model is alive."""
-    work_off()
+    run_pending_callbacks()
     return [each for each in (_models if among is None else among) if each.is_enabled and each.model is not None]
 
 

@@ -20,7 +20,7 @@ from offload.devices.memory import resident_set
 from offload.diagnostics.verdict import Verdict
 from offload.options import Options, is_in_memory
 from offload.plan import unswapped_bytes
-from offload.runtime.activations import Weights
+from offload.runtime.activations import ActivationBytes
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.units import format_bytes, parse_bytes, round_up_bytes
@@ -120,7 +120,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
     verdict = replace(
         verdict,
-        activation_bytes_unswapped=max(Weights.of_plan(trace, ()).unswapped, default=None),
+        activation_bytes_unswapped=max(ActivationBytes.of_plan(trace, ()).unswapped, default=None),
         compute_seconds=compute,
         tensors=len(trace.tensors),
     )
@@ -153,7 +153,7 @@ def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdic
         late_tensors=planned.late_tensors,
         late_seconds=sum(planned.late.values()),
         late_seconds_planned=plan.step_seconds - plan.compute_seconds,
-        is_bare=subject.counts.bare_steps > 0,
+        is_removed=subject.counts.bare_steps > 0,
         reason=_why_nothing(planned, subject),
     )
 
@@ -180,7 +180,7 @@ def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
     engine, counts = subject.engine, subject.counts
     if engine.failed:
         yield f"{engine.failed} tensors stayed, since writing them failed"
-    stayed = sum(count.tensors for reason, count in counts.in_round()[1].items() if reason in _NO_ROOM)
+    stayed = sum(count.tensors for reason, count in counts.in_step()[1].items() if reason in _NO_ROOM)
     if stayed:
         yield f"{stayed} tensors stayed in the last step: no room below (host_limit, spill_dir)"
     if counts.prefetches_without_memory:

@@ -23,7 +23,7 @@ from offload.diagnostics.html import oom as oom_page
 from offload.options import Options
 from offload.runtime.counters import Count
 from offload.runtime.engine import Engine
-from offload.runtime.hooks import Round
+from offload.runtime.hooks import StepHooks
 from offload.units import format_bytes
 
 __all__ = ["Explanation", "Remedy", "Subject", "explain", "is_out_of_memory", "tell"]
@@ -177,7 +177,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
     leaving = engine.resident.now
     return Explanation(
         error=f"{type(error).__name__}: {error}",
-        where=place_of(error.__traceback__, subject.model),
+        where=address_of(error.__traceback__, subject.model),
         memory=memory,
         swapped=subject.swapped,
         kept=kept,
@@ -199,7 +199,7 @@ def asked_bytes(message: str) -> int | None:
     return int(float(match[1].rstrip(".")) * (1024 ** (units.index(match[2]) + 1) if match[2] in units else 1))
 
 
-def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
+def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
     """Where in a training step a traceback ends: forward, backward, optimizer or elsewhere; with the module's name."""
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     where = "the caller's own code, outside of the model (the loss, the batch, an evaluation)"
@@ -208,7 +208,9 @@ def place_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         module = frame.f_globals.get("__name__", "")
         holder = frame.f_locals.get("self")
         is_backward = module == "torch.autograd" and frame.f_code.co_name in ("backward", "grad")
-        if is_backward or frame.f_code is Round.unpack.__code__:  # a GPU's backward runs in a thread without a caller
+        if (
+            is_backward or frame.f_code is StepHooks.unpack.__code__
+        ):  # a GPU's backward runs in a thread without a caller
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"

@@ -17,7 +17,7 @@ from offload.devices import allocator
 from offload.devices.device import accelerators
 from offload.devices.memory import look
 from offload.runtime.stores import engines
-from offload.runtime.weak import work_off
+from offload.runtime.weak import run_pending_callbacks
 
 __all__ = ["recover"]
 
@@ -48,7 +48,7 @@ def recover() -> dict[str, int]:
     before = {str(device): _held(device) for device in devices}
     _forget_exceptions()
     gc.collect()
-    work_off()
+    run_pending_callbacks()
     for engine in engines():
         engine.drain()
         engine.store.trim()

@@ -1,6 +1,6 @@
 """Watches one training step while it runs: when modules compute, when they wait, when bytes move, how much is there.
 
-On the data path only while a step is recorded: its round stands in the graph nodes in place of the plain one.
+On the data path only while a step is recorded: its hooks stand in the graph nodes in place of the plain ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine
-from offload.runtime.hooks import Packed, Policy, Round
+from offload.runtime.hooks import Packed, Policy, StepHooks
 from offload.runtime.saved_view import SwappedView
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
@@ -76,8 +76,8 @@ class _Mark:
     memory: tuple[int, int, int]
 
 
-class WatchedRound(Round):
-    """A round that notes when it packs and unpacks."""
+class WatchedRound(StepHooks):
+    """Hooks that note when they pack and unpack."""
 
     def __init__(self, policy: Policy, recording: StepRecording) -> None:
         super().__init__(policy)
@@ -165,10 +165,10 @@ class StepRecording:
     ) -> None:
         self.finish()
 
-    # -- what a round and the session report ----------------------------------------------------------------------
+    # -- what the hooks and the session report ----------------------------------------------------------------------
 
-    def round(self, policy: Policy) -> Round | None:
-        """A forward pass begins: a round that notes what it does, None where the recording has ended."""
+    def step_hooks(self, policy: Policy) -> StepHooks | None:
+        """A forward pass begins: hooks that note what they do, None where the recording has ended."""
         self.forward_begins()
         return WatchedRound(policy, self) if self.is_on else None
 

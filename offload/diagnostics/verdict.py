@@ -63,7 +63,7 @@ class Verdict:
         How long it waited for them in all, in seconds.
     late_seconds_planned : float
         How long the plan has a step wait for copies, in seconds.
-    is_bare : bool
+    is_removed : bool
         Whether the hooks are off, because there is nothing to swap.
     limit_bytes, least_limit_bytes : int or None
         Where the limit was refused: what was asked for, and the least that a plan can keep.
@@ -95,7 +95,7 @@ class Verdict:
     late_tensors: int = 0
     late_seconds: float = 0.0
     late_seconds_planned: float = 0.0
-    is_bare: bool = False
+    is_removed: bool = False
     limit_bytes: int | None = None
     least_limit_bytes: int | None = None
     reason: str = ""
@@ -172,7 +172,7 @@ class Verdict:
         elif self.kind == "by hand":
             yield f"by hand ({self.wish}): {self._swapped()}"
         elif self.kind == "nothing to swap":
-            yield f"nothing to swap: {self.reason}" + ("; hooks are off" if self.is_bare else "")
+            yield f"nothing to swap: {self.reason}" + ("; hooks are off" if self.is_removed else "")
         elif self.kind == "refused" and self.limit_bytes is not None and self.least_limit_bytes is not None:
             least = round_up_bytes(self.least_limit_bytes)
             yield f'refused: no plan keeps {format_bytes(self.limit_bytes)}; write memory_limit="{least}" or more'

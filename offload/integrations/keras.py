@@ -15,7 +15,7 @@ import keras
 from torch import nn
 
 from offload.integrations.switch import CallWrapper, Switched, nothing_around
-from offload.runtime.weak import when_gone
+from offload.runtime.weak import call_when_dead
 from offload.session import Session
 
 
@@ -86,7 +86,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 self._wrappers.append(CallWrapper(fit, name, nothing_around, self.undo))
             self._wrappers.append(CallWrapper(model, "evaluate", nothing_around, self.undo))
             self._fit = weakref.ref(fit)
-            when_gone(fit, partial(_undo_if_alive, weakref.ref(self), weakref.ref(handle)))
+            call_when_dead(fit, partial(_undo_if_alive, weakref.ref(self), weakref.ref(handle)))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Undo it."""

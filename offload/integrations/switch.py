@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from offload.diagnostics.report import Report
-from offload.runtime.weak import work_off
+from offload.runtime.weak import run_pending_callbacks
 from offload.session import Session, enable, session_of
 
 log = logging.getLogger("offload")
@@ -150,7 +150,7 @@ class Switched:
 
     def report(self) -> Report:
         """What the current run, or the last one, has moved."""
-        work_off()
+        run_pending_callbacks()
         return self._switch.report()
 
     def undo(self) -> None:

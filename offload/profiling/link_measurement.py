@@ -16,7 +16,7 @@ import torch
 
 from offload import _core
 from offload.runtime.engine import Engine
-from offload.runtime.swapped_storage import Lease
+from offload.runtime.swapped_storage import SlotHandle
 
 __all__ = ["LinkRates", "measure"]
 
@@ -94,15 +94,15 @@ def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
     return torch.arange(nbytes // 8, dtype=torch.int64, device=engine.device).mul_(0x9E3779B97F4A7C1)
 
 
-def _out(engine: Engine, source: torch.Tensor) -> Lease:
+def _out(engine: Engine, source: torch.Tensor) -> SlotHandle:
     key, _ = engine.look(source, source.nbytes)
     assert key is not None
     return engine.swap_out(source, key, 0)
 
 
-def _has_left(lease: Lease) -> bool:
+def _has_left(slot: SlotHandle) -> bool:
     """Whether its copy-out has ended; raises where it failed."""
-    ticket = lease.record.ticket
+    ticket = slot.record.ticket
     if not ticket.out_done():
         return False
     if ticket.state == "failed":
@@ -110,13 +110,13 @@ def _has_left(lease: Lease) -> bool:
     return True
 
 
-def _has_arrived(lease: Lease) -> bool:
-    return lease.record.ticket.in_done()
+def _has_arrived(slot: SlotHandle) -> bool:
+    return slot.record.ticket.in_done()
 
 
-def _await_all(leases: list[Lease], has_ended: Callable[[Lease], bool]) -> None:
-    for lease in leases:
-        while not has_ended(lease):
+def _await_all(slots: list[SlotHandle], has_ended: Callable[[SlotHandle], bool]) -> None:
+    for slot in slots:
+        while not has_ended(slot):
             time.sleep(0)
 
 
@@ -126,18 +126,18 @@ def _small_copy_seconds(engine: Engine) -> float:
     for _ in range(ROUNDS):
         sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(SMALL_COPIES)]
         begun = time.perf_counter()
-        leases = [_out(engine, source) for source in sources]
-        _await_all(leases, _has_left)
+        slots = [_out(engine, source) for source in sources]
+        _await_all(slots, _has_left)
         outs.append(time.perf_counter() - begun)
         engine.drain()
         del sources
         begun = time.perf_counter()
-        for lease in leases:
-            lease.record.begin_return()
-        _await_all(leases, _has_arrived)
+        for slot in slots:
+            slot.record.prefetch()
+        _await_all(slots, _has_arrived)
         ins.append(time.perf_counter() - begun)
-        for lease in leases:
-            lease.record.bring_back()
+        for slot in slots:
+            slot.record.swap_in()
     return max(statistics.median(outs), statistics.median(ins)) / SMALL_COPIES
 
 
@@ -185,8 +185,8 @@ class _Traffic:
         begun, processors_begun = time.perf_counter(), _other_threads_seconds()
         leaving = [_out(self._engine, source) for source in self._sources] if out else []
         arriving = list(self._parked) if into else []
-        for lease in arriving:
-            lease.record.begin_return()
+        for slot in arriving:
+            slot.record.prefetch()
         copies, last = [0, 0], [begun, begun]
         while True:
             enough = time.perf_counter() - begun >= ROUND_SECONDS
@@ -196,19 +196,19 @@ class _Traffic:
                 if _has_left(leaving[at]):
                     copies[0] += 1
                     last[0] = time.perf_counter()
-                    leaving.pop(at)  # first: the same bytes may have one lease only
+                    leaving.pop(at)  # first: the same bytes may have one slot only
                     leaving.insert(at, _out(self._engine, self._sources[at]))
-            for lease in arriving:
-                if _has_arrived(lease):
-                    lease.record.bring_back()
+            for slot in arriving:
+                if _has_arrived(slot):
+                    slot.record.swap_in()
                     copies[1] += 1
                     last[1] = time.perf_counter()
-                    lease.record.begin_return()
+                    slot.record.prefetch()
             time.sleep(POLL_SECONDS if self._block_bytes >= POLL_BYTES_MIN else 0)
         _await_all(leaving, _has_left)
         _await_all(arriving, _has_arrived)
-        for lease in arriving:
-            lease.record.bring_back()
+        for slot in arriving:
+            slot.record.swap_in()
         moved = [count * self._block_bytes for count in copies]
         ended = [copies[0] + len(leaving), copies[1] + len(arriving)]
         return (

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
-from offload.runtime.weak import Living, weakly, work_off
+from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 
 __all__ = ["HeldBytes", "HeldMemory"]
 
@@ -35,7 +35,7 @@ class HeldBytes:
         return self.state + self.gradients
 
 
-_listeners: Living[HeldMemory] = Living()
+_listeners: WeakReferences[HeldMemory] = WeakReferences()
 _hooks: list[RemovableHandle] = []
 
 
@@ -51,7 +51,7 @@ def _listen(listener: HeldMemory) -> None:
 
 
 def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    work_off()
+    run_pending_callbacks()
     for each in _listeners:
         each.optimizer_steps(optimizer)
 
@@ -62,14 +62,14 @@ class HeldMemory:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model = weakref.ref(model)
         self._engine = engine
-        self._optimizers: Living[torch.optim.Optimizer] = Living()
+        self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Have a bound method called before any optimizer steps: backward is over then."""
-        self._before_step = weakly(call)
+        self._before_step = weak_callback(call)
 
     def close(self) -> None:
         """Listen to optimizers no longer."""

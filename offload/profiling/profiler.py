@@ -19,8 +19,8 @@ from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, StorageWatch, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
-from offload.runtime.swapped_storage import Lease
-from offload.runtime.weak import when_gone
+from offload.runtime.swapped_storage import SlotHandle
+from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
@@ -38,7 +38,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.order = StepOrder()
-        self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
         self._autograd_node: object = None
 
     @property
@@ -53,7 +53,7 @@ class Recorder:
     def begin(self) -> None:
         """A hook begins."""
 
-    def stays(self, pack_index: int, nbytes: int) -> str | None:
+    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
         """Nothing stays that can move."""
         return None
 
@@ -66,15 +66,15 @@ class Recorder:
         """The later saved, the sooner needed, as a guess."""
         return 2**32 - pack_index
 
-    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
-        self._leases[pack_index] = weakref.ref(lease)
+        self._slots[pack_index] = weakref.ref(slot)
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
-    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
         """Another view of a storage saved before."""
-        first = next((i for i, reference in self._leases.items() if reference() is lease), None)
+        first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
             self.order.duplicates[pack_index] = first
             self._advance()
@@ -170,7 +170,7 @@ class Profiler(Recorder):
         self._saved: dict[int, SavedStorage] = {}  # by identity of the storage, while it is alive
         self._all_saved: list[SavedStorage] = []
         self._memory = watch_allocations(engine.device)
-        when_gone(self, partial(_unwatch, self._memory, self._all_saved))
+        call_when_dead(self, partial(_unwatch, self._memory, self._all_saved))
         self._memory.begin()
         self._memory.node(0)
 
@@ -186,7 +186,7 @@ class Profiler(Recorder):
         model = self._model()
         if model is not None and not self._gradient_places:
             made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            self._gradient_places = {self._engine.place_of(gradient) for gradient in made if has_storage(gradient)}
+            self._gradient_places = {self._engine.address_of(gradient) for gradient in made if has_storage(gradient)}
         return self._memory.stop()
 
     def watches(self, pack_index: int) -> bool:
@@ -198,25 +198,25 @@ class Profiler(Recorder):
         """A hook begins."""
         self.stopwatch.begin()
 
-    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
         storage = self._saved.get(identity)
         if storage is None or storage.last_forward is not None:
             storage = self._saved[identity] = SavedStorage(
-                self._engine.watch_storage(tensor), self._engine.place_of(tensor)
+                self._engine.watch_storage(tensor), self._engine.address_of(tensor)
             )
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
         self._memory.saved(storage.entries[0])
-        lease.record.leave()
-        super().swapped(pack_index, lease, tensor)
+        slot.record.wait_copied_out()
+        super().swapped(pack_index, slot, tensor)
 
-    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
         """Another view of a storage saved before."""
         self._note_module(pack_index)
-        super().swapped_again(pack_index, lease)
+        super().duplicated(pack_index, slot)
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return."""

@@ -1,8 +1,8 @@
 """How many bytes of activations are in memory while a step runs: as its schedule goes, and with everything kept.
 
-On the data path: a `WeighedCourse` is a course that weighs at every hook. Activations are the tensors saved for
-backward that could move, each from the hook that saves it to the backward node that uses it last; what others hold (the
-batch, parameters) is none, and neither is what no setting moves.
+On the data path: a `MeteredExecutor` also adds up activation bytes at every hook. Activations are tensors saved for
+backward that could be swapped, each from the hook that saves it to the backward node that uses it last. What others
+hold (the batch, parameters) does not count, nor does what no setting swaps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, StorageWatch
-from offload.runtime.executor import Course, Measured, Stopwatch
+from offload.runtime.executor import Measured, ScheduleExecutor, Stopwatch
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import Lease
-from offload.runtime.weak import when_gone
+from offload.runtime.swapped_storage import SlotHandle
+from offload.runtime.weak import call_when_dead
 
 
 @dataclass(frozen=True)
-class Weights:
+class ActivationBytes:
     """Bytes of activations by node of a schedule.
 
     Attributes
@@ -43,7 +43,7 @@ class Weights:
     planned: tuple[int, ...] = ()
 
     @classmethod
-    def of_plan(cls, trace: Trace, swaps: Iterable[Swap]) -> Weights:
+    def of_plan(cls, trace: Trace, swaps: Iterable[Swap]) -> ActivationBytes:
         """Those of a step of which `swaps` are planned."""
         planned_swaps = {swap.id: swap for swap in swaps}
         unswapped, kept, planned = [], [], []
@@ -61,7 +61,7 @@ class Weights:
         return cls(*(_by_node(node_count, spans) for spans in (unswapped, kept, planned)))
 
     @classmethod
-    def by_hand(cls, schedule: Schedule, held: Iterable[int] = ()) -> Weights:
+    def of_manual(cls, schedule: Schedule, held: Iterable[int] = ()) -> ActivationBytes:
         """Those of a schedule by hand; `held` are pack indices of what somebody else holds anyway."""
         node_count = schedule.order.node_count
         held = set(held)
@@ -86,22 +86,22 @@ def _by_node(node_count: int, spans: Iterable[tuple[int, int, int]]) -> tuple[in
     return tuple(accumulate(change[:node_count]))
 
 
-class WeighedCourse(Course):
-    """One round on its way through a schedule, weighed.
+class MeteredExecutor(ScheduleExecutor):
+    """One step that follows a schedule and measures its activation memory.
 
     Parameters
     ----------
     weights
         What the schedule keeps, by node.
     finds_held
-        Whether to look which of the storages that have left somebody else holds: a plan knows.
+        Whether to find the swapped storages that somebody else holds; a plan knows them already.
 
     Attributes
     ----------
     missed
-        Pack indices of what backward asked for before it had begun to come back.
+        Pack indices of tensors that backward asked for before their copy-in was started.
     held
-        Pack indices of what has left and is held by somebody else, so that leaving has freed nothing.
+        Pack indices of swapped tensors that somebody else holds, so that swapping them freed nothing.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeighedCourse(Course):
         reason: str,
         deviate: Callable[[], None],
         stopwatch: Stopwatch,
-        weights: Weights,
+        weights: ActivationBytes,
         *,
         finds_held: bool = False,
     ) -> None:
@@ -123,18 +123,18 @@ class WeighedCourse(Course):
         self._storages: dict[int, StorageWatch] | None = None
         if finds_held:
             self._storages = {}
-            when_gone(self, partial(_close_all, self._storages))
+            call_when_dead(self, partial(_close_all, self._storages))
         self._step = counts.steps
-        self._stayed_bytes = 0  # of what was to leave and could not
+        self._stayed_bytes = 0  # of what was to be swapped and could not be
         self._peak_bytes = 0
-        # What another round has in memory cannot be told from what this one has.
-        self._is_weighed = engine.unswapped.now == 0
+        # The engine's count does not tell one step's activations from another's.
+        self._is_metered = engine.unswapped.now == 0
         self._measured = stopwatch.measured
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most activations in memory at a time; None where they were not weighed."""
-        return self._peak_bytes if self._is_weighed and self.on_course else None
+        """Most activation bytes in memory at a time; None where they were not measured."""
+        return self._peak_bytes if self._is_metered and self.on_schedule else None
 
     def measured(self, node_count: int) -> Measured | None:
         """What it took; None where it is not over."""
@@ -152,27 +152,27 @@ class WeighedCourse(Course):
                 waited[first] = waited.get(first, 0.0) + seconds
         return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in self.missed}
 
-    def stays(self, pack_index: int, nbytes: int) -> str | None:
+    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
         """Why a tensor of this size stays, where the schedule says so; its pack ends with that."""
-        reason = super().stays(pack_index, nbytes)
-        if reason is not None and self._is_weighed:
-            self._weigh(self.schedule.order.node_after_pack.get(pack_index))
+        reason = super().early_keep_reason(pack_index, nbytes)
+        if reason is not None and self._is_metered:
+            self._meter(self.schedule.order.node_after_pack.get(pack_index))
         return reason
 
-    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
-        super().swapped(pack_index, lease, tensor)
+        super().swapped(pack_index, slot, tensor)
         if self._storages is not None:
             self._storages[pack_index] = self._engine.watch_storage(tensor)
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return."""
         super().packed(pack_index)
-        if self._is_weighed:
+        if self._is_metered:
             entry = self.schedule.order.entries.get(pack_index)
-            if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._leases:
+            if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._slots:
                 self._stayed_bytes += entry.nbytes
-            self._weigh(self.schedule.order.node_after_pack.get(pack_index))
+            self._meter(self.schedule.order.node_after_pack.get(pack_index))
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
@@ -182,21 +182,21 @@ class WeighedCourse(Course):
             _close_all(self._storages)
             self._storages = None
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
-        reference = self._leases.get(first)
-        lease = reference() if reference is not None else None
-        is_missing = lease is not None and lease.record.is_away
+        reference = self._slots.get(first)
+        slot = reference() if reference is not None else None
+        is_missing = slot is not None and slot.record.is_swapped_out
         if is_missing:
             self.missed.add(first)
-        if self._is_weighed:
-            self._weigh(self._node, lease.record.nbytes if lease is not None and is_missing else 0)
+        if self._is_metered:
+            self._meter(self._node, slot.record.nbytes if slot is not None and is_missing else 0)
 
     def _is_held(self, pack_index: int, storage: StorageWatch) -> bool:
-        lease = self._leases[pack_index]()
-        return lease is not None and lease.record.is_away and not storage.expired()
+        slot = self._slots[pack_index]()
+        return slot is not None and slot.record.is_swapped_out and not storage.expired()
 
-    def _weigh(self, node: int | None, more_bytes: int = 0) -> None:
+    def _meter(self, node: int | None, more_bytes: int = 0) -> None:
         if self._counts.steps != self._step:
-            self._is_weighed = False  # another round has begun meanwhile
+            self._is_metered = False  # another step has begun meanwhile
         elif node is not None:
             now = self._weights.kept[node] + self._stayed_bytes + self._engine.resident.now + more_bytes
             self._peak_bytes = max(self._peak_bytes, now)

@@ -67,8 +67,8 @@ class Counts(defaultdict[str, Count]):
         self._swapped_before = Count()
         self._kept_before: dict[str, Count] = {}
 
-    def begin_round(self) -> None:
-        """A forward pass begins: what follows is `in_round`."""
+    def begin_step(self) -> None:
+        """A forward pass begins: what follows is `in_step`."""
         self._swapped_before = replace(self.swapped)
         self._kept_before = {reason: replace(count) for reason, count in self.items()}
 
@@ -82,7 +82,7 @@ class Counts(defaultdict[str, Count]):
         self._misses_before = misses
         self._follows = self._follows if follows is None else follows
 
-    def in_round(self) -> tuple[Count, dict[str, Count]]:
+    def in_step(self) -> tuple[Count, dict[str, Count]]:
         """What has moved since the last forward pass began, and by reason what has stayed."""
         kept = {reason: count.minus(self._kept_before.get(reason, Count())) for reason, count in self.items()}
         return self.swapped.minus(self._swapped_before), kept

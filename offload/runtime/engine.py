@@ -19,11 +19,11 @@ from offload import _core
 from offload.devices.device import device_of
 from offload.runtime.swapped_storage import (
     ByteCounter,
-    Departure,
-    Lease,
-    LeaseReference,
+    CopyOut,
+    SlotHandle,
     StorageKey,
     SwappedStorage,
+    WeakSlotHandle,
 )
 
 log = logging.getLogger("offload")
@@ -110,12 +110,12 @@ class Engine:
         self._is_accelerator = self._device.is_accelerator
         self._stats_before = store.stats()
         self._alignment = store.alignment_bytes
-        self._live: dict[StorageKey, LeaseReference] = {}
-        self._dead: deque[LeaseReference] = deque()  # whose graph is gone, and whose record is still to be torn down
+        self._live: dict[StorageKey, WeakSlotHandle] = {}
+        self._dead: deque[WeakSlotHandle] = deque()  # whose graph is gone, and whose record is still to be torn down
         self._reaping = threading.RLock()
-        self._departing: deque[Departure] = deque()
+        self._copies_out: deque[CopyOut] = deque()
         self._begin_copy = store.swap_out
-        self._enter = self._departing.append
+        self._enter = self._copies_out.append
         self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
 
@@ -162,7 +162,7 @@ class Engine:
         return StorageWatch(tensor.untyped_storage())
 
     @staticmethod
-    def place_of(tensor: torch.Tensor) -> int:
+    def address_of(tensor: torch.Tensor) -> int:
         """Where its storage begins, as allocators tell it."""
         return tensor.untyped_storage().data_ptr()
 
@@ -171,8 +171,8 @@ class Engine:
         """What tells its storage from every other one alive: the same for all views."""
         return int(tensor.untyped_storage()._cdata)
 
-    def look(self, tensor: torch.Tensor, nbytes: int) -> tuple[StorageKey | None, Lease | None]:
-        """Which bytes to move, and the lease on them where they have been swapped out already.
+    def look(self, tensor: torch.Tensor, nbytes: int) -> tuple[StorageKey | None, SlotHandle | None]:
+        """Which bytes to move, and the handle on them where they have been swapped out already.
 
         That is all of the storage, or the span of a view that covers less than half of it. There is no key where bytes
         may change unseen while they are copied: views share the version counter of their base, but parts that autograd
@@ -189,19 +189,19 @@ class Engine:
             return None, None
         key = owner._cdata, tensor._version, 0, storage_nbytes, identity
         reference = self._live.get(key)
-        lease = reference() if reference is not None else None
-        if lease is None and 2 * nbytes < storage_nbytes:
+        slot = reference() if reference is not None else None
+        if slot is None and 2 * nbytes < storage_nbytes:
             extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             span_nbytes = int(extent) * tensor.itemsize
             if 2 * span_nbytes < storage_nbytes:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
                 key = owner._cdata, key[1], begin, span_nbytes, identity
                 reference = self._live.get(key)
-                lease = reference() if reference is not None else None
-        return key, lease
+                slot = reference() if reference is not None else None
+        return key, slot
 
-    def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
-        """Begin to copy bytes out. When nobody holds the lease any more, `collect` frees its slot.
+    def swap_out(self, tensor: torch.Tensor, key: StorageKey, need: int) -> SlotHandle:
+        """Start the copy-out. When nobody holds the handle any more, `collect` frees its slot.
 
         Ordering: the copy starts after what the current stream has queued. The source is held until it has ended.
 
@@ -218,24 +218,24 @@ class Engine:
         if self._is_accelerator:
             # Nothing where the block is this stream's own; a block of another stream must outlive what reads it here.
             self._device.record_use(tensor)
-        departure = Departure(storage, nbytes, stream)
-        # The store enters the departure itself: no interrupt can come between the copy's start and the source's hold.
-        ticket = self._begin_copy(address, nbytes, stream, need, departure, self._enter)
+        copy_out = CopyOut(storage, nbytes, stream)
+        # The store enters the copy-out itself: no interrupt can come between the copy's start and the source's hold.
+        ticket = self._begin_copy(address, nbytes, stream, need, copy_out, self._enter)
         base = tensor._base
         owner = torch._C._WeakTensorRef(tensor if base is None else base)  # type: ignore[attr-defined]
-        record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, departure)
-        lease = Lease(record)
-        reference = LeaseReference(lease, self._dead.append)
-        reference.record = departure.record = record
+        record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, copy_out)
+        slot = SlotHandle(record)
+        reference = WeakSlotHandle(slot, self._dead.append)
+        reference.record = copy_out.record = record
         self.unswapped.add(nbytes)
         self.resident.add(nbytes)
         self._live[key] = reference
         self.in_flight_bytes += nbytes
-        return lease
+        return slot
 
     def limit_in_flight(self) -> None:
         """Wait until the sources that are still held for their copy are few enough."""
-        while len(self._departing) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
+        while len(self._copies_out) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
             self._await_oldest()
 
     def collect(self) -> None:
@@ -245,41 +245,41 @@ class Engine:
         """
         if self._dead:
             self._reap()
-        if not self._departing and not self._retired:
+        if not self._copies_out and not self._retired:
             return
-        while self._departing and (departure := _oldest(self._departing)) is not None and departure.ticket.out_done():
-            self._depart(departure)
+        while self._copies_out and (copy_out := _oldest(self._copies_out)) is not None and copy_out.ticket.out_done():
+            self._release_source(copy_out)
         while self._retired and (entry := _oldest(self._retired)) is not None and entry[0].in_done():
             _discard(self._retired, entry)
 
     def _await_oldest(self) -> None:
-        departure = _oldest(self._departing)
-        if departure is not None:
-            self.see_off(departure)
+        copy_out = _oldest(self._copies_out)
+        if copy_out is not None:
+            self.finish_copy_out(copy_out)
 
-    def see_off(self, departure: Departure) -> None:
+    def finish_copy_out(self, copy_out: CopyOut) -> None:
         """Wait until its copy has ended, and let go of the source."""
-        departure.ticket.wait_out(departure.stream)
-        self._depart(departure)
+        copy_out.ticket.wait_out(copy_out.stream)
+        self._release_source(copy_out)
 
-    def _depart(self, departure: Departure) -> None:
-        if not _discard(self._departing, departure):
+    def _release_source(self, copy_out: CopyOut) -> None:
+        if not _discard(self._copies_out, copy_out):
             return  # another thread was faster
-        # An interrupt in swap_out may leave a departure uncounted: an empty queue says zero whatever was added up.
-        self.in_flight_bytes = self.in_flight_bytes - departure.nbytes if self._departing else 0
-        state = departure.ticket.state
+        # An interrupt in swap_out may leave a copy-out uncounted: an empty queue says zero whatever was added up.
+        self.in_flight_bytes = self.in_flight_bytes - copy_out.nbytes if self._copies_out else 0
+        state = copy_out.ticket.state
         failed = state == "failed"
         if failed:
             self.failed += 1
-            self.failure = departure.ticket.failure
+            self.failure = copy_out.ticket.failure
             if self.failed == 1:
                 log.warning("a tensor stays on the device, and others may: %s", self.failure)
-        record, departure.record = departure.record, None
+        record, copy_out.record = copy_out.record, None
         if record is not None and (failed or state == "cancelled"):
             return  # the source stays, as if it had not been swapped
         if record is not None:
-            record.has_left()
-        departure.source = None
+            record.copied_out()
+        copy_out.source = None
 
     def retire(self, ticket: _core.Ticket, storage: torch.UntypedStorage) -> None:
         """Hold a target that nobody wants any more until the copy into it has ended."""
@@ -293,13 +293,13 @@ class Engine:
                 if record is not None:
                     if self._live.get(record.key) is reference:
                         del self._live[record.key]
-                    record.tear_down()
+                    record.free()
                 _discard(self._dead, reference)  # last: an interrupt before this has it all repeated
 
     def drain(self) -> None:
         """Wait until every copy that this engine has begun has ended, and let go of what they held."""
         self._reap()
-        while self._departing:
+        while self._copies_out:
             self._await_oldest()
         self.in_flight_bytes = 0
         while (entry := _oldest(self._retired)) is not None:

@@ -1,6 +1,6 @@
-"""Where a round is in its schedule: what is due now, and how long everything really took.
+"""Executes a schedule during a step: starts what is due, and measures how long nodes and hooks really take.
 
-On the data path: hooks tell every pack and unpack; the course has storages released and brought back in time.
+On the data path: hooks report every pack and unpack; the executor waits for copy-outs and starts copy-ins in time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import Lease
+from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62
@@ -23,33 +23,33 @@ _HOOKS_TIMED = 16
 _TIMED_EVERY = 8
 
 
-class Follower(Protocol):
-    """Who listens to a round's hooks."""
+class StepObserver(Protocol):
+    """What the hooks of a step report to."""
 
     def watches(self, pack_index: int) -> bool:
-        """Whether the unpack of a tensor that stayed is to be told."""
+        """Whether the unpack of a tensor that was kept is to be reported."""
 
     @property
     def caps_in_flight(self) -> bool:
-        """Whether sources that wait for their copy-out are to be few, by the engine's own limit."""
+        """Whether the engine's limit on sources held for their copy-out applies."""
 
     def begin(self) -> None:
         """A hook that may wait begins."""
 
-    def stays(self, pack_index: int, nbytes: int) -> str | None:
-        """Why a tensor of this size stays, where that is known without a look at its storage. The pack ends with it."""
+    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
+        """Why a tensor of this size is kept, where that is known without its storage; it ends the pack."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Why this storage stays; None: it moves."""
+        """Why this storage is kept; None: it is swapped."""
 
     def need(self, pack_index: int) -> int:
         """Rank for the disk: the larger, the later it is needed."""
 
-    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave."""
+    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+        """The copy-out of a storage has been started."""
 
-    def swapped_again(self, pack_index: int, lease: Lease) -> None:
-        """Another view was saved of a storage that has begun to leave."""
+    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+        """Another view was saved of a storage whose copy-out has been started."""
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return."""
@@ -58,24 +58,24 @@ class Follower(Protocol):
         """Backward asks for the tensor of this pack."""
 
     def unpacked(self, pack_index: int) -> None:
-        """It is there; the hook is about to return."""
+        """It is on the device; the hook is about to return."""
 
 
-class Idle:
-    """Follows nothing: everything moves, and comes back on demand."""
+class SwapOnDemand:
+    """No schedule: everything is swapped out, and swapped in on demand."""
 
     caps_in_flight = True
 
     def watches(self, pack_index: int) -> bool:
-        """Nothing is watched."""
+        """Nothing is reported."""
         return False
 
-    def stays(self, pack_index: int, nbytes: int) -> str | None:
-        """Nothing stays."""
+    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
+        """Nothing is kept."""
         return None
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Nothing stays."""
+        """Nothing is kept."""
         return None
 
     def need(self, pack_index: int) -> int:
@@ -83,8 +83,8 @@ class Idle:
         return 2**32 - pack_index
 
     def begin(self) -> None: ...
-    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None: ...
-    def swapped_again(self, pack_index: int, lease: Lease) -> None: ...
+    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None: ...
+    def duplicated(self, pack_index: int, slot: SlotHandle) -> None: ...
     def packed(self, pack_index: int) -> None: ...
     def unpacking(self, pack_index: int) -> None: ...
     def unpacked(self, pack_index: int) -> None: ...
@@ -191,8 +191,8 @@ class Stopwatch:
         return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), self._hook_seconds, whole)
 
 
-class Course:
-    """One round on its way through a schedule."""
+class ScheduleExecutor:
+    """One step that follows a schedule."""
 
     def __init__(
         self,
@@ -209,15 +209,15 @@ class Course:
         self._counts = counts
         self._reason = reason
         self._deviate = deviate
-        self.on_course = True
+        self.on_schedule = True
         self._watched = schedule.watched
-        self._stays = schedule.stays
-        self._leaves = schedule.leaves
+        self._kept_bytes = schedule.kept_bytes
+        self._swapped_bytes = schedule.swapped_bytes
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
-        self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
         self._node = 0
         self._next_release = 0
-        self._next_return = 0
+        self._next_prefetch = 0
         self._used: set[int] = set()
         self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
         self._next_due = 0  # the node at which a release or a return is due
@@ -226,7 +226,7 @@ class Course:
     @property
     def caps_in_flight(self) -> bool:
         """A plan says itself when each has to have left."""
-        return self.schedule.plan is None or not self.on_course
+        return self.schedule.plan is None or not self.on_schedule
 
     def watches(self, pack_index: int) -> bool:
         """Whether the unpack of a tensor that stayed moves the schedule on."""
@@ -237,9 +237,9 @@ class Course:
         if self.stopwatch is not None:
             self.stopwatch.begin()
 
-    def stays(self, pack_index: int, nbytes: int) -> str | None:
-        """Why a tensor of this size stays, where the schedule says so; its pack ends with that."""
-        if self._stays.get(pack_index) != nbytes:
+    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
+        """Why a tensor of this size is kept, where the schedule says so."""
+        if self._kept_bytes.get(pack_index) != nbytes:
             return None
         node = self._node_after_pack.get(pack_index)
         if node is not None:
@@ -253,36 +253,36 @@ class Course:
         return self._reason
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Why this storage stays; None: it moves, by plan or because the step has left its course."""
-        if not self.on_course:
+        """Why this storage is kept; None: it is swapped, by the schedule or because the step has left it."""
+        if not self.on_schedule:
             return None
-        leaves = self._leaves.get(pack_index)
-        if leaves is not None and leaves[0] == nbytes:
+        entry = self._swapped_bytes.get(pack_index)
+        if entry is not None and entry[0] == nbytes:
             return None
         schedule = self.schedule
         if pack_index in schedule.order.duplicates:
             return self._reason
-        if not schedule.expects(pack_index, nbytes):
-            self._leave()  # another branch than the recorded one: go on by demand
+        if not schedule.matches(pack_index, nbytes):
+            self._leave_schedule()  # another branch than the recorded one: go on by demand
             return None
         return None if pack_index in schedule.swapped else self._reason
 
     def need(self, pack_index: int) -> int:
         """Rank for the disk: the larger, the later it is needed."""
-        leaves = self._leaves.get(pack_index)
-        return leaves[1] if leaves is not None else self.schedule.need(pack_index)
+        entry = self._swapped_bytes.get(pack_index)
+        return entry[1] if entry is not None else self.schedule.need(pack_index)
 
-    def swapped(self, pack_index: int, lease: Lease, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave."""
-        self._leases[pack_index] = weakref.ref(lease)
+    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+        """The copy-out of a storage has been started."""
+        self._slots[pack_index] = weakref.ref(slot)
 
-    def swapped_again(self, pack_index: int, lease: Lease) -> None:
+    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
         """Another view of it was saved: nothing is due."""
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return: do what is due at the node that now begins."""
-        self._acted = pack_index in self._leaves
-        if self.on_course:
+        self._acted = pack_index in self._swapped_bytes
+        if self.on_schedule:
             node = self._node_after_pack.get(pack_index)
             if node is not None:
                 self._arrive(node)
@@ -295,8 +295,8 @@ class Course:
             self.stopwatch.begin()
             if not self.stopwatch.is_listening:
                 self.stopwatch.listen_for_the_end()
-        self._acted = pack_index in self._leaves
-        if not self.on_course:
+        self._acted = pack_index in self._swapped_bytes
+        if not self.on_schedule:
             return
         node = self._watched.get(pack_index)
         if node is None:
@@ -319,26 +319,26 @@ class Course:
         self._node = node
         if node < self._next_due:
             return
-        releases, returns = self.schedule.releases, self.schedule.returns
+        releases, prefetches = self.schedule.releases, self.schedule.prefetches
         while self._next_release < len(releases) and releases[self._next_release][0] <= node:
-            reference = self._leases.get(releases[self._next_release][1])
+            reference = self._slots.get(releases[self._next_release][1])
             self._next_release += 1
             self._acted = True
-            lease = reference() if reference is not None else None
-            if lease is not None:
-                lease.record.leave()
-        while self._next_return < len(returns) and returns[self._next_return][0] <= node:
-            pack_index = returns[self._next_return][2]
-            self._next_return += 1
+            slot = reference() if reference is not None else None
+            if slot is not None:
+                slot.record.wait_copied_out()
+        while self._next_prefetch < len(prefetches) and prefetches[self._next_prefetch][0] <= node:
+            pack_index = prefetches[self._next_prefetch][2]
+            self._next_prefetch += 1
             self._acted = True
-            self._begin_return(pack_index)
+            self._prefetch(pack_index)
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        releases, returns = self.schedule.releases, self.schedule.returns
+        releases, prefetches = self.schedule.releases, self.schedule.prefetches
         due = [releases[self._next_release][0]] if self._next_release < len(releases) else []
-        if self._next_return < len(returns):
-            due.append(returns[self._next_return][0])
+        if self._next_prefetch < len(prefetches):
+            due.append(prefetches[self._next_prefetch][0])
         self._next_due = min(due, default=_NEVER)
 
     def _start_over(self, node: int, pack_index: int) -> None:
@@ -346,22 +346,22 @@ class Course:
         if pack_index not in self._used:
             self._deviate()
         self._used.clear()
-        returns = self.schedule.returns
-        self._next_return = next((i for i, (_, use, _) in enumerate(returns) if use >= node), len(returns))
+        prefetches = self.schedule.prefetches
+        self._next_prefetch = next((i for i, (_, use, _) in enumerate(prefetches) if use >= node), len(prefetches))
         self._look_ahead()
 
-    def _begin_return(self, pack_index: int) -> None:
-        reference = self._leases.get(pack_index)
-        lease = reference() if reference is not None else None
-        if lease is None:
+    def _prefetch(self, pack_index: int) -> None:
+        reference = self._slots.get(pack_index)
+        slot = reference() if reference is not None else None
+        if slot is None:
             return
         try:
-            if lease.record.begin_return():
+            if slot.record.prefetch():
                 self._counts.prefetched += 1
         except (torch.OutOfMemoryError, MemoryError):
             self._counts.prefetches_without_memory += 1  # asked for again on demand, when there may be room
 
-    def _leave(self) -> None:
-        self.on_course = False
-        self._watched, self._stays = {}, {}
+    def _leave_schedule(self) -> None:
+        self.on_schedule = False
+        self._watched, self._kept_bytes = {}, {}
         self._deviate()

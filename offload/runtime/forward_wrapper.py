@@ -1,6 +1,6 @@
 """Stands in for a module's `forward` while it is enabled.
 
-On the data path: the call passes through here on its way to the session, which makes a round of hooks of it.
+On the data path: the call passes through here on its way to the session, which puts it under hooks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Autograd's pack and unpack. They decide nothing: the session says what may move, the engine moves it.
+"""The saved-tensor hooks of a step. They decide nothing: the session says what may move, the engine moves it.
 
-On the data path: a `Round` is one forward pass and the backward passes over it. Its pack stands in every graph node
-that the pass creates; its unpack answers when backward asks.
+On the data path: a `StepHooks` serves one forward pass and the backward passes over it. Every graph node that the pass
+creates holds what its `pack` returned; backward passes that to its `unpack`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from offload._core import PinningFailed
 from offload.options import Options
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Follower, Idle
+from offload.runtime.executor import StepObserver, SwapOnDemand
 from offload.runtime.saved_view import SwappedView, raise_changed
-from offload.runtime.swapped_storage import Lease, StorageKey
+from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.torch_compat.autograd import innermost_hooks
 
-# What a graph node holds in a saved tensor's place: the tensor without its history and its version, or a swapped view
-# and None; and the pack's number where the schedule or the recorder wants to hear of its unpack.
+# What a graph node holds in a saved tensor's place: the detached tensor and its version, or a swapped view and None;
+# and the pack's index where the observer wants to be told of its unpack.
 Packed = tuple[Any, "int | None", "int | None"]
 
 _STRIDED = torch.strided
@@ -32,7 +32,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Policy(Protocol):
-    """What a round asks before it moves a tensor; the session answers."""
+    """What the hooks ask before they move a tensor; the session implements it."""
 
     options: Options
     engine: Engine
@@ -54,10 +54,10 @@ class Policy(Protocol):
         """Note on `error`, where it says that memory ran out, why."""
 
 
-class Round:
-    """One forward pass and the backward passes over it.
+class StepHooks:
+    """The hooks of one forward pass and of the backward passes over it.
 
-    Until `attach` its packs move, but nothing is prefetched.
+    Until `attach` its tensors are swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -66,15 +66,15 @@ class Round:
         self._counts = policy.counts
         self.policy = policy
         self.attached = False
-        self._follower: Follower = Idle()
+        self._observer: StepObserver = SwapOnDemand()
         self._packs = 0
         self._kept: set[StorageKey] = set()
-        self.hooks: weakref.ref[RoundHooks] | None = None  # these are on while the round's forward runs
+        self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
 
-    def attach(self, follower: Follower) -> None:
-        """Let `follower` listen from here on; packs are numbered from here."""
+    def attach(self, observer: StepObserver) -> None:
+        """Tell `observer` of every pack and unpack from here on; packs are numbered from here."""
         self.attached = True
-        self._follower = follower
+        self._observer = observer
         self._packs = 0
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -85,15 +85,15 @@ class Round:
             nbytes = tensor.nbytes
             if nbytes < self._min_nbytes and not tensor._is_view():
                 return self._keep(tensor, index, "small", nbytes)
-            follower = self._follower
-            reason = follower.stays(index, nbytes)
+            observer = self._observer
+            reason = observer.early_keep_reason(index, nbytes)
             if reason is not None:
                 return self._keep(tensor, index, reason, nbytes)
             if type(tensor) is Parameter or type(tensor._base) is Parameter:
                 return self._keep(tensor, index, "parameter", nbytes)
-            follower.begin()
+            observer.begin()
             packed = self._pack_candidate(tensor, index, nbytes)
-            follower.packed(index)
+            observer.packed(index)
             return packed
         return self._keep(tensor, index, "unsupported kind", 0)
 
@@ -114,7 +114,7 @@ class Round:
             return held  # type: ignore[no-any-return]
         if index is not None:
             self._engine.collect()  # before anything comes back: graph nodes that are done have left room
-            self._follower.unpacking(index)
+            self._observer.unpacking(index)
         if version is None:
             try:
                 tensor: Tensor = held.restore()
@@ -126,14 +126,14 @@ class Round:
             if tensor._version != version:
                 raise_changed(tensor.type(), tensor.shape, tensor._version, version)
         if index is not None:
-            self._follower.unpacked(index)
+            self._observer.unpacked(index)
         return tensor
 
     def _keep(self, tensor: Tensor, index: int, reason: str, nbytes: int) -> Packed:
         count = self._counts[reason]
         count.tensors += 1
         count.nbytes += nbytes
-        watched = index if self._follower.watches(index) else None
+        watched = index if self._observer.watches(index) else None
         # A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
         return tensor if tensor.is_leaf else tensor.detach(), tensor._version, watched
 
@@ -143,65 +143,66 @@ class Round:
             return self._keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self._keep(tensor, index, "unsupported kind", nbytes)
-        key, lease = self._engine.look(tensor, nbytes)
+        key, slot = self._engine.look(tensor, nbytes)
         if key is None:
             return self._keep(tensor, index, "view of a larger storage", nbytes)
-        if lease is not None:
-            return self._pack_duplicate(tensor, index, lease)
+        if slot is not None:
+            return self._pack_duplicate(tensor, index, slot)
         if key[3] < self._min_nbytes:
             small = tensor.untyped_storage().nbytes() < self._min_nbytes
             return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
         reason = policy.why_held(tensor, key[4]) or ("excluded" if policy.is_excluded() else None)
-        reason = reason or self._follower.reason_to_keep(index, key[3])
+        reason = reason or self._observer.reason_to_keep(index, key[3])
         if reason is not None:
             again = key in self._kept  # a storage that is saved twice takes its bytes once
             self._kept.add(key)
             return self._keep(tensor, index, reason, 0 if again else nbytes)
         try:
-            lease = self._engine.swap_out(tensor, key, self._follower.need(index))
+            slot = self._engine.swap_out(tensor, key, self._observer.need(index))
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
             policy.warn_once(error)
             return self._keep(tensor, index, "host limit", nbytes)
         except PinningFailed as error:
             policy.warn_once(error)
             return self._keep(tensor, index, "pinning failed", nbytes)
-        self._follower.swapped(index, lease, tensor)
-        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._follower.caps_in_flight:
+        self._observer.swapped(index, slot, tensor)
+        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
             self._engine.limit_in_flight()
         count = self._counts.swapped
         count.tensors += 1
         count.nbytes += key[3]
-        return SwappedView(tensor, lease), None, index
+        return SwappedView(tensor, slot), None, index
 
-    def _pack_duplicate(self, tensor: Tensor, index: int, lease: Lease) -> Packed:
+    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SlotHandle) -> Packed:
         count = self._counts.duplicates
         count.tensors += 1
         count.nbytes += tensor.nbytes
-        self._follower.swapped_again(index, lease)
-        return SwappedView(tensor, lease), None, index
+        self._observer.duplicated(index, slot)
+        return SwappedView(tensor, slot), None, index
 
 
-def top_round() -> Round | None:
-    """The round whose hooks are on top in this thread; None where others are, or none."""
+def innermost_step_hooks() -> StepHooks | None:
+    """The `StepHooks` that are innermost in this thread; None where other hooks are, or none."""
     top = innermost_hooks(while_tracing=True)
     current = getattr(top[0], "__self__", None) if top is not None else None
-    return current if isinstance(current, Round) else None
+    return current if isinstance(current, StepHooks) else None
 
 
-class RoundHooks(saved_tensors_hooks):
-    """A round's hooks, which may come off before the round is over: where nothing is to move they only cost time."""
+class HookContext(saved_tensors_hooks):
+    """Installs the hooks of a step; they may be removed before its end, where nothing moves and they only cost time."""
 
-    def __init__(self, current: Round) -> None:
+    def __init__(self, current: StepHooks) -> None:
         super().__init__(current.pack, current.unpack)
-        self._round = current
-        self.is_bare = False
+        self._hooks = current
+        self.is_removed = False
 
-    def take_off(self) -> None:
+    def remove(self) -> None:
         """Have autograd save as it does by itself from here on; these hooks must be the innermost."""
-        self.is_bare = True
+        self.is_removed = True
         super().__exit__()
 
     def __exit__(self, *args: object) -> None:
-        if top_round() is self._round:  # not so where they came off before, or an interrupt kept them from going on
+        # They are not where they were removed before, or where an interrupt kept them from being installed.
+        if innermost_step_hooks() is self._hooks:
             super().__exit__(*args)
-        self.is_bare = False
+        self.is_removed = False

@@ -1,6 +1,6 @@
 """What the engine cannot serve: models and surroundings, each refused with what to do instead.
 
-Beside the data path: `enable` asks here once, every round asks whether hooks are allowed.
+Beside the data path: `enable` asks here once, every step asks whether hooks are allowed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def named(devices: set[torch.device]) -> str:
 
 @contextmanager
 def hooks_allowed() -> Iterator[None]:
-    """Around a round of hooks: where torch forbids hooks, its error with what to do about it.
+    """Around the installation of hooks: where torch forbids hooks, its error with what to do about it.
 
     Raises
     ------

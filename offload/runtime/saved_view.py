@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.runtime.swapped_storage import Lease
+from offload.runtime.swapped_storage import SlotHandle
 
 
 def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> None:
@@ -27,17 +27,17 @@ class SwappedView:
         "_dtype",
         "_is_conj",
         "_is_neg",
-        "_lease",
         "_offset",
         "_probe",
         "_shape",
+        "_slot",
         "_stride",
         "_version",
     )
 
-    def __init__(self, tensor: torch.Tensor, lease: Lease) -> None:
-        self._lease = lease
-        record = lease.record
+    def __init__(self, tensor: torch.Tensor, slot: SlotHandle) -> None:
+        self._slot = slot
+        record = slot.record
         record.views += 1
         record._views_left += 1
         self._shape = tensor.shape
@@ -57,7 +57,7 @@ class SwappedView:
     @property
     def ticket_id(self) -> int:
         """Which copies of the store's log are those of these bytes."""
-        return self._lease.record.ticket.id
+        return self._slot.record.ticket.id
 
     def restore(self) -> torch.Tensor:
         """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
@@ -72,9 +72,9 @@ class SwappedView:
         found = self._probe._version
         if found != self._version:
             raise_changed(self._probe.type(), self._shape, found, self._version)
-        storage, begin = self._lease.record.bring_back()
+        storage, begin = self._slot.record.swap_in()
         # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
-        tensor = self._lease.record.empty(self._dtype).detach()
+        tensor = self._slot.record.empty(self._dtype).detach()
         tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
         if self._is_conj:
             tensor = torch._conj(tensor)

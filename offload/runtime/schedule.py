@@ -1,9 +1,10 @@
-"""What a signature's steps follow: which storages swap, and what is due when which node begins.
+"""The schedule of a step: which storages are swapped, and what is due when each node begins.
 
-On the data path: made of a recorded step, by hand (`by_hand`) or of a plan (`of_plan`); a `Course` runs it.
+On the data path: made of a recorded step, from knobs set by hand (`manual_schedule`) or from a plan
+(`planned_schedule`); a `ScheduleExecutor` executes it.
 
 A step's events are the packs of storages worth moving and the first unpack of every backward node, in the order
-observed. Node 0 begins with the round; every event ends one node and begins the next.
+observed. Node 0 begins with the step; every event ends one node and begins the next.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which storages swap, when each must have left and when each starts to come back."""
+    """Which storages swap, when each must have been copied out and when its copy-in starts."""
 
     order: StepOrder
     swapped: frozenset[int]  # pack indices of entries
-    releases: tuple[tuple[int, int], ...]  # (node that waits until it has left, pack index), in order
-    returns: tuple[
+    releases: tuple[tuple[int, int], ...]  # (node that waits for its copy-out, pack index), in order
+    prefetches: tuple[
         tuple[int, int, int], ...
     ]  # (node at whose start its copy-in begins, first_backward, pack index), in order
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
@@ -58,12 +59,12 @@ class Schedule:
     borrowed: bool = False  # from a step with larger inputs
 
     @cached_property
-    def stays(self) -> Mapping[int, int]:
-        """Pack index → bytes of what stays: a tensor of just this size needs no second look."""
+    def kept_bytes(self) -> Mapping[int, int]:
+        """Pack index → bytes of a tensor that is kept: one of exactly this size is kept without further checks."""
         return {} if self.borrowed else {i: e.nbytes for i, e in self.order.entries.items() if i not in self.swapped}
 
     @cached_property
-    def leaves(self) -> Mapping[int, tuple[int, int]]:
+    def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:
         """Pack index → bytes of a storage that swaps, and its rank for the disk: the larger, the later it is needed."""
         return {i: (self.order.entries[i].nbytes, self.need(i)) for i in self.swapped}
 
@@ -74,14 +75,14 @@ class Schedule:
             return 2**32 - pack_index
         return 2**32 if entry.first_backward is None else entry.first_backward
 
-    def expects(self, pack_index: int, nbytes: int) -> bool:
+    def matches(self, pack_index: int, nbytes: int) -> bool:
         """Whether the recorded step saved a storage of this size at this point (where borrowed: at least as large)."""
         entry = self.order.entries.get(pack_index)
         return entry is not None and (nbytes <= entry.nbytes if self.borrowed else entry.nbytes == nbytes)
 
 
-def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
-    """Swap the `n_tensors` longest-lived storages (−1: all), each asked back `lookahead_nodes` ahead.
+def manual_schedule(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
+    """Swap the `n_tensors` longest-lived storages (−1: all), each prefetched `lookahead_nodes` ahead.
 
     Parameters
     ----------
@@ -101,22 +102,22 @@ def by_hand(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> Schedule:
     chosen = longest_lived if n_tensors < 0 else longest_lived[:n_tensors]
     swapped = frozenset(entry.pack_index for entry in chosen)
     position = {node: i for i, node in enumerate(order.backward_nodes)}
-    returns = []
+    prefetches = []
     for entry in chosen:
         if entry.first_backward is not None:
             start = order.backward_nodes[max(position[entry.first_backward] - lookahead_nodes, 0)]
-            returns.append((start, entry.first_backward, entry.pack_index))
-    returns.sort()
+            prefetches.append((start, entry.first_backward, entry.pack_index))
+    prefetches.sort()
     return Schedule(
         order=order,
         swapped=swapped,
         releases=(),
-        returns=tuple(returns),
-        watched=_watched(order, swapped, {start for start, _, _ in returns}),
+        prefetches=tuple(prefetches),
+        watched=_watched(order, swapped, {start for start, _, _ in prefetches}),
     )
 
 
-def of_plan(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
+def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
     """The schedule that a plan means.
 
     Parameters
@@ -128,20 +129,20 @@ def of_plan(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) 
     members
         Pack indices of the entries that make up each tensor of the plan, by the tensor's id.
     """
-    releases, returns = [], []
+    releases, prefetches = [], []
     for swap in plan.swaps:
         for pack_index in members[swap.id]:
             releases.append((swap.release, pack_index))
             first_backward = order.entries[pack_index].first_backward
             if first_backward is not None:
-                returns.append((swap.prefetch, first_backward, pack_index))
-    returns.sort()
+                prefetches.append((swap.prefetch, first_backward, pack_index))
+    prefetches.sort()
     swapped = frozenset(pack_index for _, pack_index in releases)
     return Schedule(
         order=order,
         swapped=swapped,
         releases=tuple(sorted(releases)),
-        returns=tuple(returns),
+        prefetches=tuple(prefetches),
         watched=_watched(order, swapped, order.backward_nodes),
         plan=plan,
     )

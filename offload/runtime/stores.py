@@ -16,13 +16,13 @@ from offload import _core
 from offload.devices.device import device_of
 from offload.options import Options
 from offload.runtime.engine import LANE_NICENESS, Engine
-from offload.runtime.weak import Living
+from offload.runtime.weak import WeakReferences
 
 __all__ = ["engines", "make_engine", "make_store"]
 
 _stores: dict[tuple[int, str, str, int], weakref.ref[_core.SwapStore]] = {}
 _lock = threading.Lock()
-_engines: Living[Engine] = Living()
+_engines: WeakReferences[Engine] = WeakReferences()
 
 
 def make_engine(device: torch.device, options: Options) -> Engine:

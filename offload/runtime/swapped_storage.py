@@ -1,6 +1,6 @@
-"""One storage out of the device: its bytes' way out, their way back, and who still needs them.
+"""One swapped storage: its copy-out, its copy-in, and who still needs its bytes.
 
-On the data path: the engine makes one at pack; graph nodes hold a `Lease` on it, unpack asks it for its bytes.
+On the data path: the engine makes one at pack; graph nodes hold a `SlotHandle` on it, unpack asks it for its bytes.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Memory(Protocol):
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor without elements."""
 
-    def see_off(self, departure: Departure) -> None:
-        """Wait until its copy has ended, and let go of the source."""
+    def finish_copy_out(self, copy_out: CopyOut) -> None:
+        """Wait until its copy has ended, and release the source."""
 
     def retire(self, ticket: _core.Ticket, storage: torch.UntypedStorage) -> None:
         """Hold a target that nobody wants any more until the copy into it has ended."""
 
 
-class Departure:
-    """A source on its way out: kept whole until its copy no longer reads it. The store sets `ticket`."""
+class CopyOut:
+    """A source that is being copied out: held until the copy no longer reads it. The store sets `ticket`."""
 
     __slots__ = ("nbytes", "record", "source", "stream", "ticket")
     ticket: _core.Ticket
@@ -71,7 +71,7 @@ class Departure:
         self.record: SwappedStorage | None = None
 
 
-class Lease:
+class SlotHandle:
     """What keeps a record's slot: held by the graph nodes that saved views of it, and by nothing else.
 
     A thin object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again,
@@ -85,8 +85,8 @@ class Lease:
         self.record = record
 
 
-class LeaseReference(weakref.ref[Lease]):
-    """A weak reference to a lease that still knows the record when the lease is gone."""
+class WeakSlotHandle(weakref.ref[SlotHandle]):
+    """A weak reference to a handle that still knows the record when the handle is gone."""
 
     __slots__ = ("record",)
     record: SwappedStorage
@@ -97,8 +97,8 @@ class SwappedStorage:
 
     __slots__ = (
         "_begin",
+        "_copy_out",
         "_counted",
-        "_departure",
         "_engine",
         "_incoming",
         "_lock",
@@ -121,7 +121,7 @@ class SwappedStorage:
         key: StorageKey,
         nbytes: int,
         residue: int,
-        departure: Departure,
+        copy_out: CopyOut,
     ) -> None:
         self._engine = engine
         self.ticket = ticket
@@ -135,7 +135,7 @@ class SwappedStorage:
         self._lock = threading.RLock()
         # A weak reference keeps the owner's address from being used again: identity, not coincidence.
         self._owner = owner
-        self._departure: Departure | None = departure
+        self._copy_out: CopyOut | None = copy_out
         self._storage: torch.UntypedStorage | None = None
         self._begin = 0  # where in that storage they begin, in bytes
         self._incoming = False
@@ -146,20 +146,20 @@ class SwappedStorage:
         return self._engine.empty(dtype)
 
     @property
-    def is_away(self) -> bool:
+    def is_swapped_out(self) -> bool:
         """Whether neither the source nor a reloaded copy is on the device."""
-        departure = self._departure
-        return self._storage is None and (departure is None or departure.source is None)
+        copy_out = self._copy_out
+        return self._storage is None and (copy_out is None or copy_out.source is None)
 
-    def begin_return(self) -> bool:
-        """Start to bring the bytes back into fresh device memory. False where they are there or coming already."""
+    def prefetch(self) -> bool:
+        """Start the copy-in to fresh device memory. False where the bytes are there or a copy-in is under way."""
         with self._lock:
-            if not self.is_away:
+            if not self.is_swapped_out:
                 return False
-            self._begin_return()
+            self._prefetch()
             return True
 
-    def _begin_return(self) -> None:
+    def _prefetch(self) -> None:
         engine = self._engine
         self._storage, self._stream, owner, address = engine.allocate(self.nbytes, self.residue)
         self._begin = 0
@@ -172,7 +172,7 @@ class SwappedStorage:
             self._drop_storage()
             raise
 
-    def bring_back(self) -> tuple[torch.UntypedStorage, int]:
+    def swap_in(self) -> tuple[torch.UntypedStorage, int]:
         """The bytes on the device, ready for the current stream: a storage and where in it, in bytes, they begin.
 
         One view is served per call.
@@ -184,8 +184,8 @@ class SwappedStorage:
         """
         engine = self._engine
         with self._lock:
-            departure = self._departure
-            source = departure.source if departure is not None else None
+            copy_out = self._copy_out
+            source = copy_out.source if copy_out is not None else None
             if source is not None:
                 self._count_view()
                 return source, self.key[2]
@@ -199,7 +199,7 @@ class SwappedStorage:
                     log.warning("a read ahead of need failed, and is repeated: %s", str(error))
             if self._storage is None:
                 engine.misses += 1
-                self._begin_return()
+                self._prefetch()
                 self._await_incoming(stream)
             storage, begin = self._storage, self._begin
             assert storage is not None
@@ -235,35 +235,35 @@ class SwappedStorage:
             self.ticket.swap_in(self._stream)
         self._drop_storage()
 
-    def leave(self) -> None:
-        """Wait until the bytes have left. They stay where copying them fails, or where some views are in use again."""
-        departure = self._departure
-        if departure is not None and departure.source is not None:
-            self._engine.see_off(departure)
+    def wait_copied_out(self) -> None:
+        """Wait until the copy-out has ended. The bytes stay where it fails, or where some views are in use again."""
+        copy_out = self._copy_out
+        if copy_out is not None and copy_out.source is not None:
+            self._engine.finish_copy_out(copy_out)
 
-    def has_left(self) -> None:
-        """The copy-out no longer reads the source: it goes, unless backward has begun to use it."""
+    def copied_out(self) -> None:
+        """The copy-out no longer reads the source: release it, unless backward has begun to use it."""
         with self._lock:
-            departure, self._departure = self._departure, None
-            if departure is None:
+            copy_out, self._copy_out = self._copy_out, None
+            if copy_out is None:
                 return  # torn down meanwhile
             if self._views_left < self.views:
                 # Views of one storage come back onto one: where some are on the source, so are those that follow.
-                self._storage, self._begin, self._stream = departure.source, self.key[2], departure.stream
+                self._storage, self._begin, self._stream = copy_out.source, self.key[2], copy_out.stream
             else:
                 self._engine.resident.add(-self.nbytes)
 
-    def tear_down(self) -> None:
-        """Give everything back; the last lease is gone. Waits for nothing; an interrupted call may be repeated."""
+    def free(self) -> None:
+        """Free slot and memory; the last handle is gone. Waits for nothing; an interrupted call may be repeated."""
         engine = self._engine
         counted, self._counted = self._counted, 0
         engine.unswapped.add(-counted)
-        departure, self._departure = self._departure, None
-        if departure is not None:
+        copy_out, self._copy_out = self._copy_out, None
+        if copy_out is not None:
             engine.resident.add(-self.nbytes)
-            departure.record = None
-            if departure.ticket.cancel() or departure.ticket.out_done():
-                departure.source = None
+            copy_out.record = None
+            if copy_out.ticket.cancel() or copy_out.ticket.out_done():
+                copy_out.source = None
         if self._storage is not None:
             if self._incoming:
                 engine.retire(self.ticket, self._storage)

@@ -1,8 +1,8 @@
-"""Those who may die: callbacks that do not keep their owner alive, and what is to be done when an object is gone.
+"""Weak references: callbacks that do not keep their owner alive, and calls to make once an object is gone.
 
 Beside the data path. Python drops an exception that is raised in a weak reference's callback or a finalizer, and the
-handler of a signal, such as Ctrl-C, may raise one in any Python code. So none runs there: what is to be done waits in a
-queue, which C code fills, until the next call into the library.
+handler of a signal, such as Ctrl-C, may raise one in any Python code. So none runs there: the call waits in a queue,
+which C code fills, until the next call into the library.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Living", "weakly", "when_gone", "work_off"]
+__all__ = ["WeakReferences", "call_when_dead", "run_pending_callbacks", "weak_callback"]
 
 Object = TypeVar("Object")
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
+def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
     """A bound method for somebody else to call; nothing happens when its owner is gone."""
     # Not a WeakMethod, which runs Python code when its object dies.
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
@@ -28,19 +28,19 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
         if found is not None:
             function(found, *args)
         else:
-            work_off()
+            run_pending_callbacks()
 
     return call
 
 
-class Living(Generic[Object]):
+class WeakReferences(Generic[Object]):
     """A set of objects that it does not keep alive."""
 
     def __init__(self) -> None:
         self._references: tuple[weakref.ref[Object], ...] = ()
 
     def add(self, each: Object) -> None:
-        """Take one in. Those that are dead go."""
+        """Add one; references to dead objects are dropped."""
         self._references = (*(it for it in self._references if it() is not None), weakref.ref(each))
 
     def __iter__(self) -> Iterator[Object]:
@@ -61,14 +61,14 @@ _awaited: dict[int, _Death] = {}
 _dead: deque[_Death] = deque()
 
 
-def when_gone(owner: object, call: Callable[[], object]) -> None:
-    """Have something called after `owner` is gone, by the next `work_off`. An interrupt may have it called twice."""
+def call_when_dead(owner: object, call: Callable[[], object]) -> None:
+    """Have something called after `owner` is gone, by the next `run_pending_callbacks`; an interrupt may repeat it."""
     death = _Death(owner, _dead.append)
     death.call = call
     _awaited[id(death)] = death
 
 
-def work_off() -> None:
+def run_pending_callbacks() -> None:
     """Call what waits for objects that are gone."""
     while _dead:
         death = _dead[0]

@@ -148,12 +148,12 @@ class Fallbacks:
         self._breaks = 0
         self._look()
 
-    def round_begins(self) -> None:
-        """Look at what was compiled since the last round, such as a function that calls the model."""
+    def step_begins(self) -> None:
+        """Look at what was compiled since the last step, such as a function that calls the model."""
         self._breaks += sum(count for reason, count in self._look()[1].items() if _REASON in reason)
 
-    def round_ends(self) -> None:
-        """Look at what was compiled within the round."""
+    def step_ends(self) -> None:
+        """Look at what was compiled within the step."""
         failures, reasons = self._look()
         ours = [reason for reason in reasons if _REASON in reason or _folder() in reason]
         self._breaks += sum(reasons.pop(reason) for reason in ours)

@@ -119,7 +119,7 @@ class SavedTensors(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(session, "make_engine", lambda device, _: Engine(self.store, device, 64 << 10))
             self.handle = offload.enable(self.model, n_tensors=-1, lb=2, min_tensor_bytes=1)
-        with self.handle._enabled.round() as self.round:
+        with self.handle._enabled.step() as self.round:
             pass  # its hooks are called by hand below
         self.fault = None
         self.held = []

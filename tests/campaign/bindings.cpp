@@ -14,10 +14,10 @@ using namespace offload::campaign;
 
 namespace {
 
-Schedule schedule_named(const std::string& name) {
-  if (name == "threads") return Schedule::threads;
-  if (name == "delays") return Schedule::delays;
-  if (name == "stepped") return Schedule::stepped;
+LaneOrder lane_order_named(const std::string& name) {
+  if (name == "threads") return LaneOrder::threads;
+  if (name == "delays") return LaneOrder::delays;
+  if (name == "stepped") return LaneOrder::stepped;
   throw std::invalid_argument("no such schedule: " + name);
 }
 
@@ -48,7 +48,7 @@ void register_campaign(py::module_& module) {
         WalkResult result;
         {
           py::gil_scoped_release release;
-          result = walk({tier, schedule_named(schedule), seed, steps, directory});
+          result = walk({tier, lane_order_named(schedule), seed, steps, directory});
         }
         py::dict answer;
         answer["failure"] = result.failure;

@@ -28,11 +28,12 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
-from offload import _core, options, session
+from offload import _core, options
+from offload.control.enabled_model import EnabledModel
 from offload.runtime import hooks, saved_view, stores
 from offload.runtime.engine import Engine
 from offload.runtime.saved_view import SwappedView
-from offload.runtime.swapped_storage import Departure, Lease, StorageKey, SwappedStorage
+from offload.runtime.swapped_storage import CopyOut, SlotHandle, StorageKey, SwappedStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too
@@ -44,12 +45,12 @@ def no_hold() -> Patches:
     """The engine forgets the source as soon as the copy has been asked for."""
     original = Engine.swap_out
 
-    def swap_out(self: Engine, tensor: torch.Tensor, key: StorageKey, need: int) -> Lease:
-        lease = original(self, tensor, key, need)
-        departure: Departure | None = lease.record._departure
-        if departure is not None:
-            departure.source = None
-        return lease
+    def swap_out(self: Engine, tensor: torch.Tensor, key: StorageKey, need: int) -> SlotHandle:
+        slot = original(self, tensor, key, need)
+        copy_out: CopyOut | None = slot.record._copy_out
+        if copy_out is not None:
+            copy_out.source = None
+        return slot
 
     return [mock.patch.object(Engine, "swap_out", swap_out)]
 
@@ -71,9 +72,9 @@ def no_stride() -> Patches:
     """The second view of some bytes comes back contiguous."""
     original = SwappedView.__init__
 
-    def init(self: SwappedView, tensor: torch.Tensor, lease: Lease) -> None:
-        original(self, tensor, lease)
-        if lease.record.views > 1:
+    def init(self: SwappedView, tensor: torch.Tensor, slot: SlotHandle) -> None:
+        original(self, tensor, slot)
+        if slot.record.views > 1:
             self._stride = torch.empty(self._shape, device="meta").stride()
 
     return [mock.patch.object(SwappedView, "__init__", init)]
@@ -81,14 +82,14 @@ def no_stride() -> Patches:
 
 def no_shared_source() -> Patches:
     """A source leaves once its copy has ended, though some views of it have come back onto it already."""
-    broken = rewritten(SwappedStorage.has_left, "self._views_left < self.views", "False")
-    return [mock.patch.object(SwappedStorage, "has_left", broken)]
+    broken = rewritten(SwappedStorage.copied_out, "self._views_left < self.views", "False")
+    return [mock.patch.object(SwappedStorage, "copied_out", broken)]
 
 
 def no_place_in_source() -> Patches:
     """What comes back onto the source after it was to leave is looked for at the source's beginning."""
-    broken = rewritten(SwappedStorage.has_left, "self.key[2], departure.stream", "0, departure.stream")
-    return [mock.patch.object(SwappedStorage, "has_left", broken)]
+    broken = rewritten(SwappedStorage.copied_out, "self.key[2], copy_out.stream", "0, copy_out.stream")
+    return [mock.patch.object(SwappedStorage, "copied_out", broken)]
 
 
 def no_groups() -> Patches:
@@ -104,9 +105,9 @@ def no_end_before_exit() -> Patches:
 
 def writes_parameters() -> Patches:
     """A copy-in that fails has written to a parameter."""
-    original = SwappedStorage.bring_back
+    original = SwappedStorage.swap_in
 
-    def bring_back(self: SwappedStorage) -> tuple[torch.UntypedStorage, int]:
+    def swap_in(self: SwappedStorage) -> tuple[torch.UntypedStorage, int]:
         try:
             return original(self)
         except OSError:
@@ -115,7 +116,7 @@ def writes_parameters() -> Patches:
                     each.detach().add_(1)
             raise
 
-    return [mock.patch.object(SwappedStorage, "bring_back", bring_back)]
+    return [mock.patch.object(SwappedStorage, "swap_in", swap_in)]
 
 
 def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
@@ -129,9 +130,9 @@ def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[...,
 
 
 def no_entering() -> Patches:
-    """The departure is entered after the copy has begun, in Python: an interrupt may come between them."""
-    late = "need)\n    departure.ticket = ticket\n    self._enter(departure)"
-    swap_out = rewritten(Engine.swap_out, "need, departure, self._enter)", late)
+    """The copy_out is entered after the copy has begun, in Python: an interrupt may come between them."""
+    late = "need)\n    copy_out.ticket = ticket\n    self._enter(copy_out)"
+    swap_out = rewritten(Engine.swap_out, "need, copy_out, self._enter)", late)
     return [mock.patch.object(Engine, "swap_out", swap_out)]
 
 
@@ -150,26 +151,26 @@ def no_queue_of_the_dead() -> Patches:
 
 def no_second_look_at_hooks() -> Patches:
     """Hooks that an interrupt has left on stay on."""
-    broken = rewritten(session.Session._round.__wrapped__, "hooks.__exit__()", "pass")  # type: ignore[attr-defined]
-    return [mock.patch.object(session.Session, "_round", broken)]
+    broken = rewritten(EnabledModel.step.__wrapped__, "hooks.__exit__()", "pass")  # type: ignore[attr-defined]
+    return [mock.patch.object(EnabledModel, "step", broken)]
 
 
 def no_teardown() -> Patches:
     """Nobody gives back what a graph held that is gone."""
     left: list[SwappedStorage] = []
-    return [mock.patch.object(SwappedStorage, "tear_down", lambda self: left.append(self))]
+    return [mock.patch.object(SwappedStorage, "free", lambda self: left.append(self))]
 
 
 def no_letting_go() -> Patches:
     """Sources are held after their copy has ended, too."""
-    original = Engine._depart
+    original = Engine._release_source
     held: list[torch.UntypedStorage | None] = []
 
-    def depart(self: Engine, departure: Departure) -> None:
-        held.append(departure.source)
-        original(self, departure)
+    def depart(self: Engine, copy_out: CopyOut) -> None:
+        held.append(copy_out.source)
+        original(self, copy_out)
 
-    return [mock.patch.object(Engine, "_depart", depart)]
+    return [mock.patch.object(Engine, "_release_source", depart)]
 
 
 def no_offset() -> Patches:

@@ -91,11 +91,11 @@ class Walk {
         return depart_one();
       case 5:
       case 6:
-        if (!away_.empty()) begin_return(take(away_));
+        if (!away_.empty()) prefetch(take(away_));
         return;
       case 7:
       case 8:
-        if (!coming_.empty()) finish_return(take(coming_));
+        if (!coming_.empty()) swap_in(take(coming_));
         return;
       case 9:
         return drop_one();
@@ -157,7 +157,7 @@ class Walk {
     has_departed(std::move(saved));
   }
 
-  void begin_return(Saved saved) {
+  void prefetch(Saved saved) {
     const Stream stream = any_stream();
     const Block target = world_->allocate(saved.bytes + saved.residue, stream);
     saved.target = target;
@@ -169,7 +169,7 @@ class Walk {
   }
 
   // Unpack: the consumer's kernel follows at once on the stream that waited.
-  void finish_return(Saved saved) {
+  void swap_in(Saved saved) {
     if (chance(10)) saved.ticket->in_done();
     try {
       saved.ticket->swap_in(saved.target.stream);
@@ -288,8 +288,8 @@ class Walk {
       has_departed(std::move(saved));
     }
     for (int rounds = 0; rounds < 200 && !(coming_.empty() && away_.empty()); ++rounds) {
-      if (!away_.empty()) begin_return(take(away_));
-      if (!coming_.empty() && (away_.empty() || chance(50))) finish_return(take(coming_));
+      if (!away_.empty()) prefetch(take(away_));
+      if (!coming_.empty() && (away_.empty() || chance(50))) swap_in(take(coming_));
     }
     for (List* list : {&coming_, &retired_}) {
       while (!list->empty()) {

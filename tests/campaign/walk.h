@@ -11,7 +11,7 @@ namespace offload::campaign {
 
 struct WalkOptions {
   std::string tier = "slab";  // slab, slab+disk, direct
-  Schedule schedule = Schedule::stepped;
+  LaneOrder schedule = LaneOrder::stepped;
   uint64_t seed = 0;
   int steps = 60;
   std::string directory;

@@ -34,20 +34,20 @@ class Source:
         self.residue = residue
         self.ticket = store.swap_out(self.block.address, nbytes, 0, need=0)
 
-    def leave(self):
+    def wait_copied_out(self):
         self.ticket.wait_out(0)
         while not self.ticket.out_done():  # on a device that orders its stream alone
             time.sleep(0)
         if self.ticket.state not in ("cancelled", "failed"):
             self.array[:] = POISON
 
-    def begin_return(self):
+    def prefetch(self):
         nbytes = len(self.expected)
         self.target = _core.HostBlock(nbytes, 4096, self.residue)
         np.frombuffer(self.target, dtype=np.uint8)[:] = POISON
         self.ticket.prefetch(self.target.address, 0, self.target)
 
-    def finish_return(self):
+    def swap_in(self):
         self.ticket.swap_in(0)
         while not self.ticket.in_done():
             time.sleep(0)

@@ -31,29 +31,29 @@ def test_waiting_copy_outs_share_transfers(tmp_path, fake_cuda):
     sources = small_sources(store)
     fake_cuda.hold_streams(False)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     stats = store.stats()
     assert stats["out_copies"] == COUNT
     assert COUNT * SMALL_BYTES / (64 << 10) <= stats["out_transfers"] <= COUNT / 2
     assert fake_cuda.count("cuMemcpyBatchAsync") > batches_before
     for source in sources:
-        source.begin_return()
-        source.finish_return()
+        source.prefetch()
+        source.swap_in()
 
 
 def test_waiting_copy_ins_share_transfers(tmp_path, fake_cuda):
     store = cuda_store(tmp_path, fake_cuda)
     sources = small_sources(store)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     fake_cuda.hold_streams(True)
     for source in sources:
-        source.begin_return()
+        source.prefetch()
     fake_cuda.hold_streams(False)
     for source in sources:
         while not source.ticket.in_done():  # nobody is in a hurry
             time.sleep(0)
-        source.finish_return()
+        source.swap_in()
     stats = store.stats()
     assert stats["in_copies"] == COUNT
     assert stats["in_transfers"] <= COUNT / 2
@@ -66,7 +66,7 @@ def test_one_event_pair_for_a_batch(tmp_path, fake_cuda):
     sources = small_sources(store)
     fake_cuda.hold_streams(False)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     times = {(begin, end) for _, _, _, begin, end in store.take_copies()}
     assert len(times) == store.stats()["out_transfers"] < COUNT
 
@@ -75,9 +75,9 @@ def test_a_driver_without_batches_copies_one_by_one(tmp_path):
     library = build_machine(tmp_path / "libwithout.so", without=("cuMemcpyBatchAsync",))
     store = make_store("slab", tmp_path, device=_core.cuda_driver(0, library=str(library)))
     for source in small_sources(store):
-        source.leave()
-        source.begin_return()
-        source.finish_return()
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
 
 
 def test_a_device_that_refuses_batches_copies_one_by_one(tmp_path, fake_cuda):
@@ -88,9 +88,9 @@ def test_a_device_that_refuses_batches_copies_one_by_one(tmp_path, fake_cuda):
     fake_cuda.hold_streams(False)
     batches = fake_cuda.count("cuMemcpyBatchAsync")
     for source in sources:
-        source.leave()
-        source.begin_return()
-        source.finish_return()
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
     assert fake_cuda.count("cuMemcpyBatchAsync") == batches, "it is not asked again"
     assert store.stats()["failed"] == 0
 
@@ -115,18 +115,18 @@ def test_a_failed_batch_fails_only_the_block_that_fails_alone(tmp_path, fake_cud
     fake_cuda.fail_at("cuMemcpyDtoHAsync_v2", 2)
     fake_cuda.hold_streams(False)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     failed = [source for source in sources if source.ticket.state == "failed"]
     assert len(failed) == 1
     assert failed[0] in waiting
     assert failed[0].array.tobytes() == failed[0].expected
     assert "cuMemcpyDtoHAsync_v2" in failed[0].ticket.failure
     with pytest.raises(RuntimeError, match="nothing was swapped out"):
-        failed[0].begin_return()
+        failed[0].prefetch()
     for source in sources:
         if source is not failed[0]:
-            source.begin_return()
-            source.finish_return()
+            source.prefetch()
+            source.swap_in()
         source.ticket.release()
     assert store.stats()["live_tickets"] == store.stats()["pool_requested_bytes"] == 0
 
@@ -135,10 +135,10 @@ def test_a_failed_batch_of_copy_ins_can_be_repeated(tmp_path, fake_cuda):
     store = cuda_store(tmp_path, fake_cuda, slice_bytes=1 << 20)
     sources = small_sources(store)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     fake_cuda.hold_streams(True)
     for number, source in enumerate(sources):
-        source.begin_return()
+        source.prefetch()
         while number < 2 and source.ticket.state == "copying_in":
             time.sleep(0)
     waiting = sources[2:]
@@ -152,11 +152,11 @@ def test_a_failed_batch_of_copy_ins_can_be_repeated(tmp_path, fake_cuda):
     errors = {}
     for source in sources:
         try:
-            source.finish_return()
+            source.swap_in()
         except _core.DriverError as error:
             errors[source] = error.call
-            source.begin_return()
-            source.finish_return()
+            source.prefetch()
+            source.swap_in()
     assert list(errors.values()) == ["cuMemcpyHtoDAsync_v2"]
     assert set(errors) <= set(waiting)
 
@@ -172,7 +172,7 @@ def test_a_waiting_copy_out_can_be_taken_back(tmp_path, fake_cuda):
     fake_cuda.hold_streams(False)
     for source in sources:
         if source is not waiting[1]:
-            source.leave()
+            source.wait_copied_out()
     assert store.stats()["cancelled"] == 2
     assert store.stats()["out_copies"] == COUNT - 2
     assert waiting[0].array.tobytes() == waiting[0].expected
@@ -182,9 +182,9 @@ def test_a_full_pool_issues_what_waits(tmp_path):
     store = make_store("slab+disk", tmp_path, "stepped", slice_bytes=256 << 10, host_bytes_max=256 << 10)
     sources = small_sources(store, 40)  # three times the pool
     for source in sources:
-        source.leave()
-        source.begin_return()
-        source.finish_return()
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
     assert store.stats()["spilled_bytes"] > 0
 
 
@@ -193,16 +193,16 @@ def test_a_full_pool_issues_what_waits(tmp_path):
 def test_coalesced_under_every_schedule(tmp_path, tier, seed):
     store = make_store(tier, tmp_path, "stepped", seed, slice_bytes=256 << 10)
     sources = small_sources(store)
-    sources[-1].leave()
+    sources[-1].wait_copied_out()
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     assert store.stats()["out_transfers"] < store.stats()["out_copies"] == COUNT
     for source in sources:
-        source.begin_return()
+        source.prefetch()
     store.quiesce()
     assert store.stats()["in_transfers"] < store.stats()["in_copies"] == COUNT
     for source in sources:
-        source.finish_return()
+        source.swap_in()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -211,14 +211,14 @@ def test_a_failed_write_is_its_own_blocks(tmp_path, seed):
     inject_fault(store, "write", "error", nth=5, error_number=errno.EIO)
     sources = small_sources(store)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     assert [number for number, source in enumerate(sources) if source.ticket.state == "failed"] == [4]
     assert sources[4].array.tobytes() == sources[4].expected
     assert store.stats()["out_transfers"] < COUNT
     del sources[4]
     for source in sources:
-        source.begin_return()
-        source.finish_return()
+        source.prefetch()
+        source.swap_in()
         source.ticket.release()
     assert store.stats()["spill_used_bytes"] == 0
 
@@ -228,18 +228,18 @@ def test_a_failed_read_is_its_own_blocks(tmp_path, kind):
     store = make_store("direct", tmp_path, "stepped", slice_bytes=256 << 10)
     sources = small_sources(store)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     inject_fault(store, "read", kind, nth=5, error_number=errno.EIO)
     for source in sources:
-        source.begin_return()
+        source.prefetch()
     store.quiesce()
     assert store.stats()["in_transfers"] < COUNT
     for number, source in enumerate(sources):
         if number == 4:
             with pytest.raises(OSError, match="offset"):
-                source.finish_return()
-            source.begin_return()
-        source.finish_return()
+                source.swap_in()
+            source.prefetch()
+        source.swap_in()
 
 
 def test_a_full_disk_fails_each_block(tmp_path):
@@ -247,7 +247,7 @@ def test_a_full_disk_fails_each_block(tmp_path):
     inject_fault(store, "allocate", "error", error_number=errno.ENOSPC, persistent=True)
     sources = small_sources(store)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     assert {source.ticket.state for source in sources} == {"failed"}
     assert all(source.array.tobytes() == source.expected for source in sources)
     assert all("No space left" in source.ticket.failure for source in sources)
@@ -258,8 +258,8 @@ def test_short_transfers_of_a_batch_are_continued(tmp_path):
     inject_fault(store, "write", "short_transfer", nth=3)
     sources = small_sources(store)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     for source in sources:
-        source.begin_return()
+        source.prefetch()
     for source in sources:
-        source.finish_return()
+        source.swap_in()

@@ -31,10 +31,10 @@ def out_and_back(store, count=3, nbytes=150_000):
     generator = np.random.default_rng(0)
     sources = [Source(store, generator, nbytes) for _ in range(count)]
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     for source in sources:
-        source.begin_return()
-        source.finish_return()
+        source.prefetch()
+        source.swap_in()
     store.quiesce()
     return [source.ticket.id for source in sources]
 
@@ -98,7 +98,7 @@ def test_a_copy_under_way_is_told_later(tmp_path, fake_cuda):
     source = Source(store, np.random.default_rng(0), 150_000)
     assert store.take_copies() == []
     fake_cuda.hold_streams(False)
-    source.leave()
+    source.wait_copied_out()
     assert [(name, ticket) for name, ticket, *_ in store.take_copies()] == [("out", source.ticket.id)]
 
 
@@ -107,9 +107,9 @@ def test_the_stepped_schedule_waits_for_its_anchor(tmp_path, tier):
     store = make_store(tier, tmp_path, "stepped", host_bytes_max=1 << 20)
     source = Source(store, np.random.default_rng(0), 150_000)
     store.record_copies(100)  # while copies are queued
-    source.leave()
+    source.wait_copied_out()
     other = Source(store, np.random.default_rng(1), 150_000)
-    other.leave()
+    other.wait_copied_out()
     store.quiesce()
     assert other.ticket.id in [ticket for name, ticket, *_ in store.take_copies() if name == "out"]
 
@@ -119,6 +119,6 @@ def test_a_failed_copy_is_not_told(tmp_path):
     store.record_copies(100)
     inject_fault(store, "write", "error", nth=1, error_number=28)
     source = Source(store, np.random.default_rng(0), 150_000)
-    source.leave()
+    source.wait_copied_out()
     assert source.ticket.state == "failed"
     assert store.take_copies() == []

@@ -25,11 +25,11 @@ def happens(condition, seconds_max=20):
 def test_a_failed_copy_in_is_told_after_its_earlier_slices(tmp_path, fake_cuda):
     store = make_store("slab", tmp_path, device=fake_cuda.driver())
     source = Source(store, np.random.default_rng(0), 150_000)  # three slices
-    source.leave()
+    source.wait_copied_out()
     fake_cuda.hold_streams(True)
     issued = fake_cuda.count("cuMemcpyHtoDAsync_v2")
     fake_cuda.fail_at("cuMemcpyHtoDAsync_v2", 3)
-    source.begin_return()
+    source.prefetch()
     while fake_cuda.count("cuMemcpyHtoDAsync_v2") < issued + 2:
         os.sched_yield()
     threading.Timer(0.2, fake_cuda.hold_streams, [False]).start()
@@ -40,8 +40,8 @@ def test_a_failed_copy_in_is_told_after_its_earlier_slices(tmp_path, fake_cuda):
     fake_cuda.hold_streams(False)
     store.quiesce()
     assert (target == POISON).all()
-    source.begin_return()
-    source.finish_return()
+    source.prefetch()
+    source.swap_in()
 
 
 def test_a_slot_waits_for_an_earlier_copy_in(tmp_path, fake_cuda):
@@ -49,9 +49,9 @@ def test_a_slot_waits_for_an_earlier_copy_in(tmp_path, fake_cuda):
     lanes = _core.HostDriver(schedule="stepped")  # no lane runs unless somebody waits
     store = _core.SwapStore.slab(fake_cuda.driver(), lanes, 1 << 20, slab_bytes=256 << 10, slice_bytes=4 << 20)
     source = Source(store, np.random.default_rng(0), 1 << 20)
-    source.leave()
+    source.wait_copied_out()
     fake_cuda.hold_streams(True)
-    source.begin_return()
+    source.prefetch()
     source.ticket.swap_in(0)
     first_target = source.target
     second_target = _core.HostBlock(1 << 20)
@@ -71,35 +71,35 @@ def test_an_event_that_cannot_be_recorded_ends_no_process(tmp_path, fake_cuda, n
     generator = np.random.default_rng(0)
     sources = [Source(store, generator, 150_000) for _ in range(4)]
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     store.quiesce()
     source = next(source for source in sources if source.ticket.state == "on_disk")
     fake_cuda.fail_at("cuEventRecord", nth)
     failed = []
     try:
-        source.begin_return()
-        source.finish_return()
+        source.prefetch()
+        source.swap_in()
     except _core.DriverError as error:
         failed.append(error.call)
     assert set(failed) <= {"cuEventRecord"}
     store.quiesce()
     fake_cuda.forget_faults()
     for each in sources:
-        each.begin_return()
-        each.finish_return()
+        each.prefetch()
+        each.swap_in()
 
 
 def test_a_source_is_read_until_its_copy_out_ends_though_it_is_coming_back(tmp_path, fake_cuda):
     store = make_store("slab", tmp_path, device=fake_cuda.driver())
     fake_cuda.hold_streams(True)
     source = Source(store, np.random.default_rng(0), 150_000)
-    source.begin_return()
+    source.prefetch()
     assert not source.ticket.out_done()
     waits = fake_cuda.count("cuStreamWaitEvent")
     source.ticket.wait_out(0)
     ordered = fake_cuda.count("cuStreamWaitEvent") - waits
     fake_cuda.hold_streams(False)
-    source.finish_return()
+    source.swap_in()
     assert source.ticket.out_done()
     assert ordered > 0
 
@@ -124,13 +124,13 @@ def test_a_failed_wait_leaves_no_slice_behind(tmp_path, fake_cuda):
     """Nobody calls swap_in: the pump lane alone issues the third slice."""
     store = make_store("slab", tmp_path, device=fake_cuda.driver())
     source = Source(store, np.random.default_rng(0), 150_000)  # three slices
-    source.leave()
+    source.wait_copied_out()
     fake_cuda.hold_streams(True)
     fake_cuda.fail_at("cuEventSynchronize", 1)
-    source.begin_return()
+    source.prefetch()
     fake_cuda.hold_streams(False)
     assert happens(source.ticket.in_done)
-    source.finish_return()
+    source.swap_in()
 
 
 def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_cuda):
@@ -138,15 +138,15 @@ def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_c
     store = make_store("slab+disk", tmp_path, device=fake_cuda.driver(), host_bytes_max=80 << 10)
     fake_cuda.hold_streams(True)
     source = Source(store, np.random.default_rng(0), 60_000)
-    source.begin_return()
+    source.prefetch()
     source.ticket.swap_in(0)
     fake_cuda.fail_at("cuEventSynchronize", 1)
     threading.Timer(0.2, fake_cuda.hold_streams, [False]).start()
     other = Source(store, np.random.default_rng(1), 60_000)
-    other.leave()
+    other.wait_copied_out()
     other.ticket.release()
-    source.begin_return()
-    source.finish_return()
+    source.prefetch()
+    source.swap_in()
 
 
 def test_a_device_without_timings_still_swaps(tmp_path):
@@ -155,9 +155,9 @@ def test_a_device_without_timings_still_swaps(tmp_path):
     generator = np.random.default_rng(0)
     sources = [Source(store, generator, 150_000) for _ in range(4)]
     for source in sources:
-        source.leave()
-        source.begin_return()
-        source.finish_return()
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
         source.ticket.release()
     assert store.stats()["out_copies"] == 4
 
@@ -173,7 +173,7 @@ def test_copies_under_way_are_told_once_they_can_be_timed(tmp_path, fake_cuda):
     assert store.take_copies() == []
     fake_cuda.hold_streams(False)
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     told = store.take_copies()
     assert [ticket for _, ticket, *_ in told] == [source.ticket.id for source in sources]
     assert all(begin > 0 for *_, begin, _ in told)

@@ -27,7 +27,7 @@ class Trip:
         np.frombuffer(self.source, dtype=np.uint8)[:] = self.value
         self.ticket = store.swap_out(self.source.address, BLOCK_BYTES, 0)
 
-    def leave(self):
+    def wait_copied_out(self):
         self.ticket.wait_out(0)
         while not self.ticket.out_done():  # where waiting is the compute stream's, not this thread's
             time.sleep(0.0001)
@@ -64,7 +64,7 @@ def test_pinning_fails_at_the_nth_slab(double, nth, campaign_counts):
     store.trim()  # asks for what was refused again
     trips.append(Trip(store, nth))  # the fault has passed
     for trip in trips:
-        trip.leave()
+        trip.wait_copied_out()
         trip.come_back()
     store.quiesce()
     assert all(trip.is_whole() for trip in trips)
@@ -138,7 +138,7 @@ def test_where_no_more_can_be_pinned_what_is_pinned_goes_to_disk(double, tmp_pat
     with pytest.raises(_core.PinningFailed, match="asked to pin"):  # no slab is as large: nothing could make room
         store.swap_out(trips[0].source.address, 5 * BLOCK_BYTES, 0)
     for trip in trips:
-        trip.leave()
+        trip.wait_copied_out()
         trip.come_back()
     store.quiesce()
     assert all(trip.is_whole() for trip in trips)
@@ -152,14 +152,14 @@ def test_a_copy_that_nobody_could_note_has_ended():
     source = _core.HostBlock(BLOCK_BYTES)
     store.record_copies(8)
 
-    class Departure:
+    class CopyOut:
         pass
 
-    def enter(departure):
+    def enter(copy_out):
         raise MemoryError("as asked")
 
     with pytest.raises(MemoryError, match="as asked"):
-        store.swap_out(source.address, BLOCK_BYTES, 0, 0, Departure(), enter)
+        store.swap_out(source.address, BLOCK_BYTES, 0, 0, CopyOut(), enter)
     stats = store.stats()
     assert (len(store.take_copies()), stats["cancelled"]) in {(1, 0), (0, 1)}
     store.quiesce()
@@ -209,7 +209,7 @@ def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_long, campai
             except _core.PoolExhausted:
                 time.sleep(0.0001)  # the one block is on its way back to somebody
                 continue
-            trip.leave()
+            trip.wait_copied_out()
             trip.come_back()
             if not trip.is_whole():
                 wrong.append((thread, number))
@@ -237,7 +237,7 @@ def test_one_block_of_memory_and_a_disk_that_fails(tmp_path, kind, campaign_coun
     lanes = _core.HostDriver()
     store = _core.SwapStore.slab(lanes, lanes, 88 << 10, str(tmp_path), slab_bytes=88 << 10, slice_bytes=16 << 10)
     first = Trip(store, 1)
-    first.leave()
+    first.wait_copied_out()
     operation = "write" if kind == "error" else "read"
     inject_fault(store, operation, kind, error_number=errno.ENOSPC, persistent=True)
     campaign_counts["faults injected"] += 1
@@ -246,7 +246,7 @@ def test_one_block_of_memory_and_a_disk_that_fails(tmp_path, kind, campaign_coun
             Trip(store, 2)
     else:
         second = Trip(store, 2)
-        second.leave()
+        second.wait_copied_out()
         for _ in range(3):
             with pytest.raises(OSError, match=f"offset .* of {tmp_path}"):
                 first.come_back()

@@ -22,9 +22,9 @@ def test_bytes_come_back(tmp_path, tier, schedule, nbytes, residue):
     store = make_store(tier, tmp_path, schedule)
     source = Source(store, np.random.default_rng(0), nbytes, residue)
     for _ in range(2):  # a retained graph brings the same bytes back again
-        source.leave()
-        source.begin_return()
-        source.finish_return()
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
     source.ticket.release()
     store.quiesce()
     assert store.stats()["live_tickets"] == 0
@@ -48,16 +48,16 @@ def random_walk(store, seed, steps, tier):
                     raise  # blocks on their way back cannot be spilled; all others make room
         elif action == "leave" and waiting:
             source = waiting.pop(choose.randrange(len(waiting)))
-            source.leave()
+            source.wait_copied_out()
             left.append(source)
         elif action == "begin" and left:
             source = left.pop(choose.randrange(len(left)))
             if source.ticket.state not in ("cancelled", "failed"):
-                source.begin_return()
+                source.prefetch()
                 returning.append(source)
         elif action == "finish" and returning:
             source = returning.pop(choose.randrange(len(returning)))
-            source.finish_return()
+            source.swap_in()
             returned += 1
             if choose.random() < 0.3:
                 left.append(source)
@@ -75,10 +75,10 @@ def random_walk(store, seed, steps, tier):
                     source.ticket.swap_in(0)  # the owner keeps the target until then
                 source.ticket.release()
     for source in returning:
-        source.finish_return()
+        source.swap_in()
         returned += 1
     for source in waiting:
-        source.leave()
+        source.wait_copied_out()
     return returned
 
 
@@ -104,10 +104,10 @@ def test_file_does_not_grow_from_step_to_step(tmp_path, tier):
     for _ in range(5):
         sources = [Source(store, generator, 100_000) for _ in range(20)]
         for source in sources:
-            source.leave()
+            source.wait_copied_out()
         for source in reversed(sources):
-            source.begin_return()
-            source.finish_return()
+            source.prefetch()
+            source.swap_in()
             source.ticket.release()
         store.quiesce()
         sizes.append(store.stats()["spill_file_bytes"])
@@ -123,9 +123,9 @@ def test_exhaustion_names_the_numbers(tmp_path):
         Source(store, generator, 100_001)
     with pytest.raises(MemoryError):
         Source(store, generator, 1 << 20)
-    held.leave()
-    held.begin_return()
-    held.finish_return()
+    held.wait_copied_out()
+    held.prefetch()
+    held.swap_in()
 
 
 @pytest.mark.parametrize("kind", ["error", "short_transfer"])
@@ -135,15 +135,15 @@ def test_failed_copy_out_leaves_the_source(tmp_path, kind, schedule):
     generator = np.random.default_rng(0)
     inject_fault(store, "write", kind, nth=1, error_number=errno.ENOSPC)
     source = Source(store, generator, 100_000)
-    source.leave()
+    source.wait_copied_out()
     if kind == "error":
         assert source.ticket.state == "failed"
         assert source.array.tobytes() == source.expected
         with pytest.raises(RuntimeError, match="nothing was swapped out"):
-            source.begin_return()
+            source.prefetch()
     else:
-        source.begin_return()
-        source.finish_return()
+        source.prefetch()
+        source.swap_in()
     source.ticket.release()
     assert store.stats()["live_tickets"] == 0
     assert store.stats()["spill_used_bytes"] == 0
@@ -157,31 +157,31 @@ def test_failed_copy_in_is_typed_and_can_be_repeated(tmp_path, tier, kind, numbe
     source = Source(store, generator, 150_000)
     others = [Source(store, generator, 150_000) for _ in range(2)]
     for each in [source, *others]:
-        each.leave()
+        each.wait_copied_out()
     store.quiesce()
     assert source.ticket.state == "on_disk"
     inject_fault(store, "read", kind, nth=1, error_number=number)
-    source.begin_return()
+    source.prefetch()
     if number == errno.EINTR:
-        source.finish_return()
+        source.swap_in()
         return
     with pytest.raises(OSError, match="offset") as raised:
-        source.finish_return()
+        source.swap_in()
     assert raised.value.errno == errno.EIO
     assert raised.value.filename == str(tmp_path)
     assert raised.value.offset >= 0
-    source.begin_return()
-    source.finish_return()
+    source.prefetch()
+    source.swap_in()
 
 
 def test_truncated_file_is_an_error(tmp_path):
     store = make_store("direct", tmp_path)
     source = Source(store, np.random.default_rng(0), 1 << 20)
-    source.leave()
+    source.wait_copied_out()
     truncate(store, 4096)
-    source.begin_return()
+    source.prefetch()
     with pytest.raises(OSError, match="ends early"):
-        source.finish_return()
+        source.swap_in()
 
 
 def test_urgent_copy_in_overtakes(tmp_path):
@@ -189,20 +189,20 @@ def test_urgent_copy_in_overtakes(tmp_path):
     generator = np.random.default_rng(0)
     sources = [Source(store, generator, 1 << 20) for _ in range(6)]
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     for source in sources:
-        source.begin_return()
-    sources[-1].finish_return()
+        source.prefetch()
+    sources[-1].swap_in()
     pending = [source.ticket.state for source in sources].count("copying_in")
     assert pending >= 3, "the last one asked for must not wait for all before it"
     for source in sources[:-1]:
-        source.finish_return()
+        source.swap_in()
 
 
 def test_nothing_is_visible_in_the_spill_directory(tmp_path):
     store = make_store("direct", tmp_path)
     source = Source(store, np.random.default_rng(0), 1 << 20)
-    source.leave()
+    source.wait_copied_out()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,7 +215,7 @@ def test_missing_directory(tmp_path):
 def test_swap_in_needs_a_prefetch(tmp_path):
     store = make_store("direct", tmp_path)
     source = Source(store, np.random.default_rng(0), 1 << 20)
-    source.leave()
+    source.wait_copied_out()
     with pytest.raises(RuntimeError, match="swap_in before prefetch"):
         source.ticket.swap_in(0)
 
@@ -225,10 +225,10 @@ def test_residue_must_match(tmp_path):
     if store.alignment_bytes == 1:
         pytest.skip("no direct I/O in the temporary folder")
     source = Source(store, np.random.default_rng(0), 1 << 20, residue=64)
-    source.leave()
+    source.wait_copied_out()
     source.residue = 0
     with pytest.raises(ValueError, match="congruent"):
-        source.begin_return()
+        source.prefetch()
 
 
 def test_a_ticket_asked_for_too_early_can_still_be_taken_back(tmp_path):
@@ -245,9 +245,9 @@ def test_a_ticket_asked_for_too_early_can_still_be_taken_back(tmp_path):
         cancelled += source.ticket.cancel()
         others = [Source(store, generator, 60_000) for _ in range(6)]
         for other in others:
-            other.leave()
-            other.begin_return()
-            other.finish_return()
+            other.wait_copied_out()
+            other.prefetch()
+            other.swap_in()
     assert cancelled > 0
 
 
@@ -259,7 +259,7 @@ def test_room_that_another_thread_makes_is_waited_for(tmp_path):
     )
     generator = np.random.default_rng(0)
     first = Source(store, generator, 64 * mebibyte)
-    first.leave()
+    first.wait_copied_out()
     block = _core.HostBlock(16 * mebibyte)
     made = []
     maker = threading.Thread(target=lambda: made.append(Source(store, np.random.default_rng(1), 32 * mebibyte)))
@@ -271,7 +271,7 @@ def test_room_that_another_thread_makes_is_waited_for(tmp_path):
     ticket.wait_out(0)
     assert ticket.out_done()
     (other,) = made
-    other.leave()
+    other.wait_copied_out()
 
 
 def test_a_store_that_cannot_be_made_leaves_no_lane_behind(tmp_path):
@@ -293,7 +293,7 @@ def test_nothing_leaves_nothing_in_the_file(tmp_path):
     nothing.wait_out(0)
     sources = [Source(store, generator, 60_000) for _ in range(4)]
     for source in sources:
-        source.leave()
+        source.wait_copied_out()
     store.quiesce()
     assert nothing.state == "on_disk"
     nothing.prefetch(empty.address, 0, empty)

@@ -22,7 +22,7 @@ SIZES = [3000, 9000, 5000, 70_000, 6000, 6000, 5000, 150_000, 7000, 4097, 5000]
 
 def leave(source):
     """Whether the bytes have left. A source whose copy failed is whole."""
-    source.leave()
+    source.wait_copied_out()
     if source.ticket.state != "failed":
         return True
     assert source.ticket.failure == "std::bad_alloc"
@@ -32,14 +32,14 @@ def leave(source):
 
 def come_back(source, end_fault):
     """How often that was refused: what failed can be asked for again."""
-    source.begin_return()
+    source.prefetch()
     try:
-        source.finish_return()
+        source.swap_in()
     except MemoryError:
         assert source.array.tobytes() == bytes([POISON]) * len(source.expected)
         end_fault()
-        source.begin_return()
-        source.finish_return()
+        source.prefetch()
+        source.swap_in()
         return 1
     return 0
 
@@ -155,7 +155,7 @@ def run_caller(tier, directory, nth, fail, met):
     away = [source for source in sources if leave(source)]  # one that waited may have failed in a later one's call
     for source in away:
         prefetch(store, caller, source)
-        source.finish_return()
+        source.swap_in()
     drops_without = nth % 2 == 0  # a block whose place cannot be noted stays counted as used
     for source in sources:
         if drops_without:

@@ -131,7 +131,7 @@ def end(directory, tier, where):
         handle._engine.drain()
         torch.autograd.grad(losses[0], [x], retain_graph=True)
         for reference in list(handle._engine._live.values())[:10]:
-            reference().record.begin_return()
+            reference().record.prefetch()
     elif where == "in a thread":
         # Not a daemon: the interpreter ends those inside torch's backward, whose own frames do not survive it.
         threading.Thread(target=losses[0].backward).start()
@@ -149,7 +149,7 @@ def end_with_copies_queued(directory):
 
 
 def copies_under_way():
-    return sum(not departure.ticket.out_done() for departure in KEPT_ALIVE[1]._engine._departing)
+    return sum(not copy_out.ticket.out_done() for copy_out in KEPT_ALIVE[1]._engine._copies_out)
 
 
 def leave(*_):

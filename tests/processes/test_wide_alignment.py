@@ -20,9 +20,9 @@ for tier in TIERS:
     store = make_store(tier, sys.argv[1])
     sources = [Source(store, np.random.default_rng(0), nbytes, residue=64) for nbytes in (5, 20_000, 100_000)]
     for source in sources:
-        source.leave()
-        source.begin_return()
-        source.finish_return()
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
     whole.append(tier)
 print(json.dumps({"alignment": _core.SpillFile(sys.argv[1]).alignment_bytes, "whole": whole}))
 """

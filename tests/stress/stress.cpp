@@ -133,7 +133,7 @@ void stress_pool(int rounds, uint64_t seed) {
 }
 
 void stress_streams(int rounds, uint64_t seed) {
-  const auto driver = HostDriver::create(Schedule::delays, seed);
+  const auto driver = HostDriver::create(LaneOrder::delays, seed);
   const auto events = std::make_shared<EventPool>(driver);
   Exchange<EventRef> exchange;
   run_threads(rounds, seed, [&](std::mt19937_64& random) {
@@ -207,12 +207,12 @@ class StoreStress {
     const bool wants_more = random() % 2 == 0 && exchange_.size() < kHeldMax;
     if (wants_more || !exchange_.take(swapped, random())) return swap_out(random);
     if (random() % 8 == 0) return drop(swapped);
-    bring_back(swapped);
+    swap_in(swapped);
     if (random() % 4 == 0) exchange_.put(swapped);
   }
 
   void end() {
-    for (Swapped swapped; exchange_.take(swapped, 0);) bring_back(swapped);
+    for (Swapped swapped; exchange_.take(swapped, 0);) swap_in(swapped);
     store_->quiesce();
     const StoreStats stats = store_->stats();
     require(stats.live_tickets == 0 && stats.spill.used_bytes == 0, "no ticket and no extent is left");
@@ -257,7 +257,7 @@ class StoreStress {
     swapped.ticket = nullptr;
   }
 
-  static void bring_back(Swapped& swapped) {
+  static void swap_in(Swapped& swapped) {
     leave(swapped);
     const auto target = allocate(swapped.ticket->bytes());
     char* const data = place(*target, swapped.residue);
@@ -271,7 +271,7 @@ class StoreStress {
 };
 
 void stress_store(int rounds, uint64_t seed, const std::string& directory, bool is_direct) {
-  const auto lanes = HostDriver::create(Schedule::threads, seed);
+  const auto lanes = HostDriver::create(LaneOrder::threads, seed);
   StoreOptions options;
   options.spill_directory = directory;
   options.slice_bytes = 2 * kPageBytes;

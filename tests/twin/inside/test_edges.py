@@ -163,15 +163,15 @@ def prefetched_on_one_stream_and_used_on_another():
     """The memory that the first stream prefetched into goes back to it while the other still reads."""
     its_engine, streams = Engine(make_store(), torch.device("sim", 0)), [torch.sim.Stream() for _ in range(2)]
     x = fresh(SMALL).fill_(1)
-    lease = its_engine.swap_out(x, Engine.key_of(x), 0)
-    lease.record.add_view()
+    slot = its_engine.swap_out(x, Engine.key_of(x), 0)
+    slot.record.add_view()
     torch.sim.synchronize()
     its_engine.drain()
     del x
     with torch.sim.stream(streams[0]):
-        lease.record.begin_return()
+        slot.record.prefetch()
     with torch.sim.stream(streams[1]):
-        storage, _ = lease.record.bring_back()
+        storage, _ = slot.record.swap_in()
         fresh(0).set_(storage).sum()
         del storage
     with torch.sim.stream(streams[0]):
@@ -182,15 +182,15 @@ def prefetched_on_one_stream_and_used_on_another():
 def abandoned_while_it_comes_in():
     """What was prefetched for a graph that is dropped is still being written."""
     its_engine, x = Engine(make_store(), torch.device("sim", 0)), fresh(SMALL).fill_(1)
-    lease = its_engine.swap_out(x, Engine.key_of(x), 0)
+    slot = its_engine.swap_out(x, Engine.key_of(x), 0)
     torch.sim.synchronize()
     its_engine.drain()
     del x
     torch.sim._sleep(30_000_000)  # 20 ms, for which the copy-in waits
-    lease.record.begin_return()
-    while lease.record.ticket.state != "ready":  # issued, and not done
+    slot.record.prefetch()
+    while slot.record.ticket.state != "ready":  # issued, and not done
         pass
-    del lease
+    del slot
     its_engine.collect()
     kept = [fresh(SMALL).fill_(2) for _ in range(2)]
     torch.sim.synchronize()
@@ -227,10 +227,10 @@ def source_is_let_go():
     original = Engine.swap_out
 
     def swap_out(self, tensor, key, need):
-        lease = original(self, tensor, key, need)
-        if lease.record._departure is not None:
-            lease.record._departure.source = None
-        return lease
+        slot = original(self, tensor, key, need)
+        if slot.record._copy_out is not None:
+            slot.record._copy_out.source = None
+        return slot
 
     return mock.patch.object(Engine, "swap_out", swap_out)
 
@@ -240,12 +240,12 @@ def forget(self, ticket, storage):
 
 
 def seen_off_without_a_wait():
-    def see_off(self, departure):
-        while not departure.ticket.out_done() and departure.ticket.state == "queued":
+    def finish_copy_out(self, copy_out):
+        while not copy_out.ticket.out_done() and copy_out.ticket.state == "queued":
             pass
-        self._depart(departure)
+        self._release_source(copy_out)
 
-    return mock.patch.object(Engine, "see_off", see_off)
+    return mock.patch.object(Engine, "finish_copy_out", finish_copy_out)
 
 
 PYTHON = {
@@ -263,7 +263,7 @@ PYTHON = {
         abandoned_while_it_comes_in,
     ),
     "a prefetch for another stream is not used": (
-        lambda: without(SwappedStorage, "bring_back", "self._storage is not None and self._stream != stream", "False"),
+        lambda: without(SwappedStorage, "swap_in", "self._storage is not None and self._stream != stream", "False"),
         prefetched_on_one_stream_and_used_on_another,
     ),
     "compute waits where a source is seen off": (seen_off_without_a_wait, whole_steps),

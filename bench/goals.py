@@ -1,10 +1,10 @@
-"""The speed and memory that the engine and the planner shall reach on a machine without a GPU, in one table.
+"""The speed and memory that the engine and the planner should reach on a machine without a GPU, in one table.
 
-    python bench/reach.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
+    python bench/goals.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
 
 What takes some minutes at most is measured here; what longer runs have left below --results is taken from there, the
 newest of each. Recorded traces are those of OFFLOAD_TRACES, or of shared/traces beside the repository. Each figure
-stands beside what it should reach, and is marked where it does not; nothing here fails then. Contestants run in
+stands beside its goal, and is marked where it misses it; nothing here fails then. Contestants run in
 turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import collected
 import machine
-import planner_reach
+import planner_goals
 from collected import Finding, Kept
 from contest import alternate, medians
 from copy_rig import MIB, HostCopyRig, SpillRig
@@ -201,7 +201,7 @@ class Row:
     """One line of the table."""
 
     what: str
-    reach: str
+    goal: str
     measure: Callable[[Bench], Finding]
 
 
@@ -239,32 +239,32 @@ ROWS = {
     "planner-shared": Row(
         "recorded traces, median and largest gap",
         "≤ 0.05 % and ≤ 0.8 %",
-        lambda bench: planner_reach.shared(),
+        lambda bench: planner_goals.shared(),
     ),
     "planner-small": Row(
         "small instances above the optimum, mean and most",
         "≤ 0.5 % and ≤ 5 %",
-        lambda bench: planner_reach.small(bench.quick),
+        lambda bench: planner_goals.small(bench.quick),
     ),
     "planner-unseen": Row(
         "unseen traces, median and largest gap",
         "≤ 0.5 % and ≤ 3.5 %",
-        lambda bench: planner_reach.unseen(bench.quick),
+        lambda bench: planner_goals.unseen(bench.quick),
     ),
     "planning-time": Row(
         "planning time, 1,000 and 10,000 tensors",
         "≤ 1 s and ≤ 10 s",
-        lambda bench: planner_reach.planning_time(bench.quick),
+        lambda bench: planner_goals.planning_time(bench.quick),
     ),
-    "promise-step": Row(
+    "predicted-step": Row(
         "step time, measured over predicted",
         f"within {collected.STEP_OFF_MAX:.0%}",
-        lambda bench: collected.promise_off(bench.kept, "seconds", collected.STEP_OFF_MAX),
+        lambda bench: collected.prediction_error(bench.kept, "seconds", collected.STEP_OFF_MAX),
     ),
-    "promise-peak": Row(
+    "predicted-peak": Row(
         "tracked peak, measured over predicted",
         f"within {collected.PEAK_OFF_MAX:.0%}",
-        lambda bench: collected.promise_off(bench.kept, "peak_bytes", collected.PEAK_OFF_MAX),
+        lambda bench: collected.prediction_error(bench.kept, "peak_bytes", collected.PEAK_OFF_MAX),
     ),
     "default-slowdown": Row(
         "slowdown of the default on the demo's model",
@@ -307,9 +307,9 @@ VERDICTS = {True: "yes", False: "NOT REACHED", None: "–"}
 
 def table(findings: dict[str, Finding]) -> list[str]:
     """Lay the rows out as Markdown does."""
-    cells = [("what", "reach", "measured", "met")]
+    cells = [("what", "goal", "measured", "met")]
     cells += [
-        (ROWS[name].what, ROWS[name].reach, found.measured, VERDICTS[found.met]) for name, found in findings.items()
+        (ROWS[name].what, ROWS[name].goal, found.measured, VERDICTS[found.met]) for name, found in findings.items()
     ]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = [
@@ -328,13 +328,13 @@ def measure(bench: Bench, name: str) -> tuple[Finding, bool]:
 
 
 def described(name: str) -> dict[str, str]:
-    """What a row is about and should reach, in words."""
-    return {"what": ROWS[name].what, "reach": ROWS[name].reach}
+    """What a row is about, and its goal, in words."""
+    return {"what": ROWS[name].what, "goal": ROWS[name].goal}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the rows asked for and print the table."""
-    parser = argparse.ArgumentParser(prog="reach.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="goals.py", description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS) + " (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure there")
     parser.add_argument("--rounds", type=int, default=31, metavar="N", help="of each row (31)")
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unmeasured |= not measured
         if args.json is not None:
             rows = {each: {**asdict(found), **described(each)} for each, found in findings.items()}
-            write_json(args.json, {"format": "offload-reach/1", "machine": about, "quick": args.quick, "rows": rows})
+            write_json(args.json, {"format": "offload-goals/1", "machine": about, "quick": args.quick, "rows": rows})
     print("\n".join(table(findings)))
     return 1 if unmeasured else 0
 

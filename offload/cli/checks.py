@@ -77,7 +77,7 @@ def examine() -> Iterator[Finding]:
 
     Examples
     --------
-    >>> from offload.cli.checkup import _versions
+    >>> from offload.cli.checks import _versions
     >>> [finding.name for finding in _versions()][:2]
     ['offload', 'torch']
     """

@@ -1,6 +1,6 @@
-"""Figures of reach of the planner: gaps on recorded and on unseen traces, distance to the optimum, planning time.
+"""Goals of the planner: gaps on recorded and on unseen traces, distance to the optimum, planning time.
 
-Beside the data path: `reach.py` shows them. Needs no torch.
+Beside the data path: `goals.py` shows them. Needs no torch.
 """
 
 from __future__ import annotations

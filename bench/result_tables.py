@@ -68,17 +68,17 @@ def read(path: Path) -> list[Table]:
         return list(frontiers(content["rows"], content["machine"]))
     if content.get("format") == "offload-largest/1":
         return list(largest_tables(content["rows"], content["machine"]))
-    if content.get("format") == "offload-reach/1":
+    if content.get("format") == "offload-goals/1":
         return [reach_table(content)]
-    if content.get("format") == "offload-promise/1":
-        return [promise_table(content)]
+    if content.get("format") == "offload-predictions/1":
+        return [predictions_table(content)]
     if content.get("format") == "offload-gpu-suite/1":
         return [summary_table(content)]
     if "contestants" in content:
         return list(frontiers(demo_rows(content), demo_machine(content)))
     raise ValueError(
         f"{path}: no result of bench/; it reads what pytest-benchmark, race.py, largest.py, "
-        "reach.py, gpu_suite.py and `offload demo --json` write"
+        "goals.py, gpu_suite.py and `offload demo --json` write"
     )
 
 
@@ -331,7 +331,7 @@ def summary_table(content: Mapping[str, Any]) -> Table:
     return Table("GPU suite", ["part", "ended", "took", "why"], rows, content["machine"])
 
 
-def promise_table(content: Mapping[str, Any]) -> Table:
+def predictions_table(content: Mapping[str, Any]) -> Table:
     """Plans that ran: predicted beside measured."""
     columns = [
         "network, wish",
@@ -349,15 +349,15 @@ def promise_table(content: Mapping[str, Any]) -> Table:
         peaks = [row[f"{each}_peak_bytes"] for each in ("measured", "predicted", "unswapped")]
         seconds = [row[f"{each}_seconds"] for each in ("measured", "predicted", "plain")]
         cells = ["equal" if row["bits_equal"] else "DIFFER", *map(format_bytes, peaks), *map(format_seconds, seconds)]
-        rows.append(Row(f"promise / {name}", [name, *cells]))
-    return Table("Promises: measured beside predicted", columns, rows, content["machine"])
+        rows.append(Row(f"prediction / {name}", [name, *cells]))
+    return Table("Predicted and measured", columns, rows, content["machine"])
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:
-    """What `reach.py` measured or found in other results."""
+    """What `goals.py` measured or found in other results."""
     rows = []
     for name, row in content["rows"].items():
         mark = NOT_REACHED if row["met"] is False else ""
         verdict = mark or ("yes" if row["met"] else "–")
-        rows.append(Row(f"reach / {name}", [row["what"], row["reach"], row["measured"], verdict], mark))
-    return Table("Reach without a GPU", ["what", "reach", "measured", "reached"], rows, content["machine"])
+        rows.append(Row(f"goal / {name}", [row["what"], row["goal"], row["measured"], verdict], mark))
+    return Table("Goals without a GPU", ["what", "goal", "measured", "met"], rows, content["machine"])

@@ -1,4 +1,4 @@
-"""The table of reach takes figures from result files: the newest ones count, and what falls short is marked."""
+"""The table of goals takes figures from result files: the newest ones count, and what falls short is marked."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def bench() -> Iterator[Any]:
     """The modules, by name."""
     sys.path.insert(0, str(ROOT / "bench"))
     import collected
-    import reach
+    import goals
 
-    yield {module.__name__: module for module in (collected, reach)}
+    yield {module.__name__: module for module in (collected, goals)}
     sys.path.remove(str(ROOT / "bench"))
 
 
@@ -34,7 +34,7 @@ def step(family: str, name: str, memory: float, time: float) -> dict[str, Any]:
     return {"family": family, "name": name, "ours": ours, "memory_over_plain": memory, "step_over_plain": time}
 
 
-def promise(family: str, wish: str, off: float, slowdown: float) -> dict[str, Any]:
+def prediction(family: str, wish: str, off: float, slowdown: float) -> dict[str, Any]:
     figures = {"predicted_seconds": 1.0, "measured_seconds": 1 + off, "predicted_peak_bytes": 100}
     return {"family": family, "wish": wish, "slowdown": slowdown, "measured_peak_bytes": 104, **figures}
 
@@ -46,15 +46,15 @@ def test_without_results_it_says_what_leaves_them(bench: Any, tmp_path: Path) ->
     assert bench["collected"].on_a_gpu(kept).measured == "not measured: no GPU has run bench/gpu_suite.py"
 
 
-def test_promises(bench: Any, tmp_path: Path) -> None:
+def test_predictions(bench: Any, tmp_path: Path) -> None:
     collected = bench["collected"]
-    leave(tmp_path, "old.json", "offload-promise/1", [promise("gpt", "default", 0.5, 0.5)])
-    rows = [promise("gpt", "default", 0.02, 0.08), promise("resnet", "default", -0.12, 0.01)]
-    leave(tmp_path, "new.json", "offload-promise/1", rows, "2026-02-01")
+    leave(tmp_path, "old.json", "offload-predictions/1", [prediction("gpt", "default", 0.5, 0.5)])
+    rows = [prediction("gpt", "default", 0.02, 0.08), prediction("resnet", "default", -0.12, 0.01)]
+    leave(tmp_path, "new.json", "offload-predictions/1", rows, "2026-02-01")
     kept = collected.Kept(tmp_path)
-    found = collected.promise_off(kept, "seconds", 0.10)
+    found = collected.prediction_error(kept, "seconds", 0.10)
     assert (found.measured, found.met) == ("-12.0% at worst (resnet, default)", False)
-    assert collected.promise_off(kept, "peak_bytes", 0.05).met
+    assert collected.prediction_error(kept, "peak_bytes", 0.05).met
     assert collected.default_slowdown(kept).met is False
     assert collected.default_slowdown(kept).figures["from"]["date"] == "2026-02-01"
 
@@ -88,13 +88,13 @@ def test_the_largest_batch(bench: Any, tmp_path: Path, seconds: float, met: bool
 
 
 def test_the_table_marks_what_falls_short_and_keeps_the_rest(bench: Any, tmp_path: Path) -> None:
-    leave(tmp_path, "promise.json", "offload-promise/1", [promise("gpt", "default", 0.5, 0.01)])
+    leave(tmp_path, "predictions.json", "offload-predictions/1", [prediction("gpt", "default", 0.5, 0.01)])
     out = tmp_path / "out.json"
-    command = ["promise-step", "default-slowdown", "largest", "gpu", "--results", str(tmp_path), "--json", str(out)]
-    assert bench["reach"].main(command) == 1  # one row has no figures
+    command = ["predicted-step", "default-slowdown", "largest", "gpu", "--results", str(tmp_path), "--json", str(out)]
+    assert bench["goals"].main(command) == 1  # one row has no figures
     rows = json.loads(out.read_text())["rows"]
     assert [rows[name]["met"] for name in command[:4]] == [False, True, None, None]
     assert rows["largest"]["measured"].startswith("not measured: no offload-largest/1")
-    assert rows["promise-step"]["reach"] == "within 10%"
-    lines = bench["reach"].table({"largest": bench["collected"].Finding("x", False)})
+    assert rows["predicted-step"]["goal"] == "within 10%"
+    lines = bench["goals"].table({"largest": bench["collected"].Finding("x", False)})
     assert "NOT REACHED" in lines[-1]

@@ -1,6 +1,6 @@
-"""Is the promise kept? Predicted against measured, of plans that run: step time, tracked peak, slowdown, on the CPU.
+"""Predicted against measured, of plans that run: step time, tracked peak, slowdown, on the CPU.
 
-    python bench/promise.py --json bench/results/promise-cpu-DATE.json
+    python bench/predictions.py --json bench/results/predictions-cpu-DATE.json
 
 Beside the data path. Each row has a process of its own, in which a plain and a planned copy of one network train the
 same batches in turn, A B A B. Times are of forward and backward; the tracked peak counts every tensor that is alive,
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(line(rows[-1]), flush=True)
             if args.json is not None:
-                write_json(args.json, {"format": "offload-promise/1", "machine": machine.describe(), "rows": rows})
+                write_json(args.json, {"format": "offload-predictions/1", "machine": machine.describe(), "rows": rows})
     kept = all(row["limit_bytes"] is None or row["measured_peak_bytes"] <= row["limit_bytes"] for row in rows)
     return 0 if kept and all(row["bits_equal"] for row in rows) else 1
 
