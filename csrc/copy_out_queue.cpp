@@ -9,7 +9,7 @@ namespace offload {
 
 void CopyOutQueue::push(const SlabRef& slot) {
   if (bytes_ + slot->bytes > parts_.slice_bytes) issue();
-  slot->produced = parts_.events->record(slot->compute);  // under the lock: the queue's order is the stream's
+  slot->produced = parts_.events->record(slot->compute);  // under the lock, so that slots and events have the same order
   if (parts_.is_small(*slot) && !feed_queued_) {
     parts_.lanes->call(lane_, [this, store = parts_.keep()] { feed(); });
     feed_queued_ = true;
@@ -41,7 +41,7 @@ void CopyOutQueue::issue() {
   }
 }
 
-// The longest run of small blocks at the front, up to a slice and to what memory allows. Empty if the first is large.
+// The longest run of small blocks at the front, at most a slice; shorter if memory runs out. Empty if the first is large.
 SlabRefs CopyOutQueue::next_run() {
   SlabRefs run;
   size_t run_bytes = 0;
@@ -69,7 +69,7 @@ void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
     } else {
       SlabSlot& slot = **slots;
       slot.failure = failure;
-      if (!settled) slot.block = {};  // a copy may still write to it: leaked
+      if (!settled) slot.block = {};  // leaked: a copy may still write to it
       fail(slot);
     }
     return;
@@ -82,7 +82,7 @@ void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
 }
 
 void CopyOutQueue::copy(const SlabRef* slots, size_t count) {
-  for (size_t each = 0; each < count; ++each) {  // the last record of a stream covers the earlier ones
+  for (size_t each = 0; each < count; ++each) {  // of adjacent slots of one stream, the last event covers the others
     const bool covered = each + 1 < count && slots[each + 1]->compute == slots[each]->compute;
     if (!covered)
       OFFLOAD_EDGE("copy-out waits for compute",

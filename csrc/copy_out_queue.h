@@ -1,6 +1,6 @@
 // The copy-outs of the slab tier: device → slab on the store's copy-out stream.
 //
-// Small blocks are coalesced: one copy each would leave the link idle between them. The feed lane issues all queued
+// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. The feed lane issues all queued
 // blocks as one transfer whenever fewer than two are in flight, so an idle link starts at once and a busy link gets
 // batches. A large block, wait_out and a full pool issue everything at once.
 //
@@ -20,15 +20,15 @@ class CopyOutQueue {
   CopyOutQueue(SlabParts& parts, Spiller& spiller)
       : parts_(parts), spiller_(spiller), in_flight_(parts), lane_(*parts.lanes) {}
 
-  // Queues a slot that has its block; a large one is issued at once, and may be failed afterwards. Throws DriverError,
-  // std::bad_alloc: nothing was queued then.
+  // Queues a slot that has its block. A large one is issued at once; if that fails, its state is `failed` on return.
+  // Throws DriverError or std::bad_alloc before anything is queued.
   void push(const SlabRef& slot);
   // Issues everything queued.
   void issue();
   // Cancels a queued slot and frees its block.
   void cancel(SlabSlot& slot);
   void cancel_all();
-  // Waits for the lane; without the lock.
+  // Waits for the lane. Call it without the lock.
   void drain() { parts_.lanes->stream_synchronize(lane_); }
 
  private:

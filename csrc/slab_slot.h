@@ -20,7 +20,7 @@ struct Transfer {  // one issued transfer, shared by its blocks
   EventRef end;
 };
 
-// A slot's state with the spiller, beside its own: a block may be prefetched while it is written to disk.
+// A slot's state in the spiller. It is separate from Slot::state: a block may be prefetched while it is written.
 enum class Spill : uint8_t {
   none,
   queued,
@@ -30,11 +30,11 @@ enum class Spill : uint8_t {
 
 struct SlabSlot final : Slot {
   Block block;               // while in RAM
-  Stream compute = nullptr;  // of `produced`, then of `target_free`
+  Stream compute = nullptr;  // the stream of `produced`, then of `target_free`
   EventRef produced;
   std::shared_ptr<Transfer> out;  // null once it has been counted
   std::shared_ptr<Transfer> in;
-  EventRef target_free;  // the compute stream's present point at prefetch
+  EventRef target_free;  // recorded on the compute stream at prefetch
   EventRef filled;       // lane event: every slice of a copy-in from disk has been issued
   Extent extent;
   uint32_t crc_out = 0;
@@ -47,13 +47,12 @@ using SlabRef = std::shared_ptr<SlabSlot>;
 using SlabRefs = std::vector<SlabRef>;
 
 struct SlabParts {
-  // Throws SpillError, DriverError, and PoolExhausted where the pool is smaller than what reading from disk goes
-  // through.
+  // Throws SpillError, DriverError, and PoolExhausted if the pool is too small for the two bounce buffers.
   SlabParts(SwapStore& owner, std::mutex& lock, StoreStats& figures, CopyLog& copies, std::shared_ptr<Driver> driver,
             std::shared_ptr<HostDriver> host_driver, const std::shared_ptr<EventPool>& device_events,
             const std::shared_ptr<EventPool>& host_events, const StoreOptions& options);
 
-  // Held by everything that runs on a lane.
+  // Every task on a lane holds this reference.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.
@@ -95,8 +94,8 @@ class InFlight {
   explicit InFlight(SlabParts& parts) : parts_(parts) {}
   // Waits until fewer than kMax are in flight; releases the lock meanwhile.
   void await_room(std::unique_lock<std::mutex>& lock);
-  // Counts what has been issued on `stream` so far. If that fails, the next transfer is issued early and reports the
-  // device's error itself.
+  // Counts what has been issued on `stream` so far. If no event can be recorded, the next transfer is issued early and
+  // reports the device's error itself.
   void note(Stream stream);
 
  private:

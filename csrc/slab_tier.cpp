@@ -18,8 +18,8 @@ SlabStore::SlabStore(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver>
       copy_in_queue_(parts_) {}
 
 SlabStore::~SlabStore() {
-  // Released tickets may still have copies under way: they end before the slabs are freed. A driver that fails here has
-  // lost its context, and the copies with it.
+  // Copies of released tickets may still be under way; wait for them before the slabs are freed. If the driver fails
+  // here, its context is lost and the copies have ended.
   try {
     for (const OwnedStream* stream : {&parts_.out_stream, &parts_.in_stream}) device_->stream_synchronize(*stream);
   } catch (const DriverError&) {
@@ -58,7 +58,7 @@ Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) 
       refused.emplace(error);  // blocks in pinned memory may become free
     }
     if (failure) std::rethrow_exception(failure);
-    copy_out_queue_.issue();  // queued copy-outs can be neither awaited nor spilled
+    copy_out_queue_.issue();  // only issued copy-outs have an event to wait for and can be spilled
     const bool possible = bytes <= (refused ? parts_.pool.largest_slab_bytes() : parts_.pool.max_bytes());
     if (const EventRef fence = parts_.pool.oldest_fence(); possible && fence != nullptr) {
       lock.unlock();
@@ -123,7 +123,7 @@ void SlabStore::swap_in(const SlotRef& base, Stream compute) {
   const EventRef in_event = slot->in_event;
   lock.unlock();
   if (OFFLOAD_BROKEN("a read that failed is told") && in_event == nullptr)
-    return;  // a test shall find wrong bytes, not a crash
+    return;  // so that the test sees wrong bytes instead of a crash
   OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 
@@ -143,7 +143,7 @@ void SlabStore::release(const SlotRef& base) {
   spiller_.remove(slot);
   const bool is_read = copy_in_queue_.cancel(*slot);
   advance(*slot, State::released);
-  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane frees it
+  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane that works on it does
 }
 
 void SlabStore::quiesce() {

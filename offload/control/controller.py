@@ -1,6 +1,6 @@
-"""The automatic mode: profiles a signature's first step, plans, and replaces plans that do not keep their promise.
+"""The automatic mode: profiles a signature's first step, plans, and replaces plans that measurements contradict.
 
-Beside the data path: a session asks at the beginning of every step who observes it. The phases: `phase.py`.
+Not on the data path: at the start of each step the session gets its observer here. `phase.py` has the phases.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ __all__ = ["Controller", "PlanController", "ProfileListener"]
 log = logging.getLogger("offload")
 
 _KEPT = "kept by plan"
-_MEASURED_LINK_SECONDS_MIN = 0.05  # of copies: fewer say too little about the link
+_MEASURED_LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
 
-# Called with every profiled step before it is planned: its trace, the link, most bytes that host memory takes.
+# Called with every profiled step before it is planned: its trace, the link, the limit on host memory in bytes.
 ProfileListener = Callable[[Trace, Link, int], None]
 
 
 class Controller(Protocol):
-    """What a session asks."""
+    """The interface of a controller, as a session uses it."""
 
     def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """Who observes the step that begins now."""
+        """The observer of the step that begins now."""
 
     def needs_hooks(self, signature: object) -> bool:
-        """Whether the step that begins now needs hooks at all, after `observer` was asked."""
+        """Whether the step that begins now needs hooks. Call `observer` first."""
 
     def forget(self, signature: object) -> None:
-        """This signature deviates from its recorded step: record it again at its next one."""
+        """A step of this signature deviated from the recorded one: record its next step."""
 
     def end_finished_profiles(self) -> None:
         """Stop recording steps that are over."""
@@ -63,7 +63,7 @@ class Controller(Protocol):
 
 
 class PlanController:
-    """Holds each signature to its plan.
+    """Chooses what each step does: profile, follow a plan, or swap on demand.
 
     With `n_tensors` the swapped tensors are chosen by hand, and the planner only decides when each is prefetched.
 
@@ -100,7 +100,7 @@ class PlanController:
         self._held = held
         self._on_profile = on_profile
         self._limits = limits
-        self._states: OrderedDict[object, SignatureState] = OrderedDict()  # the latest used last
+        self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
 
@@ -117,14 +117,14 @@ class PlanController:
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
-            held = cache(partial(self._held_before, signature))  # hundreds of tensors to look at, and seldom a need to
+            held = cache(partial(self._held_before, signature))  # visits hundreds of tensors, so only if needed
             state = self._state(signature)
             planned = state.planned
             if planned is None:
                 larger = self._larger(signature, state)
                 return self._record(state, model, held()) if larger is None else self._borrow(signature, larger, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
-                return self._record(state, model, held())  # a complete profile may be had now
+                return self._record(state, model, held())  # this profile may be complete
             self._judge(state, planned, held)
             if state.phase is Phase.PLANNING:
                 self._plan(planned, held())
@@ -156,7 +156,7 @@ class PlanController:
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
-                profiler.stop()  # its backward will not come
+                profiler.stop()  # its backward is not expected any more
         if state.phase is Phase.ON_DEMAND:
             return SwapOnDemand()
         if state.profiler is not None and state.profiler.rounds_since <= self._limits.pending_steps:
@@ -173,7 +173,7 @@ class PlanController:
         if planned.plan is None:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
-            state.enter(Phase.PLANNING, "what is held before a step has grown")
+            state.enter(Phase.PLANNING, "more memory is in use before a step")
         elif self._is_off(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
         elif planned.is_measured or not self._measures(planned):
@@ -181,7 +181,7 @@ class PlanController:
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
     def _is_off(self, planned: PlannedStep) -> bool:
-        """Whether the last steps differ from the plan enough for a new one. Bounded, logged."""
+        """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
         if not planned.is_measured or planned.replans >= self._limits.replans:
             return False
         link = self._measured_link(planned.link)
@@ -210,7 +210,7 @@ class PlanController:
         self, signature: object, schedule: Schedule | None
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
         assert schedule is not None  # a plan has been made
-        # Weakly: the last steps are held here, and must not hold the store when the session is gone.
+        # A weak callback: the controller keeps the last executors, which must not keep the store alive.
         return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
 
     def _measures(self, planned: PlannedStep) -> bool:
@@ -240,9 +240,11 @@ class PlanController:
         return least_memory_plan(trace, link, slowdown, limit_bytes)
 
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
-        """The latest plan of a signature that is nowhere smaller, so that its limit holds; None where none fits.
+        """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
 
-        A loader that yields a new length at every step would otherwise have every step profiled.
+        Such a plan keeps the limit.
+
+        Without it, a loader with a new sequence length at every step would cause every step to be profiled.
         """
         planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
         if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):
@@ -268,7 +270,7 @@ class PlanController:
         return held
 
     def _measured_link(self, link: Link) -> Link:
-        """The link as the engine's own copies have found it; as it was where too little has been copied."""
+        """The link with the bandwidths of the engine's own copies; a bandwidth is kept if too little was copied."""
         stats = self._engine.store_stats()
         rates = {}
         for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
@@ -279,14 +281,14 @@ class PlanController:
     # -- profiles -----------------------------------------------------------------------------------------------------
 
     def forget(self, signature: object) -> None:
-        """Record this signature again at its next step, even where a plan could be borrowed."""
+        """Record this signature again at its next step, even if a larger signature's plan would fit."""
         with self._lock:
             state = self._state(signature)
             state.planned = None
             state.deviations += 1
             if state.deviations >= self._limits.deviations:
                 if state.deviations == self._limits.deviations:
-                    log.info("steps of one signature never run the same way twice: they swap on demand, without a plan")
+                    log.info("steps with equal inputs keep differing: they swap on demand, unplanned")
                 state.enter(Phase.ON_DEMAND, "steps deviate from the recorded one again and again")
 
     def _profilers(self) -> Iterator[Profiler]:
@@ -328,10 +330,10 @@ class PlanController:
             on_cpu = self._engine.device.type == "cpu"
             self._on_profile(profile.trace, link, 0 if on_cpu else self._options.host_limit)
 
-    # -- what others ask ----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """The latest signature that was profiled or run by plan, every complete measurement read."""
+        """The signature that was profiled or planned last, after reading all complete measurements."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
@@ -342,18 +344,18 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """What is known of the signature with most planned steps, the latest where several have as many."""
+        """The signature with the most planned steps; of several, the one used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)
 
     @property
     def gives_up(self) -> bool:
-        """Whether some signature's steps never run the same way twice, so that they swap on demand."""
+        """Whether some signature swaps on demand because its steps keep deviating."""
         return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
 
     @property
     def knows_temporaries(self) -> bool:
-        """Whether every profile tells the bytes of temporaries."""
+        """Whether every profile includes the bytes of temporaries."""
         planned = [state.planned for state in self._states.values()]
         return all(each.profile.knows_temporaries for each in planned if each is not None)

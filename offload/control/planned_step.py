@@ -1,6 +1,6 @@
-"""One signature under a plan: its profile, its plan, and what its steps have really taken.
+"""One signature under a plan: its profile, its plan, and the measurements of its steps.
 
-Beside the data path: pure bookkeeping; the controller decides what follows from it.
+Not on the data path: it only stores figures; the controller decides what to do with them.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class PlannedStep:
     held
         The most bytes that model, gradients and optimizers took before a step.
     plan, schedule
-        What its steps follow; None before the first of them.
+        What its steps follow; None until the first plan is made.
     incomplete_profiles
-        Profiles so far, this one included, that miss the step's temporaries; 0 where this one is complete.
+        How many profiles so far, with this one, lack the step's temporaries; 0 if this one has them.
     steps, replans
-        Steps that followed a plan, and new plans made since the first.
+        Number of steps that followed a plan; number of new plans after the first one.
     executors
-        Of steps whose measurements are still to be read.
+        Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds
-        Measured in the last steps: each node's duration, the step's, and what hooks took per swap.
+        Measured in the last steps: the duration of each node, of the step, and of the hooks per swap.
     starts
         When each node of the last measured step began, in seconds after the first.
     late
@@ -62,7 +62,7 @@ class PlannedStep:
     activation_bytes
         The most activations in memory in each of the last measured steps.
     refusal
-        Why no plan keeps the limit, where none does.
+        The error that says why no plan keeps the limit; None if one does.
     """
 
     limits: Limits
@@ -110,7 +110,7 @@ class PlannedStep:
         return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
-        """Have the next steps follow `plan`, with tensors that came late prefetched earlier within `limit_bytes`."""
+        """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
         if self.late:
             plan = _with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
         if self.plan is not None:
@@ -128,7 +128,7 @@ class PlannedStep:
         return self.plan is not None and self.plan.peak_bytes + more > limit_bytes
 
     def read_measurements(self, counts: Counts) -> None:
-        """Take in what the last steps took, as far as the device has come, and count it."""
+        """Read the measurements of the last steps that the device has finished, and count these steps."""
         unread = []
         for executor in self.executors:
             if not executor.on_schedule:
@@ -149,7 +149,7 @@ class PlannedStep:
         assert plan is not None
         if plan.swaps:
             self.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
-        # What copies take of the processors while a hook runs is in the hook's time, not in a node's.
+        # If copies use CPU time while a hook runs, that time is part of the hook's duration, not of a node's.
         waiting = plan.step_seconds - plan.compute_seconds
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
@@ -174,7 +174,7 @@ class PlannedStep:
         counts.prefetched_late += len(late - executor.missed)
 
     def reasons_to_replan(self, link: Link) -> list[str]:
-        """In which ways the measured steps and `link`, as found since, differ from what the plan says."""
+        """How the measured steps and the measured `link` differ from the plan, as texts; empty if a plan may stay."""
         plan = self.plan
         assert plan is not None
         measured = median(self.step_seconds)
@@ -201,14 +201,14 @@ def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
 
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
-    """Durations less what copies have added to them, taken off in proportion: at most half of the total."""
+    """Durations minus `slowed`, the time that copies added: in proportion to each, and at most half of the total."""
     total = sum(seconds)
     share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
     return tuple(each * share for each in seconds)
 
 
 def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
-    """Prefetch each late tensor earlier by what it was late, as far as the limit leaves room."""
+    """Prefetch each late tensor earlier, by the seconds it was late, as far as the limit allows."""
     trace, starts = plan.trace, plan.timing.start
     swaps = {swap.id: swap for swap in plan.swaps}
     for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):

@@ -1,6 +1,6 @@
-"""How fast copies really are between a device and the tier below it: measured through the engine, kept per machine.
+"""Measures the speed of copies between a device and the tier below it, and caches it for each machine.
 
-Beside the data path: the planner's link comes from here, and `offload doctor` shows it.
+Not on the data path: the planner gets its link here, and `offload doctor` shows it.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ __all__ = ["Calibration", "calibrate", "measure_link"]
 log = logging.getLogger("offload")
 
 BLOCK_BYTES_MAX = 16 << 20
-KEPT_SECONDS_MAX = 900.0  # how long a result is read again: what others do to the machine changes
-OTHERS_FRACTION_MAX = 0.1  # of the processors' time: beside programs that take more, a result tells of them
+KEPT_SECONDS_MAX = 900.0  # a cached result is used this long: the load of the machine changes
+OTHERS_FRACTION_MAX = 0.1  # of CPU time; if other programs use more, the result is not cached
 
 
-_not_written: dict[Path, tuple[float, Calibration]] = {}  # what this process has measured on a busy machine, and when
+_not_written: dict[Path, tuple[float, Calibration]] = {}  # (time, result) measured on a busy machine
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured way between one device and the tier below it.
+    """The measured speed of copies between one device and the tier below it.
 
     Parameters
     ----------
     device : str
         Name of the device.
     tier : str
-        What is below it: ``"pinned RAM"`` or ``"disk"``.
+        The tier below it: ``"pinned RAM"`` or ``"disk"``.
     out_bandwidth, in_bandwidth : float
-        Bytes per second out of, and into, device memory while the other direction rests.
+        Bytes per second out of and into device memory while the other direction is idle.
     out_bandwidth_both, in_bandwidth_both : float
         The same while both directions are busy.
     latency_seconds : float
-        What a copy takes on top of its bytes.
+        Fixed time per copy, besides the time for its bytes.
     processor_seconds : float
-        What a byte takes of the processors, out and back, in seconds of one.
+        CPU time in seconds for swapping one byte out and in.
 
     Examples
     --------
@@ -76,12 +76,12 @@ class Calibration:
     processor_seconds: float
 
     def link(self, *, slows: bool = False) -> Link:
-        """The link to plan with: both directions busy, so that a plan does not promise too much.
+        """The link to plan with, with the bandwidths of both directions busy, so that plans are not optimistic.
 
         Parameters
         ----------
         slows
-            Whether computation uses every processor, so that copies take theirs from it.
+            Whether computation uses all processors, so that the CPU time of copies slows it down.
         """
         byte_seconds = self.processor_seconds if slows else 0.0
         return Link(self.out_bandwidth_both, self.in_bandwidth_both, self.latency_seconds, byte_seconds=byte_seconds)
@@ -106,13 +106,13 @@ class Calibration:
             )
         for name in ("device", "tier"):
             if not isinstance(about[name], str):
-                raise ValueError(f"{name}: {about[name]!r} is no text")
+                raise ValueError(f"{name}: {about[name]!r} is not a string")
         for name in known - {"device", "tier"}:
             value = about[name]
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             may_be_zero = name in ("latency_seconds", "processor_seconds")
             if not is_number or value < 0 or (value == 0 and not may_be_zero):
-                raise ValueError(f"{name}: {value!r} is no positive number")
+                raise ValueError(f"{name}: {value!r} is not a positive number")
         return cls(**about)
 
 
@@ -126,9 +126,9 @@ def calibrate(
 ) -> Calibration:
     """Measure how fast `store` copies out of `device` and back, or read what was measured here minutes ago.
 
-    Blocks of up to 16 MiB (an eighth of the host limit where that is less) travel through the engine's own path, at
-    most two a direction at a time: each direction alone, then both. Takes about a second. `store.stats()` counts these
-    copies too.
+    Blocks of up to 16 MiB (an eighth of the host limit where that is less) are copied through the engine, at most two
+    in flight per direction: each direction alone, then both. Takes about a second. `store.stats()` counts these copies
+    too.
 
     Parameters
     ----------
@@ -139,11 +139,11 @@ def calibrate(
     spill_dir
         Folder of the spill file; empty where there is no disk tier.
     fresh
-        Measure even where there is a kept result; this process uses the new one, and others where it may be kept.
+        Measure even if a result is cached. This process uses the new result; other processes do if it can be cached.
     cache_dir
-        Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. One that cannot be
-        written only means that the next process measures again; so do other programs that compute on more than a tenth
-        of the processors meanwhile, as the result tells of them, and a system that does not tell of them.
+        Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. If it
+        cannot be written, the next process measures again. A result is not written if other programs used more than
+        10 % of the CPU time during the measurement, or if the system does not report their use.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def calibrate(
     Raises
     ------
     OSError
-        The disk below refuses the copies.
+        Reading or writing the spill file failed.
     MemoryError
         There is no room for even the smallest blocks.
 
@@ -185,7 +185,7 @@ def calibrate(
         processor_seconds=rates.processor_seconds,
     )
     if not others() <= OTHERS_FRACTION_MAX:
-        log.info("the measured link is not kept: other programs use the processors, or nobody tells whether they do")
+        log.info("the measured link is not cached: other programs use the processors, or their use is unknown")
         _not_written[path] = time.monotonic(), found
     else:
         _not_written.pop(path, None)
@@ -195,8 +195,8 @@ def calibrate(
 
 def measure_link(device: torch.device, options: Options) -> Link:
     """The link to plan with, for a session with these options. Raises what `calibrate` raises."""
-    # A store of its own: nothing else uses it, and the report counts the training's copies alone.
-    # Copies of a GPU's memory take no processor that computes.
+    # A separate store: nothing else uses it, and its copies do not appear in the report.
+    # Copies between GPU and host take no CPU time from the computation.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
 
@@ -219,7 +219,7 @@ def _block_bytes(store: _core.SwapStore, spill_dir: str) -> int:
 
 
 def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, block_bytes: int) -> dict[str, Any]:
-    """What a kept result holds for: anything else is another link."""
+    """What identifies a link: a cached result is used only if all of this is the same."""
     return {
         "version": __version__,
         "host": platform.node(),
@@ -250,7 +250,7 @@ def _load(path: Path, key: dict[str, Any]) -> Calibration | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # malformed JSON and malformed text are ValueErrors too
-        log.info("%s is not used, the link is measured anew: %s", path, error)
+        log.info("cannot use %s, so the link is measured anew: %s", path, error)
         return None
 
 
