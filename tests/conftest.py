@@ -5,6 +5,7 @@ into a failure. With `--device sim` it runs on the simulated accelerator of test
 tests/twin/inside: in a process of their own, which tests/twin/test_twin.py starts. `--all-databases` runs
 tests/test_databases.py on every case instead of the quick subset.
 
+Tests marked `long` run with `--long` only: CI runs them after the rest. None of them is the one that misses a guard.
 The campaigns of docs/reliability.md run in a short form; `--long` runs them in full. What they count (faults injected,
 kills survived, …) is written as JSON where `--reliability-json PATH` is given.
 
@@ -42,7 +43,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--long",
         action="store_true",
-        help="run the campaigns of docs/reliability.md and the matrix of torch.compile in full",
+        help="also run tests marked long; run the campaigns of docs/reliability.md and torch.compile's matrix in full",
     )
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
     parser.addoption("--seeds", type=int, default=2000, help="how many seeds tests/campaign walks (default: 2000)")
@@ -82,6 +83,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     share = config.getoption("--share")
     if share is None:
         return

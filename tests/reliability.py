@@ -55,7 +55,7 @@ PARTS = {
     "double": Part("the CUDA driver over its double", ("tests/twin", "tests/test_cuda_driver.py")),
     "processes": Part("kills, limits, forks, exits, long runs", ("tests/processes",)),
     "databases": Part("PyTorch's databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
-    "sanitizers": Part("the stress program", ("tests/stress",), ("--rounds=500",), shares=2),
+    "sanitizers": Part("the stress program", ("tests/stress", "--long"), ("--rounds=500",), shares=2),
     "seeds": Part("seeded schedules", ("tests/campaign/test_seeds.py",), shares=4),
     "mutants": Part("guards left out", ()),
 }

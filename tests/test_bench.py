@@ -41,7 +41,9 @@ def bits(bench: Any, family: str, contestant: Any) -> tuple[list[tuple[str, str]
     return [(step.loss, step.gradients) for step in steps], figures
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.long] if each != "gpt" else []) for each in FAMILIES]
+)
 def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> None:
     contestants = bench["contestants"]
     expected, _ = bits(bench, family, contestants.PLAIN)
@@ -149,6 +151,7 @@ def test_a_search_where_nothing_fits(bench: Any) -> None:
     assert largest.summary(tries)["largest"] == 0
 
 
+@pytest.mark.long
 def test_a_run_ends_at_its_cap(bench: Any) -> None:
     race, contestants, models = bench["race"], bench["contestants"], bench["models"]
     setting = bench["training"].Setting("gpt", {**models.FAMILIES["gpt"].tiny, "batch": 256, "length": 128})
@@ -172,6 +175,7 @@ def test_a_race_compares_bits_and_figures(bench: Any) -> None:
     assert absent["inapplicable"].startswith("needs CUDA: ")
 
 
+@pytest.mark.long
 def test_a_race_out_of_time_leaves_the_rest_out_and_rows_stay(bench: Any, tmp_path: Path) -> None:
     race = bench["race"]
     path = tmp_path / "frontier.json"
@@ -202,6 +206,7 @@ def test_memory_counts_from_before_a_contestant_looks_at_a_step(bench: Any) -> N
     assert order == ["begin", "prepare"]
 
 
+@pytest.mark.long
 def test_a_run_that_fails_says_what_it_wrote(bench: Any) -> None:
     race = bench["race"]
     setting = bench["training"].Setting("gpt", {"layers": 1})

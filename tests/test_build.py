@@ -136,6 +136,7 @@ def in_unbuilt_checkout(use: str, folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "use",
     [

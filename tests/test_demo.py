@@ -191,6 +191,7 @@ def test_the_page_is_self_contained_and_escaped() -> None:
     assert "MiB</text>" in page
 
 
+@pytest.mark.long
 def test_all_contestants_agree_to_the_last_bit(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = run_demo(page, "--with-checkpoint", "--json")

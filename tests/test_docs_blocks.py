@@ -90,6 +90,7 @@ def outcome(page: str, folder: Path) -> tuple[int, subprocess.CompletedProcess[s
     return processes, ran
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_block(block, folder):
@@ -104,6 +105,7 @@ def test_block(block, folder):
     assert ended == processes, f"{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_report_on_the_page_of_integrations_tells_of_swapped_tensors(folder):
     """A framework's one line that did nothing would train just as well."""

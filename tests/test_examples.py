@@ -57,6 +57,7 @@ def test_every_example_is_run():
         assert f'"{path.stem}"' in tests or f'"{path.name}"' in tests, path
 
 
+@pytest.mark.long
 def test_keras_gaussian():
     need("keras")
     text = output_of("keras_gaussian", "--quick")
@@ -68,6 +69,7 @@ def test_keras_gaussian():
     assert "equal losses and accuracies" in wide
 
 
+@pytest.mark.long
 def test_fashion_mnist(images):
     text = output_of("fashion_mnist", "--quick", "--data", images)
     assert "equal within rounding" in text
@@ -75,6 +77,7 @@ def test_fashion_mnist(images):
     assert "NOTHING WAS SWAPPED" not in text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not DEBIANS_IMAGES.is_dir(), reason="apt-get install dataset-fashion-mnist")
 def test_fashion_mnist_with_debians_files():
     text = output_of("fashion_mnist", "--quick")
@@ -98,6 +101,7 @@ def test_fashion_mnist_with_a_file_cut_off(images):
     assert "is no IDX file of unsigned bytes: [300, 28, 28] announced, 235199 bytes there" in done.stderr
 
 
+@pytest.mark.long
 def test_image_classifier():
     text = output_of("image_classifier", "--quick")
     assert "equal losses and weights" in text
@@ -105,6 +109,7 @@ def test_image_classifier():
     assert "NOTHING WAS SWAPPED" not in text
 
 
+@pytest.mark.long
 def test_image_classifier_in_two_processes():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     left_threads = str(ROOT / "tests" / "integrations" / "left_threads.py")

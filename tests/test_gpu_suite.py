@@ -50,6 +50,7 @@ def test_without_a_device_parts_are_skipped_and_say_so(
     assert (f"failed: {', '.join(PARTS[2:])}" if strict else "no part failed") in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_rehearsal_goes_through_the_parts(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, str(ROOT / "bench" / "gpu_suite.py"), "--out", str(out), "--no-build", "--rehearse"]

@@ -39,6 +39,7 @@ def counted(guard: Any) -> tuple[dict[str, float], dict[str, float], dict[str, f
     return kept, dict(zip(guard.SUBJECTS, figures, strict=False)), dict(zip(PLANTED, figures[own:], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", ["kept small", "swapped", "planner"])
 def test_no_more_instructions_than_committed(counted: Any, guard: Any, subject: str) -> None:
@@ -47,6 +48,7 @@ def test_no_more_instructions_than_committed(counted: Any, guard: Any, subject: 
     assert not guard.outside(figures[subject], kept[subject]), words
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", PLANTED)
 def test_a_planted_loop_is_found(counted: Any, guard: Any, subject: str) -> None:

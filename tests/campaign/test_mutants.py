@@ -33,6 +33,7 @@ def test_rows_name_tests_and_no_places():
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edge", sorted(EDGES))
 def test_a_missing_guard_is_noticed(edge):
     row = walk_without(build_mutants(), edge)
@@ -41,6 +42,7 @@ def test_a_missing_guard_is_noticed(edge):
         assert row["oracle"], f"{edge}: the oracle did not miss it"
 
 
+@pytest.mark.long
 def test_a_broken_engine_is_noticed():
     rows = break_engine(TESTED, unbroken=False)  # that they pass otherwise is for the long run
     assert [row["name"] for row in rows] == list(TESTED)

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "disk"])
 def test_no_room_in_the_file(processes, spill_directory, request, tier, limit, campaign_counts):
     directory = request.getfixturevalue("small_disk") if limit == "disk" else spill_directory

@@ -73,5 +73,5 @@ def stacks_of(pid: int) -> str:
 
 def run_planted(edge: str, sanitizer: str) -> str:
     """What a sanitizer says where the guard `edge` is left out."""
-    rounds = 10  # the first finding ends it; within two rounds one run of twenty has none
+    rounds = 40  # the first finding ends it; on a busy machine ten rounds may have none
     return run_stress(build_stress(sanitizer), rounds, 1, edge).stderr

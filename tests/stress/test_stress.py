@@ -9,7 +9,7 @@ import re
 import pytest
 from stress.build import USE_AFTER_FREE, build_stress, missing_sanitizer, run_planted, run_stress, run_within
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 ROUNDS_EACH = 50  # by one process: a sanitizer remembers every thread that there ever was, and a round starts hundreds
 
 

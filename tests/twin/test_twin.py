@@ -62,6 +62,7 @@ def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # it builds the engine with edges left out, and runs a process for each
 def test_an_edge_that_is_left_out_is_named(backend, figures):
     with mutants_package() as folder:
