@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda_api.h"
+#include "runtime.h"
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -38,6 +39,16 @@ void sim_schedule(unsigned seed, unsigned delay_us_max);
 void sim_watch_order(int watches);
 // Copies the violation of that number (0 is the first) to `text`; 0 where there are fewer.
 int sim_violation(int number, char* text, size_t text_bytes);
+
+// From now on the machine tells virtual time: see clock.h. It goes on from where it stopped.
+void sim_clock_start(const sim::Figures* figures);
+void sim_clock_stop();
+// The host's time, in seconds; and the calling thread sleeps for so many.
+double sim_clock_now();
+void sim_clock_sleep(double seconds);
+// With `count_max` 0: takes what units have done, or will have, since it was taken last, and tells its count. Then fills
+// the columns.
+size_t sim_clock_work(double* begins, double* ends, int* units, size_t count_max);
 
 // What devices have, and how much host memory can be pinned, whoever does it.
 void sim_limit_memory(int device, size_t bytes_max);

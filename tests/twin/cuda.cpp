@@ -20,7 +20,8 @@ using namespace sim;
 
 namespace {
 
-Result queue_copy(Call& call, void* target, const void* source, const void* host, size_t bytes, StreamHandle handle) {
+Result queue_copy(Call& call, void* target, const void* source, const void* host, size_t bytes, StreamHandle handle,
+                  bool is_first = true) {
   const auto stream = find_stream(call, handle);
   if (stream == nullptr) return kInvalidHandle;
   if (find_registration(host, bytes) == nullptr) {
@@ -41,6 +42,7 @@ Result queue_copy(Call& call, void* target, const void* source, const void* host
       target = memory.view_of(target);
     }
   }
+  spend_copy(*stream, outward ? kCopiesOut : kCopiesIn, bytes, is_first, call.lock);
   ++find_registration(host, bytes)->copies_pending;
   enqueue(*stream, [=](Lock& lock) {
     lock.unlock();
@@ -167,7 +169,8 @@ Result cuMemcpyBatchAsync(DeviceAddress* targets, DeviceAddress* sources, size_t
     void* const target = reinterpret_cast<void*>(targets[each]);
     const void* const source = reinterpret_cast<const void*>(sources[each]);
     const bool outward = find_registration(target, bytes[each]) != nullptr;
-    const Result result = queue_copy(call, target, source, outward ? target : source, bytes[each], stream);
+    const Result result =
+        queue_copy(call, target, source, outward ? target : source, bytes[each], stream, each == 0);
     if (result != kSuccess) return result;
   }
   return kSuccess;
@@ -255,7 +258,7 @@ Result cuEventQuery(EventHandle event) {
   SIM_ENTRY("cuEventQuery");
   const auto found = find_event(call, event);
   if (found == nullptr) return kInvalidHandle;
-  return is_done(*found) ? kSuccess : kNotReady;
+  return is_done(*found, call.lock) ? kSuccess : kNotReady;
 }
 
 Result cuEventSynchronize(EventHandle event) {
@@ -273,6 +276,7 @@ Result cuEventElapsedTime(float* milliseconds, EventHandle from, EventHandle to)
   if (begin == nullptr || end == nullptr) return kInvalidHandle;
   if (begin->last == nullptr || end->last == nullptr) return call.violate("of an event never recorded", kInvalidHandle);
   if (!begin->last->completed || !end->last->completed) return kNotReady;
+  if (state.clock.is_on() && std::max(begin->last->at, end->last->at) > state.clock.now()) return kNotReady;
   *milliseconds = static_cast<float>(elapsed_ms(*begin, *end));
   return kSuccess;
 }

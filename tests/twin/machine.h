@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "clock.h"
 #include "cuda_api.h"
 #include "memory.h"
 #include "order.h"
@@ -44,12 +45,14 @@ struct StreamTag {
   bool is_frameworks = false;  // not counted as the engine's
   std::minstd_rand random;
   unsigned late_of_16 = 0;  // how many of 16 pieces of work begin late: drawn with the seed, so that streams differ
+  double ready = 0;         // when all that was queued has ended, by the machine's clock
   bool is_idle() const { return queue.empty() && !busy; }
 };
 
 // Who waits for a record holds it: recording the event again changes nothing for them.
 struct Record {
   sim::Knowledge knows;
+  double at = 0;  // by the machine's clock
   bool completed = false;
   std::chrono::steady_clock::time_point completed_at;
 };
@@ -100,6 +103,7 @@ struct State {
   Actor host;
   uint64_t host_learnt = 1;  // how often `host` has learnt something, for who learns from it
   Order order;
+  Clock clock;
   std::string failure;  // of work on a stream: sticky, told at every call that follows
   ContextTag contexts[kDevices];
   std::map<std::string, int> calls;
@@ -140,9 +144,22 @@ class Call {
   explicit Call(const char* call_name, Needs needs = kContext);
   Result violate(const std::string& what, Result result);
 
+  const HostTime time{};
   const char* const name;
   Lock lock;
   Result refused = kSuccess;
+};
+
+// What a framework's calls begin with.
+class Visit {
+ public:
+  Visit() : lock(state.mutex) { state.clock.count_host(lock, true); }
+
+ private:
+  const HostTime time_{};
+
+ public:
+  Lock lock;
 };
 
 // -- streams.cpp: the caller holds the lock, throughout ----------------------------------------------------------------
@@ -156,13 +173,18 @@ std::shared_ptr<StreamTag> find_stream(Call& call, StreamHandle handle);
 std::shared_ptr<EventTag> find_event(Call& call, EventHandle handle);
 
 void enqueue(StreamTag& stream, Operation operation);
+// What is enqueued next takes so long, by the machine's clock.
+void spend(StreamTag& stream, UnitKind unit, double seconds, Lock& lock);
+void spend_copy(StreamTag& stream, UnitKind unit, size_t bytes, bool is_first, Lock& lock);
 // `stream` will read or write these bytes with what it is given next.
 void touch(StreamTag& stream, const void* address, size_t bytes, bool is_write, const char* what);
 void record(EventTag& event, StreamTag& stream);
 void wait_for(EventTag& event, StreamTag& stream, Lock& lock);
 // The host has seen these things happen.
 void host_learns(const Knowledge& knows);
-bool is_done(const EventTag& event);
+// Where it has ended by the machine's clock, waits until it has.
+bool is_done(const EventTag& event, Lock& lock);
+bool is_done(StreamTag& stream, Lock& lock);
 void synchronize(EventTag& event, Lock& lock);
 void synchronize(StreamTag& stream, Lock& lock);
 double elapsed_ms(const EventTag& from, const EventTag& to);

@@ -1,5 +1,6 @@
 #include "runtime.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "machine.h"
@@ -18,7 +19,7 @@ bool belongs_to(const StreamTag& stream, int device) { return stream.context == 
 }  // namespace
 
 char* sim_memory(int device, size_t* bytes) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   state.has_own_memory = true;
   *bytes = kDeviceBytes;
   return memory_of(device).window;
@@ -33,45 +34,45 @@ int sim_device_of(const void* address) {
 }
 
 bool sim_reserve(int device, size_t bytes) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   if (state.device_bytes_used[device] + bytes > state.device_bytes_max[device]) return false;
   state.device_bytes_used[device] += bytes;
   return true;
 }
 
 void sim_give_back(int device, void* address, size_t bytes) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   state.device_bytes_used[device] -= bytes;
   memory_of(device).drop(address, bytes);
 }
 
 void sim_memory_info(int device, size_t* free_bytes, size_t* total_bytes) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   *total_bytes = state.device_bytes_max[device];
   *free_bytes = *total_bytes - std::min(state.device_bytes_used[device], *total_bytes);
 }
 
 void* sim_pin(size_t bytes) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   if (bytes > state.pinned_bytes_max - std::min(state.pinned_bytes, state.pinned_bytes_max)) return nullptr;
   state.pinned_bytes += bytes;
   return std::aligned_alloc(kPageBytes, (bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
 }
 
 void sim_unpin(void* address, size_t bytes) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   state.pinned_bytes -= bytes;
   state.order.forget(address, bytes);
   std::free(address);
 }
 
 StreamHandle sim_default_stream(int device) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   return legacy_stream(&state.contexts[device]).get();
 }
 
 StreamHandle sim_stream_create(int device) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   const auto created = start_stream(&state.contexts[device]);
   created->is_frameworks = true;
   state.streams[created.get()] = created;
@@ -79,7 +80,7 @@ StreamHandle sim_stream_create(int device) {
 }
 
 void sim_launch(StreamHandle stream, void (*work)(void*), void* argument) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   enqueue(known(stream), [=](Lock& held) {
     held.unlock();
     work(argument);
@@ -87,75 +88,91 @@ void sim_launch(StreamHandle stream, void (*work)(void*), void* argument) {
   });
 }
 
+void sim_spend(StreamHandle stream, double flops, double bytes) {
+  Visit visit;
+  const Figures& figures = state.clock.figures();
+  const double seconds = std::max(flops / figures.flops_per_second, bytes / figures.bytes_per_second);
+  spend(known(stream), kKernels, figures.kernel_seconds + seconds, visit.lock);
+}
+
+void sim_spend_seconds(StreamHandle stream, double seconds) {
+  Visit visit;
+  spend(known(stream), kKernels, seconds, visit.lock);
+}
+
+void sim_spend_copy(StreamHandle stream, int outward, size_t bytes) {
+  Visit visit;
+  spend_copy(known(stream), outward != 0 ? kCopiesOut : kCopiesIn, bytes, true, visit.lock);
+}
+
 void sim_touch(StreamHandle stream, const void* address, size_t bytes, int is_write, const char* what) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   touch(known(stream), address, bytes, is_write != 0, what);
 }
 
 void sim_touch_host(const void* address, size_t bytes, int is_write, const char* what) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   state.order.access(state.host, address, bytes, is_write != 0, what, state.violations);
   ++state.host_learnt;
 }
 
 int sim_stream_query(StreamHandle stream) {
-  const Lock lock(state.mutex);
-  if (!known(stream).is_idle()) return 0;
-  host_learns(stream->actor.knows);
-  return 1;
+  Visit visit;
+  return is_done(known(stream), visit.lock) ? 1 : 0;
 }
 
 int sim_stream_capturing(StreamHandle stream) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   return known(stream).capturing ? 1 : 0;
 }
 
 void sim_stream_synchronize(StreamHandle stream) {
-  Lock lock(state.mutex);
-  synchronize(known(stream), lock);
+  Visit visit;
+  synchronize(known(stream), visit.lock);
 }
 
 void sim_synchronize(int device) {
-  Lock lock(state.mutex);
+  Visit visit;
   std::vector<EventTag> events;
   const auto add = [&](StreamTag& stream) {
     if (belongs_to(stream, device)) record(events.emplace_back(), stream);
   };
   for (const auto& [handle, stream] : state.streams) add(*stream);
   for (const auto& [context, stream] : state.legacy_streams) add(*stream);
-  for (EventTag& event : events) synchronize(event, lock);
+  for (EventTag& event : events) synchronize(event, visit.lock);
 }
 
 EventHandle sim_event_create() { return new EventTag; }
 
 void sim_event_destroy(EventHandle event) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   delete event;
 }
 
 void sim_event_record(EventHandle event, StreamHandle stream) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   record(*event, known(stream));
 }
 
 void sim_event_wait(EventHandle event, StreamHandle stream) {
-  Lock lock(state.mutex);
-  wait_for(*event, known(stream), lock);
+  Visit visit;
+  wait_for(*event, known(stream), visit.lock);
 }
 
 int sim_event_query(EventHandle event) {
-  const Lock lock(state.mutex);
-  return is_done(*event) ? 1 : 0;
+  Visit visit;
+  return is_done(*event, visit.lock) ? 1 : 0;
 }
 
 void sim_event_synchronize(EventHandle event) {
-  Lock lock(state.mutex);
-  synchronize(*event, lock);
+  Visit visit;
+  synchronize(*event, visit.lock);
 }
 
 double sim_event_elapsed_ms(EventHandle from, EventHandle to) {
-  const Lock lock(state.mutex);
+  const Visit visit;
   if (!from->last || !to->last || !from->last->completed || !to->last->completed) return -1;
+  if (state.clock.is_on() && std::max(from->last->at, to->last->at) > state.clock.now()) return -1;
   return elapsed_ms(*from, *to);
 }
 
@@ -166,7 +183,7 @@ void sim_fail(const char* what) {
 
 const char* sim_failure() {
   static thread_local std::string told;
-  const Lock lock(state.mutex);
+  const Visit visit;
   told = state.failure;
   return told.empty() ? nullptr : told.c_str();
 }

@@ -8,7 +8,18 @@
 
 namespace sim {
 constexpr int kDevices = 2;
-}
+
+// What of a device does one thing at a time.
+enum UnitKind : int { kKernels, kCopiesOut, kCopiesIn, kUnits };
+
+// What a device does in a second, what each kernel and each copy takes besides, and the host to queue one; how much of
+// the host's own time counts.
+struct Figures {
+  double flops_per_second, bytes_per_second, kernel_seconds;
+  double out_bytes_per_second, in_bytes_per_second, copy_seconds;
+  double launch_seconds, host_factor;
+};
+}  // namespace sim
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -29,6 +40,14 @@ void sim_unpin(void* address, size_t bytes);
 offload::cuda::StreamHandle sim_default_stream(int device);
 offload::cuda::StreamHandle sim_stream_create(int device);
 void sim_launch(offload::cuda::StreamHandle stream, void (*work)(void*), void* argument);
+// By the machine's clock, the next work on `stream` is a kernel or a copy over the link, and this is what it has to do.
+void sim_spend(offload::cuda::StreamHandle stream, double flops, double bytes);
+void sim_spend_seconds(offload::cuda::StreamHandle stream, double seconds);
+void sim_spend_copy(offload::cuda::StreamHandle stream, int outward, size_t bytes);
+int sim_clock_is_on();
+// What the calling thread takes of the processor between these is not the host's time: it stands for a device's library.
+void sim_host_enter();
+void sim_host_leave();
 // What the next work on `stream` will read or write; `what` stays valid. Checked against all that came before.
 void sim_touch(offload::cuda::StreamHandle stream, const void* address, size_t bytes, int is_write, const char* what);
 // The host, or a file behind it, reads or writes these bytes now: what streams did to them must be known to have ended.

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -50,7 +51,10 @@ void learn_from_host(StreamTag& stream) {
 
 Call::Call(const char* call_name, Needs needs) : name(call_name), lock(state.mutex, std::defer_lock) {
   const bool forked = in_forked_child();
-  if (!forked) lock.lock();  // in a child another thread's hold would never end
+  if (!forked) {  // in a child another thread's hold would never end
+    lock.lock();
+    state.clock.count_host(lock, false);
+  }
   ++state.calls[name];
   if (forked) {
     refused = needs == kNothing ? kNotInitialized : violate("in a forked child", kNotInitialized);
@@ -128,6 +132,18 @@ void enqueue(StreamTag& stream, Operation operation) {
   stream.wake.notify_one();
 }
 
+void spend(StreamTag& stream, UnitKind unit, double seconds, Lock& lock) {
+  if (!state.clock.is_on()) return;
+  const auto device = static_cast<int>(stream.context - state.contexts);
+  stream.ready = state.clock.queue(device, unit, stream.ready, seconds, lock);
+}
+
+void spend_copy(StreamTag& stream, UnitKind unit, size_t bytes, bool is_first, Lock& lock) {
+  const Figures& figures = state.clock.figures();
+  const double rate = unit == kCopiesOut ? figures.out_bytes_per_second : figures.in_bytes_per_second;
+  spend(stream, unit, (is_first ? figures.copy_seconds : 0) + static_cast<double>(bytes) / rate, lock);
+}
+
 void touch(StreamTag& stream, const void* address, size_t bytes, bool is_write, const char* what) {
   if (!state.order.watches()) return;
   learn_from_host(stream);
@@ -138,6 +154,7 @@ void record(EventTag& event, StreamTag& stream) {
   const auto record = event.last = std::make_shared<Record>();
   learn_from_host(stream);
   record->knows = stream.actor.knows;
+  record->at = stream.ready = std::max(stream.ready, state.clock.now());
   if (is_caller(stream)) {
     complete(*record);
     state.changed.notify_all();
@@ -151,6 +168,7 @@ void wait_for(EventTag& event, StreamTag& stream, Lock& lock) {
   if (record == nullptr) return;
   if (is_caller(stream)) return synchronize(event, lock);
   stream.actor.knows.learn(record->knows);
+  stream.ready = std::max(stream.ready, record->at);
   enqueue(stream, [record](Lock& held) { state.changed.wait(held, [&] { return record->completed; }); });
 }
 
@@ -159,16 +177,31 @@ void host_learns(const Knowledge& knows) {
   ++state.host_learnt;
 }
 
-bool is_done(const EventTag& event) {
-  if (event.last == nullptr) return true;
-  if (event.last->completed) host_learns(event.last->knows);
-  return event.last->completed;
+bool is_done(const EventTag& event, Lock& lock) {
+  const auto record = event.last;
+  if (record == nullptr) return true;
+  if (state.clock.is_on()) {
+    if (record->at > state.clock.now()) return false;
+    state.changed.wait(lock, [&] { return record->completed; });
+  }
+  if (record->completed) host_learns(record->knows);
+  return record->completed;
+}
+
+bool is_done(StreamTag& stream, Lock& lock) {
+  if (state.clock.is_on()) {
+    if (stream.ready > state.clock.now()) return false;
+    state.changed.wait(lock, [&] { return stream.is_idle(); });
+  }
+  if (stream.is_idle()) host_learns(stream.actor.knows);
+  return stream.is_idle();
 }
 
 void synchronize(EventTag& event, Lock& lock) {
   const auto record = event.last;
   if (record == nullptr) return;
   state.changed.wait(lock, [&] { return record->completed; });
+  state.clock.sleep_until(record->at, lock);
   host_learns(record->knows);
 }
 
@@ -180,6 +213,7 @@ void synchronize(StreamTag& stream, Lock& lock) {
 }
 
 double elapsed_ms(const EventTag& from, const EventTag& to) {
+  if (state.clock.is_on()) return 1e3 * (to.last->at - from.last->at);
   return std::chrono::duration<double, std::milli>(to.last->completed_at - from.last->completed_at).count();
 }
 

@@ -22,6 +22,7 @@
 #include <thread>
 
 #include "allocator.h"
+#include "cost.h"
 #include "operators.h"
 #include "pinned.h"
 #include "place.h"
@@ -100,6 +101,7 @@ void copy_within(const Tensor& from, const Tensor& to) {
   const Place source(from), target(to);
   source.touch(stream, false, "copy_");
   target.touch(stream, true, "copy_");
+  spend(stream, nullptr, {from, to}, {}, {});
   launch(stream, [source, target] { target.tensor().copy_(source.tensor()); });
 }
 
@@ -109,12 +111,14 @@ void copy_between(const Tensor& from, const Tensor& to) {
   const Place source(from), target(to);
   source.touch(reader, false, "copy between devices");
   const auto staged = std::make_shared<Tensor>();
+  sim_spend_copy(handle_of(reader), 1, from.nbytes());
   launch(reader, [source, staged] { *staged = source.tensor().clone(); });
   const EventHandle read = sim_event_create();
   sim_event_record(read, handle_of(reader));
   sim_event_wait(read, handle_of(writer));
   sim_event_destroy(read);
   target.touch(writer, true, "copy between devices");
+  sim_spend_copy(handle_of(writer), 0, to.nbytes());
   launch(writer, [target, staged] { target.tensor().copy_(*staged); });
 }
 
@@ -122,6 +126,7 @@ void copy_in(const Tensor& from, const Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(to.device().index());
   const Place target(to);
   target.touch(stream, true, "copy_");
+  sim_spend_copy(handle_of(stream), 0, to.nbytes());
   if (is_plain(from, to) && is_pinned(from.const_data_ptr())) {
     const auto* const source = static_cast<const char*>(from.const_data_ptr());
     sim_touch(handle_of(stream), source, from.nbytes(), 0, "copy_ from pinned memory");
@@ -137,6 +142,7 @@ void copy_out(const Tensor& from, const Tensor& to, bool non_blocking) {
   const c10::Stream stream = current_stream(from.device().index());
   const Place source(from);
   source.touch(stream, false, "copy_");
+  sim_spend_copy(handle_of(stream), 1, from.nbytes());
   if (non_blocking && is_plain(from, to) && is_pinned(to.const_data_ptr())) {
     auto* const target = static_cast<char*>(to.mutable_data_ptr());
     sim_touch(handle_of(stream), target, to.nbytes(), 1, "copy_ to pinned memory");
@@ -250,6 +256,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 #pragma GCC visibility push(default)
 extern "C" void sim_sleep(unsigned microseconds) {
+  if (sim_clock_is_on() != 0) return sim_spend_seconds(sim::handle_of(sim::current_stream()), 1e-6 * microseconds);
   sim::launch(sim::current_stream(), [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 #pragma GCC visibility pop

@@ -13,6 +13,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "cost.h"
 #include "place.h"
 #include "random.h"
 
@@ -25,7 +26,9 @@ using c10::IValue;
 
 struct Kind {
   const char* name = "";
+  Flops flops = nullptr;
   std::vector<bool> written;      // by argument
+  std::vector<int> passes;        // by argument: over its bytes
   std::vector<int> returned;      // by result: the argument that it is, or -1
   std::vector<size_t> outs;       // arguments that are resized to hold a result
   std::optional<size_t> generator;
@@ -45,10 +48,12 @@ int argument_of(const c10::OperatorHandle& op, const c10::AliasInfo& alias) {
 Kind make_kind(const c10::OperatorHandle& op) {
   Kind kind;
   kind.name = strdup(toString(op.operator_name()).c_str());
+  kind.flops = flops_of(kind.name);
   const auto& arguments = op.schema().arguments();
   for (size_t each = 0; each < arguments.size(); ++each) {
     const auto* const alias = arguments[each].alias_info();
     kind.written.push_back(alias != nullptr && alias->isWrite());
+    kind.passes.push_back(kind.written.back() && !arguments[each].is_out() ? 2 : 1);
     if (arguments[each].type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get())))
       kind.generator = each;
     if (arguments[each].is_out()) kind.outs.push_back(each);
@@ -231,20 +236,24 @@ class CallOf {
   }
 
   void queue(const Stack& shapes, Stack* stack) {
+    Stack made;
     std::vector<std::vector<std::optional<Place>>> places(kind_.returned.size());
     for (size_t each = 0; each < kind_.returned.size(); ++each) {
       if (kind_.returned[each] >= 0) {
         stack->push_back(arguments_[static_cast<size_t>(kind_.returned[each])]);
       } else if (shapes[each].isTensor()) {
-        stack->push_back(make(shapes[each].toTensor(), places[each]));
+        made.push_back(make(shapes[each].toTensor(), places[each]));
+        stack->push_back(made.back());
       } else if (shapes[each].isNone()) {
         stack->push_back(make(at::Tensor(), places[each]));
       } else {
         std::vector<at::Tensor> list;
         for (const at::Tensor& shape : shapes[each].toTensorVector()) list.push_back(make(shape, places[each]));
+        made.push_back(list);
         stack->push_back(std::move(list));
       }
     }
+    spend(stream_, kind_.flops, arguments_, kind_.passes, made);
     launch(stream_, [computation = std::move(computation_), places = std::move(places)] {
       const Stack found = computation.run();
       const at::AutoDispatchBelowADInplaceOrView below;
@@ -272,6 +281,7 @@ class CallOf {
     ++counts[2];
     const auto found = std::make_shared<Stack>();
     const auto failure = std::make_shared<std::exception_ptr>();
+    spend(stream_, nullptr, arguments_, kind_.passes, {});
     launch(stream_, [computation = std::move(computation_), found, failure] {
       try {
         *found = computation.run();
@@ -341,6 +351,7 @@ c10::Device device_of_call(const Kind& kind, const Stack& arguments) {
 }  // namespace
 
 void compute(const c10::OperatorHandle& op, Stack* stack, Kernel kernel) {
+  const LibraryTime time;
   const at::AutoDispatchBelowADInplaceOrView below;
   const Kind& kind = kind_of(op);
   const size_t count = op.schema().arguments().size();
