@@ -1,0 +1,344 @@
+"""Training steps on the simulated accelerator, in virtual time: cards, networks made small, one contestant's run.
+
+Beside the data path. Nothing here has met a GPU: durations are computed from what is queued, see tests/twin/clock.h.
+
+What stands for what. A network k times as wide, over k times as many positions (samples, or tokens of a sequence),
+takes k³ times the FLOPs in matrix products and convolutions and k² times the bytes, of activations and of weights alike;
+an element here has four bytes and stands for one of two. So with FLOP/s divided by k³ and every rate of bytes by k²/2,
+each kernel and each copy takes as long as the large one does on the card, and launches and latencies are as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from training import gradient_hash
+
+import offload
+from offload.devices import accelerator
+from offload.plan import InfeasibleLimitError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from twin import sim, virtual_time
+from twin.virtual_time import Figures, seconds_of, united
+
+accelerator.LIBRARIES["sim"] = sim.LIBRARY
+
+STEPS_TO_SETTLE, STEPS_TO_SETTLE_PLANNED, STEPS_MEASURED = 2, 6, 3
+MIN_TENSOR_BYTES, MIN_TRL_BYTES, IN_FLIGHT_BYTES = 1 << 20, 1024, 512 << 20  # of the large network: everybody's defaults
+KERNEL_SECONDS, COPY_SECONDS, LAUNCH_SECONDS = 2e-6, 8e-6, 5e-6
+LEAST_MARGIN = 1.005
+
+
+@dataclass(frozen=True)
+class Card:
+    """An accelerator and its link, as large networks meet them: what kernels reach, not what data sheets say."""
+
+    name: str
+    flops_per_second: float  # bfloat16
+    bytes_per_second: float
+    link_bytes_per_second: float  # each way
+
+    def figures(self, network: Network, host_factor: float) -> Figures:
+        """Scaled to the small network."""
+        bytes_scale = network.bytes_scale
+        return Figures(
+            self.flops_per_second / network.factor**3,
+            self.bytes_per_second / bytes_scale,
+            self.link_bytes_per_second / bytes_scale,
+            self.link_bytes_per_second / bytes_scale,
+            KERNEL_SECONDS,
+            COPY_SECONDS,
+            LAUNCH_SECONDS,
+            host_factor,
+        )
+
+
+CARDS = {
+    "h200": Card("H200, 55 GB/s each way", 600e12, 3.8e12, 55e9),
+    "a100": Card("A100 PCIe, 25 GB/s each way", 190e12, 1.2e12, 25e9),
+    "laptop": Card("12 GB laptop card, 12 GB/s each way", 60e12, 0.35e12, 12e9),
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A family's network as it is computed here, and `factor`, k above."""
+
+    family: str
+    size: models.Size
+    factor: int
+    stands_for: str
+
+    @property
+    def bytes_scale(self) -> float:
+        """Bytes of the large network to a byte here."""
+        return self.factor**2 / 2
+
+
+NETWORKS = (
+    Network(
+        "gpt",
+        {"layers": 4, "width": 256, "heads": 4, "batch": 16, "length": 64},
+        16,
+        "4 layers, width 4096, 16 sequences of 1024 tokens, attention by its formula",
+    ),
+    Network(
+        "resnet",
+        {"width": 16, "blocks0": 2, "blocks1": 2, "blocks2": 3, "blocks3": 1, "resolution": 128, "batch": 8},
+        4,
+        "8 bottlenecks, width 64, 32 images of 128 × 128",
+    ),
+    Network(
+        "unet",
+        {"width": 16, "levels": 4, "resolution": 96, "batch": 4},
+        4,
+        "4 levels, width 64, 16 images of 96 × 96",
+    ),
+    Network(
+        "lstm",
+        {"layers": 3, "width": 128, "batch": 16, "length": 24},
+        8,
+        "3 layers, width 1024, 128 sequences of 24 bytes, cells as single kernels",
+    ),
+    Network(
+        "vit",
+        {"layers": 4, "width": 128, "heads": 4, "resolution": 64, "patch": 8, "batch": 16},
+        8,
+        "4 layers, width 1024, 16 images of 512 patches, attention by its formula",
+    ),
+)
+QUICK = Network(
+    "gpt",
+    {"layers": 3, "width": 64, "heads": 2, "batch": 8, "length": 32},
+    16,
+    "3 layers, width 1024, 8 sequences of 512 tokens, attention by its formula",
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train. `share` is a limit: so much of what plain's step grows by."""
+
+    name: str
+    kind: str = "offload"
+    share: float | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine runs in it."""
+        return self.kind == "offload"
+
+
+PLAIN, SAVE_ON_CPU, TRL = Way("plain", "plain"), Way("save_on_cpu, pinned", "save_on_cpu"), Way("TRL", "trl")
+ALL, BY_DEFAULT, LEAST = Way("offload, n_tensors −1, lb 4"), Way("offload, default"), Way("offload, least memory")
+LIMITED = tuple(Way(f"offload, {share:.0%} of plain", share=share) for share in (0.8, 0.6, 0.4))
+WAYS = (PLAIN, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
+WAYS_QUICK = (PLAIN, SAVE_ON_CPU, TRL, ALL, LIMITED[1])
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class Run:
+    """A model, its optimizer and one way to train it, on the simulated device."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        model = models.build(network.family, network.size, seed=0, device="cpu", dtype=torch.float32)
+        self.model: nn.Module = model.to("sim")
+        self.around: Around = contextlib.nullcontext
+        self.handle: Any = None
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        for parameter in self.model.parameters():  # what a run holds between steps is none of a step's growth
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), device="sim"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        self._number = 0
+        self.baseline_bytes = int(torch.sim.memory_allocated())
+
+    def enable(self, **options: Any) -> None:
+        """Have the engine swap; sizes are the large network's."""
+        scale = self.network.bytes_scale
+        self.handle = offload.enable(self.model, min_tensor_bytes=int(MIN_TENSOR_BYTES / scale), **options)
+        self.handle._engine.in_flight_bytes_max = int(IN_FLIGHT_BYTES / scale)
+        self.around = self.handle.step
+
+    def take(self, way: Way, plain_bytes: int) -> None:
+        """Prepare the model; `plain_bytes` is what plain's step grows by."""
+        scale = self.network.bytes_scale
+        if way.kind == "save_on_cpu":
+            self.around = lambda: save_on_cpu(pin_memory=True, device_type="sim")
+        elif way.kind == "trl":
+            from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+            least = max(int(MIN_TRL_BYTES / scale), 1)
+            manager = get_act_offloading_ctx_manager(self.model, min_offload_size=least, warn_if_no_head=False)
+            self.around = lambda: manager
+        elif way is ALL:
+            self.enable(n_tensors=-1, lb=4)
+        elif way is LEAST:
+            self._enable_least()
+        elif way.share is not None:
+            self.enable(memory_limit=self.baseline_bytes + int(way.share * plain_bytes))
+        elif way.is_ours:
+            self.enable()
+
+    def _enable_least(self) -> None:
+        """Enable with the least limit, which is told with the refusal of a smaller one."""
+        limit_bytes = self.baseline_bytes
+        for _ in range(4):
+            self.enable(memory_limit=limit_bytes)
+            try:
+                for _ in range(3):  # profiled, then planned
+                    self.step()
+            except InfeasibleLimitError as error:
+                self.handle.disable()
+                limit_bytes = int(error.least_limit_bytes * LEAST_MARGIN)
+            else:
+                return
+        raise RuntimeError("the least limit rose from try to try")
+
+    def step(self) -> tuple[str, float]:
+        """Train one step: the bits of its loss, and its seconds from its first kernel to backward's end."""
+        network = self.network
+        self._optimizer.zero_grad(set_to_none=True)
+        x, y = models.batch_of(
+            network.family, network.size, seed=0, step=self._number, device="sim", dtype=torch.float32
+        )
+        self._number += 1
+        torch.sim.synchronize()
+        begin, end = torch.sim.Event(enable_timing=True), torch.sim.Event(enable_timing=True)
+        begin.record()
+        with self.around():
+            loss = models.loss_of(self.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        end.record()
+        self._optimizer.step()
+        torch.sim.synchronize()
+        return float(loss.item()).hex(), 1e-3 * begin.elapsed_time(end)
+
+    def close(self) -> None:
+        """Undo what was done to the model."""
+        if self.handle is not None:
+            self.handle.disable()
+
+
+def measured_step(run: Run) -> dict[str, Any]:
+    """One step's figures, in seconds of the large network on its card."""
+    torch.sim.synchronize()
+    virtual_time.take_work()
+    begin = virtual_time.now()
+    loss, until_backward_seconds = run.step()
+    seconds = virtual_time.now() - begin
+    kernels, outs, ins = virtual_time.take_work()
+    copies = united(outs, ins)
+    exposed_seconds = seconds_of(united(kernels, copies)) - seconds_of(united(kernels))
+    return {
+        "seconds": seconds,
+        "until_backward_seconds": until_backward_seconds,
+        "kernel_seconds": seconds_of(united(kernels)),
+        "copy_seconds": seconds_of(copies),
+        "out_seconds": seconds_of(outs),
+        "in_seconds": seconds_of(ins),
+        "exposed_seconds": exposed_seconds,
+        "loss": loss,
+        "gradients": gradient_hash(run.model),
+    }
+
+
+def figures_of(way: Way, network: Network, plain: dict[str, Any] | None) -> dict[str, Any]:
+    """Train in this way until it has settled; the median step. `plain` is what this gave for plain, None for itself."""
+    run = Run(network)
+    try:
+        run.take(way, plain["peak_growth_bytes"] if plain else 0)
+        for _ in range(STEPS_TO_SETTLE_PLANNED if way.is_ours else STEPS_TO_SETTLE):
+            run.step()
+        run._number = 100  # everybody's batches are the same from here on, and so are the weights:
+        _reset(run)
+        torch.sim.reset_peak_memory_stats()
+        steps = [measured_step(run) for _ in range(STEPS_MEASURED)]
+        growth = int(torch.sim.max_memory_allocated()) - run.baseline_bytes
+        middle = sorted(steps, key=lambda step: float(step["seconds"]))[len(steps) // 2]
+        bits = [(step.pop("loss"), step.pop("gradients")) for step in steps]
+        return {**middle, "bits": bits, "peak_growth_bytes": growth, **_ours(run)}
+    finally:
+        run.close()
+        run.model = nn.Module()
+        del run
+        gc.collect()
+        torch.sim.synchronize()
+        torch.sim.empty_cache()
+
+
+def _reset(run: Run) -> None:
+    """Weights and optimizer as at the beginning, in place: some ways have taken more steps to settle than others."""
+    fresh = Run(run.network)
+    with torch.no_grad():
+        for parameter, other in zip(run.model.parameters(), fresh.model.parameters(), strict=True):
+            parameter.copy_(other)
+            for value in run._optimizer.state[parameter].values():
+                value.zero_()
+        for buffer, other in zip(run.model.buffers(), fresh.model.buffers(), strict=True):
+            buffer.copy_(other)
+
+
+def _ours(run: Run) -> dict[str, Any]:
+    if run.handle is None:
+        return {}
+    plan, report = run.handle.plan, run.handle.report()
+    found: dict[str, Any] = {"swapped_tensors": report.swapped.tensors}
+    if plan is not None:
+        found |= {
+            "predicted_seconds": plan.expected_seconds,
+            "bound_seconds": plan.bound_seconds,
+            "predicted_waits_seconds": plan.step_seconds - plan.compute_seconds,
+            "swaps": len(plan.swaps),
+        }
+    return found
+
+
+def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: float) -> Iterator[dict[str, Any]]:
+    """A row for each way; plain first. "error" in one whose losses or gradients are not plain's."""
+    sim.module.get_device_name = lambda device=None: f"simulated {card.name}"  # what a measured link is kept under
+    figures, scale = card.figures(network, host_factor), network.bytes_scale
+    plain: dict[str, Any] | None = None
+    for way in ways:
+        about = {"card": card.name, "family": network.family, "name": way.name, "ours": way.is_ours}
+        try:
+            with virtual_time.on(figures):
+                found = figures_of(way, network, plain)
+        except InfeasibleLimitError as error:
+            yield {**about, "inapplicable": f"no plan fits: {str(error).splitlines()[0]}"}
+            continue
+        plain = plain or found
+        row = {**about, **{name: value for name, value in found.items() if name != "bits"}}
+        row["memory_bytes"] = int(row.pop("peak_growth_bytes") * scale)
+        row["memory_over_plain"] = found["peak_growth_bytes"] / plain["peak_growth_bytes"]
+        row["step_over_plain"] = found["seconds"] / plain["seconds"]
+        row["overlap"] = 1 - found["exposed_seconds"] / found["copy_seconds"] if found["copy_seconds"] else None
+        row["equal"] = found["bits"] == plain["bits"]
+        yield row
+
+
+def median_of(rows: list[dict[str, Any]], name: str) -> float:
+    """Of a figure that some rows have."""
+    return statistics.median(row[name] for row in rows if name in row)
+
+
+def without(network: Network, **size: int) -> Network:
+    """The same with other sizes."""
+    return replace(network, size={**network.size, **size})
