@@ -64,6 +64,7 @@ class Clock {
 
   std::atomic<bool> is_on_{false};
   double now_ = 0;
+  double call_seconds_ = 0;  // that a call counts as without anything in it
   Figures figures_{};
   Unit units_[kDevices][kUnits];
   std::vector<Work> work_;

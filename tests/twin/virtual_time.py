@@ -16,7 +16,7 @@ from unittest import mock
 from twin import sim
 
 KERNELS, COPIES_OUT, COPIES_IN = range(3)
-POLL_SECONDS = 5e-6  # what a sleep takes at least, as a poll of a device does
+POLL_SECONDS = 5e-5  # what a sleep takes at least, so that polling does not take for ever
 
 Span = tuple[float, float]
 

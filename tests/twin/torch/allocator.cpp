@@ -1,5 +1,7 @@
 #include "allocator.h"
 
+#include "cost.h"
+
 #include <algorithm>
 #include <cstring>
 #include <iomanip>
@@ -268,6 +270,7 @@ void DeviceMemory::fail_at(int nth) {
 namespace {
 
 void give_back(void* address) {
+  const LibraryTime time;
   if (address != nullptr) device_memory(static_cast<DeviceIndex>(sim_device_of(address))).free(static_cast<char*>(address));
 }
 
@@ -279,6 +282,7 @@ Allocator& allocator() {
 }
 
 c10::DataPtr Allocator::allocate(size_t bytes) {
+  const LibraryTime time;
   const c10::Stream stream = current_stream();
   if (bytes == 0) return {nullptr, nullptr, &give_back, stream.device()};
   char* const address = device_memory(stream.device_index()).allocate(bytes, stream.id());

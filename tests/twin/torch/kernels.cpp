@@ -157,6 +157,7 @@ void copy_out(const Tensor& from, const Tensor& to, bool non_blocking) {
 }
 
 Tensor copy_from(const Tensor& given, const Tensor& to, bool non_blocking) {
+  const LibraryTime time;
   const Tensor from = given.sizes() == to.sizes() ? given : given.expand(to.sizes());
   if (to.numel() == 0) return to;
   if (!on_device(to)) {
