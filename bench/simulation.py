@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +80,10 @@ class Network:
     size: models.Size
     factor: int
     stands_for: str
+
+    def make(self) -> nn.Module:
+        """With its first weights, in RAM."""
+        return models.build(self.family, self.size, seed=0, device="cpu", dtype=torch.float32)
 
     @property
     def bytes_scale(self) -> float:
@@ -148,6 +151,25 @@ LIMITED = tuple(Way(f"offload, {share:.0%} of plain", share=share) for share in 
 WAYS = (PLAIN, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
 WAYS_QUICK = (PLAIN, SAVE_ON_CPU, TRL, ALL, LIMITED[1])
 
+@dataclass(frozen=True)
+class Step:
+    """One step, in seconds of the large network on its card.
+
+    `seconds` until nothing is under way any more, the optimizer included; `until_backward_seconds` from the first kernel
+    to backward's last. `kernel_seconds` and `copy_seconds`: at least one under way; `exposed_seconds`: a copy, and no
+    kernel.
+    """
+
+    seconds: float
+    until_backward_seconds: float
+    kernel_seconds: float
+    out_seconds: float
+    in_seconds: float
+    copy_seconds: float
+    exposed_seconds: float
+    loss: str  # as float.hex
+
+
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -156,8 +178,7 @@ class Run:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        model = models.build(network.family, network.size, seed=0, device="cpu", dtype=torch.float32)
-        self.model: nn.Module = model.to("sim")
+        self.model: nn.Module = network.make().to("sim")
         self.around: Around = contextlib.nullcontext
         self.handle: Any = None
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -212,24 +233,49 @@ class Run:
                 return
         raise RuntimeError("the least limit rose from try to try")
 
-    def step(self) -> tuple[str, float]:
-        """Train one step: the bits of its loss, and its seconds from its first kernel to backward's end."""
+    def step(self) -> Step:
+        """Train one step."""
         network = self.network
         self._optimizer.zero_grad(set_to_none=True)
         x, y = models.batch_of(
             network.family, network.size, seed=0, step=self._number, device="sim", dtype=torch.float32
         )
         self._number += 1
+        begun, ended = torch.sim.Event(enable_timing=True), torch.sim.Event(enable_timing=True)
         torch.sim.synchronize()
-        begin, end = torch.sim.Event(enable_timing=True), torch.sim.Event(enable_timing=True)
-        begin.record()
+        virtual_time.take_work()
+        begin = virtual_time.now()
+        begun.record()
         with self.around():
             loss = models.loss_of(self.model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
-        end.record()
+        ended.record()
         self._optimizer.step()
         torch.sim.synchronize()
-        return float(loss.item()).hex(), 1e-3 * begin.elapsed_time(end)
+        seconds = virtual_time.now() - begin
+        kernels, outs, ins = virtual_time.take_work()
+        copies = united(outs, ins)
+        return Step(
+            seconds=seconds,
+            until_backward_seconds=1e-3 * begun.elapsed_time(ended),
+            kernel_seconds=seconds_of(united(kernels)),
+            out_seconds=seconds_of(outs),
+            in_seconds=seconds_of(ins),
+            copy_seconds=seconds_of(copies),
+            exposed_seconds=seconds_of(united(kernels, copies)) - seconds_of(united(kernels)),
+            loss=float(loss.item()).hex(),
+        )
+
+    def start_anew(self) -> None:
+        """Weights, optimizer and batches as at the beginning: some ways have taken more steps to settle than others."""
+        fresh = self.network.make()
+        with torch.no_grad():
+            for own, other in zip(self.model.state_dict().values(), fresh.state_dict().values(), strict=True):
+                own.copy_(other)
+            for state in self._optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        self._number = 0
 
     def close(self) -> None:
         """Undo what was done to the model."""
@@ -237,63 +283,29 @@ class Run:
             self.handle.disable()
 
 
-def measured_step(run: Run) -> dict[str, Any]:
-    """One step's figures, in seconds of the large network on its card."""
-    torch.sim.synchronize()
-    virtual_time.take_work()
-    begin = virtual_time.now()
-    loss, until_backward_seconds = run.step()
-    seconds = virtual_time.now() - begin
-    kernels, outs, ins = virtual_time.take_work()
-    copies = united(outs, ins)
-    exposed_seconds = seconds_of(united(kernels, copies)) - seconds_of(united(kernels))
-    return {
-        "seconds": seconds,
-        "until_backward_seconds": until_backward_seconds,
-        "kernel_seconds": seconds_of(united(kernels)),
-        "copy_seconds": seconds_of(copies),
-        "out_seconds": seconds_of(outs),
-        "in_seconds": seconds_of(ins),
-        "exposed_seconds": exposed_seconds,
-        "loss": loss,
-        "gradients": gradient_hash(run.model),
-    }
-
-
 def figures_of(way: Way, network: Network, plain: dict[str, Any] | None) -> dict[str, Any]:
     """Train in this way until it has settled; the median step. `plain` is what this gave for plain, None for itself."""
     run = Run(network)
     try:
-        run.take(way, plain["peak_growth_bytes"] if plain else 0)
+        run.take(way, plain["growth_bytes"] if plain else 0)
         for _ in range(STEPS_TO_SETTLE_OURS if way.is_ours else STEPS_TO_SETTLE):
             run.step()
-        run._number = 100  # everybody's batches are the same from here on, and so are the weights:
-        _reset(run)
+        run.start_anew()
         torch.sim.reset_peak_memory_stats()
-        steps = [measured_step(run) for _ in range(STEPS_MEASURED)]
-        growth = int(torch.sim.max_memory_allocated()) - run.baseline_bytes
-        middle = sorted(steps, key=lambda step: float(step["seconds"]))[len(steps) // 2]
-        bits = [(step.pop("loss"), step.pop("gradients")) for step in steps]
-        return {**middle, "bits": bits, "peak_growth_bytes": growth, **_ours(run)}
+        steps, bits = [], []
+        for _ in range(STEPS_MEASURED):
+            steps.append(run.step())
+            bits.append((steps[-1].loss, gradient_hash(run.model)))
+        growth_bytes = int(torch.sim.max_memory_allocated()) - run.baseline_bytes
+        middle = asdict(sorted(steps, key=lambda step: step.seconds)[STEPS_MEASURED // 2])
+        middle.pop("loss")
+        return {**middle, "bits": bits, "growth_bytes": growth_bytes, **_ours(run)}
     finally:
         run.close()
-        run.model = nn.Module()
         del run
         gc.collect()
         torch.sim.synchronize()
         torch.sim.empty_cache()
-
-
-def _reset(run: Run) -> None:
-    """Weights and optimizer as at the beginning, in place: some ways have taken more steps to settle than others."""
-    fresh = Run(run.network)
-    with torch.no_grad():
-        for parameter, other in zip(run.model.parameters(), fresh.model.parameters(), strict=True):
-            parameter.copy_(other)
-            for value in run._optimizer.state[parameter].values():
-                value.zero_()
-        for buffer, other in zip(run.model.buffers(), fresh.model.buffers(), strict=True):
-            buffer.copy_(other)
 
 
 def _ours(run: Run) -> dict[str, Any]:
@@ -317,7 +329,8 @@ def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: fl
     figures, scale = card.figures(network, host_factor), network.bytes_scale
     plain: dict[str, Any] | None = None
     for way in ways:
-        about = {"card": card.name, "family": network.family, "name": way.name, "ours": way.is_ours}
+        about = {"card": card.name, "family": network.family, "host_factor": host_factor, "name": way.name}
+        about["ours"] = way.is_ours
         try:
             with virtual_time.on(figures):
                 found = figures_of(way, network, plain)
@@ -326,19 +339,9 @@ def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: fl
             continue
         plain = plain or found
         row = {**about, **{name: value for name, value in found.items() if name != "bits"}}
-        row["memory_bytes"] = int(row.pop("peak_growth_bytes") * scale)
-        row["memory_over_plain"] = found["peak_growth_bytes"] / plain["peak_growth_bytes"]
+        row["memory_bytes"] = int(row.pop("growth_bytes") * scale)
+        row["memory_over_plain"] = found["growth_bytes"] / plain["growth_bytes"]
         row["step_over_plain"] = found["seconds"] / plain["seconds"]
         row["overlap"] = 1 - found["exposed_seconds"] / found["copy_seconds"] if found["copy_seconds"] else None
         row["equal"] = found["bits"] == plain["bits"]
         yield row
-
-
-def median_of(rows: list[dict[str, Any]], name: str) -> float:
-    """Of a figure that some rows have."""
-    return statistics.median(row[name] for row in rows if name in row)
-
-
-def without(network: Network, **size: int) -> Network:
-    """The same with other sizes."""
-    return replace(network, size={**network.size, **size})
