@@ -22,6 +22,8 @@ def draw(table: Table) -> bytes | None:
     """Return the table's picture as PNG, None where it has none."""
     if table.kind == "frontier" and any(row.point for row in table.rows):
         figure = frontier(table)
+    elif table.kind == "simulated":
+        figure = networks(table)
     elif table.kind == "bars" and table.values:
         figure = bars(table)
     else:
@@ -54,6 +56,35 @@ def frontier(table: Table) -> Any:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    return figure
+
+
+def networks(table: Table) -> Any:
+    """Draw every network's ways: memory over plain to the right, step time over plain upwards, in powers of two."""
+    families = list(dict.fromkeys(row.cells[0] for row in table.rows))
+    ways = list(dict.fromkeys(row.cells[1] for row in table.rows))
+    figure, grid = pyplot.subplots(2, 3, figsize=(11, 6.6), layout="constrained", sharex=True)
+    handles: dict[str, Any] = {}
+    for axes, family in zip(grid.flat, families, strict=False):
+        for row in table.rows:
+            if row.cells[0] != family or row.point is None:
+                continue
+            number = ways.index(row.cells[1]) + 1
+            colour = OURS if row.ours else THEIRS
+            drawn = axes.scatter(*row.point, color=colour, marker="o" if row.ours else "s", zorder=3)
+            handles.setdefault(f"{number}  {row.cells[1]}", drawn)
+            axes.annotate(str(number), row.point, (4, 4), textcoords="offset points", fontsize=8, color=colour)
+        axes.axhline(1, color="#888888", linewidth=0.6)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlim(0, 1.15)
+        axes.set_title(family, fontsize=10)
+        axes.grid(alpha=0.25)
+    for axes in list(grid.flat)[len(families) :]:
+        axes.axis("off")
+    figure.supxlabel("memory over plain", fontsize=9)
+    figure.supylabel("step time over plain (simulated)", fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="lower right", fontsize=8, frameon=False)
     return figure
 
 

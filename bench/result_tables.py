@@ -38,7 +38,7 @@ class Table:
     columns: list[str]
     rows: list[Row]
     machine: Mapping[str, Any]
-    kind: str = "plain"  # "frontier" and "bars" have a picture
+    kind: str = "plain"  # "frontier", "bars" and "simulated" have a picture
     values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
 
     @property
@@ -72,13 +72,17 @@ def read(path: Path) -> list[Table]:
         return [reach_table(content)]
     if content.get("format") == "offload-predictions/1":
         return [predictions_table(content)]
+    if content.get("format") == "offload-simulated/1":
+        from simulated_tables import simulated_tables  # which is made of what is defined here
+
+        return list(simulated_tables(content))
     if content.get("format") == "offload-gpu-suite/1":
         return [summary_table(content)]
     if "contestants" in content:
         return list(frontiers(demo_rows(content), demo_machine(content)))
     raise ValueError(
         f"{path}: no result of bench/; it reads what pytest-benchmark, race.py, largest.py, "
-        "goals.py, gpu_suite.py and `offload demo --json` write"
+        "goals.py, simulated.py, gpu_suite.py and `offload demo --json` write"
     )
 
 
@@ -151,7 +155,7 @@ def mark_peers(rows: Sequence[Row]) -> None:
     """Mark every peer of which no setting of ours needs as little memory and as little time."""
     ours = [row.point for row in rows if row.ours and row.point]
     for row in rows:
-        if row.ours or row.point is None or row.cells[0] == "plain":
+        if row.ours or row.point is None or "plain" in row.cells[:2]:
             continue
         memory, step = row.point
         if ours and not any(mine[0] <= memory and mine[1] <= step for mine in ours):

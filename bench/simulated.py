@@ -3,8 +3,8 @@
     python bench/simulated.py --json FILE [--card NAME …] [--network NAME …] [--host-factor F] [--keep] [--quick]
 
 SIMULATED: no GPU runs. Each network is computed here, small, on the machine of tests/twin, by the engine and by each
-peer; durations come from scaled figures of a card (see bench/simulation.py), and the step's time from the order in which
-work was really queued. Every way has to give plain's losses and gradients to the bit, else the run fails.
+peer. Durations come from scaled figures of a card (see bench/simulation.py), and the step's time from the order in
+which work was really queued. Every way has to give plain's losses and gradients to the bit, else the run fails.
 """
 
 from __future__ import annotations

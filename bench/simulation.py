@@ -3,9 +3,9 @@
 Beside the data path. Nothing here has met a GPU: durations are computed from what is queued, see tests/twin/clock.h.
 
 What stands for what. A network k times as wide, over k times as many positions (samples, or tokens of a sequence),
-takes k³ times the FLOPs in matrix products and convolutions and k² times the bytes, of activations and of weights alike;
-an element here has four bytes and stands for one of two. So with FLOP/s divided by k³ and every rate of bytes by k²/2,
-each kernel and each copy takes as long as the large one does on the card, and launches and latencies are as they are.
+takes k³ times the FLOPs in matrix products and convolutions and k² times the bytes, of activations and of weights
+alike. An element here has four bytes and stands for one of two. So with FLOP/s divided by k³ and every rate of bytes
+by k²/2, each kernel and each copy takes as long as the large one does on the card; launches and latencies stay.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import models
 import torch
+from contestants import Inapplicable, installed
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from training import gradient_hash
@@ -36,7 +37,11 @@ from twin.virtual_time import Figures, seconds_of, united
 accelerator.LIBRARIES["sim"] = sim.LIBRARY
 
 STEPS_TO_SETTLE, STEPS_TO_SETTLE_OURS, STEPS_MEASURED = 2, 10, 3  # ours are profiled, then measured for eight steps
-MIN_TENSOR_BYTES, MIN_TRL_BYTES, IN_FLIGHT_BYTES = 1 << 20, 1024, 512 << 20  # of the large network: everybody's defaults
+MIN_TENSOR_BYTES, MIN_TRL_BYTES, IN_FLIGHT_BYTES = (
+    1 << 20,
+    1024,
+    512 << 20,
+)  # defaults, of the large network
 KERNEL_SECONDS, COPY_SECONDS, LAUNCH_SECONDS = 2e-6, 8e-6, 5e-6
 LEAST_MARGIN = 1.005
 
@@ -151,12 +156,13 @@ LIMITED = tuple(Way(f"offload, {share:.0%} of plain", share=share) for share in 
 WAYS = (PLAIN, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
 WAYS_QUICK = (PLAIN, SAVE_ON_CPU, TRL, ALL, LIMITED[1])
 
+
 @dataclass(frozen=True)
 class Step:
     """One step, in seconds of the large network on its card.
 
-    `seconds` until nothing is under way any more, the optimizer included; `until_backward_seconds` from the first kernel
-    to backward's last. `kernel_seconds` and `copy_seconds`: at least one under way; `exposed_seconds`: a copy, and no
+    `seconds` until nothing is under way any more, the optimizer included; `until_backward_seconds` from the first
+    kernel to backward's last. `kernel_seconds`, `copy_seconds`: at least one under way; `exposed_seconds`: a copy, and no
     kernel.
     """
 
@@ -204,6 +210,7 @@ class Run:
         if way.kind == "save_on_cpu":
             self.around = lambda: save_on_cpu(pin_memory=True, device_type="sim")
         elif way.kind == "trl":
+            installed("trl")
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
             least = max(int(MIN_TRL_BYTES / scale), 1)
@@ -334,8 +341,8 @@ def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: fl
         try:
             with virtual_time.on(figures):
                 found = figures_of(way, network, plain)
-        except InfeasibleLimitError as error:
-            yield {**about, "inapplicable": f"no plan fits: {str(error).splitlines()[0]}"}
+        except (InfeasibleLimitError, Inapplicable) as error:
+            yield {**about, "inapplicable": str(error).splitlines()[0]}
             continue
         plain = plain or found
         row = {**about, **{name: value for name, value in found.items() if name != "bits"}}

@@ -1,4 +1,4 @@
-"""The simulated accelerator's virtual clock: how long a step takes on a device of given figures, whatever this one takes.
+"""The simulated accelerator's virtual clock: how long a step takes on a device of given figures.
 
 `clock.h` says how it is told. While `on` holds, Python's own clock tells it too, so that whatever measures by it (the
 library's calibration, for one) lives in that world; files and processors keep their own time.

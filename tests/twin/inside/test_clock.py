@@ -1,4 +1,4 @@
-"""The virtual clock, by cases whose answer is known on paper. Where the host's time counts nothing, answers are exact."""
+"""The virtual clock, by cases whose answer is known on paper: exact, where the host's own time counts nothing."""
 
 import threading
 import time
