@@ -105,15 +105,15 @@ NETWORKS = (
     ),
     Network(
         "resnet",
-        {"width": 16, "blocks0": 2, "blocks1": 2, "blocks2": 3, "blocks3": 1, "resolution": 128, "batch": 8},
-        4,
-        "8 bottlenecks, width 64, 32 images of 128 × 128",
+        {"width": 8, "blocks0": 2, "blocks1": 2, "blocks2": 3, "blocks3": 1, "resolution": 128, "batch": 16},
+        8,
+        "8 bottlenecks, width 64, 128 images of 128 × 128",
     ),
     Network(
         "unet",
-        {"width": 16, "levels": 4, "resolution": 96, "batch": 4},
-        4,
-        "4 levels, width 64, 16 images of 96 × 96",
+        {"width": 8, "levels": 4, "resolution": 128, "batch": 4},
+        8,
+        "4 levels, width 64, 32 images of 128 × 128",
     ),
     Network(
         "lstm",
@@ -162,8 +162,8 @@ class Step:
     """One step, in seconds of the large network on its card.
 
     `seconds` until nothing is under way any more, the optimizer included; `until_backward_seconds` from the first
-    kernel to backward's last. `kernel_seconds`, `copy_seconds`: at least one under way; `exposed_seconds`: a copy, and no
-    kernel.
+    kernel to backward's last. `kernel_seconds`, `copy_seconds`: at least one is under way; `exposed_seconds`: a
+    copy is, and no kernel.
     """
 
     seconds: float
@@ -332,7 +332,8 @@ def _ours(run: Run) -> dict[str, Any]:
 
 def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: float) -> Iterator[dict[str, Any]]:
     """A row for each way; plain first. "error" in one whose losses or gradients are not plain's."""
-    sim.module.get_device_name = lambda device=None: f"simulated {card.name}"  # what a measured link is kept under
+    # A measured link is kept under the device's name, and each network scales it in its own way.
+    sim.module.get_device_name = lambda device=None: f"simulated {card.name}, for {network.stands_for}"
     figures, scale = card.figures(network, host_factor), network.bytes_scale
     plain: dict[str, Any] | None = None
     for way in ways:
