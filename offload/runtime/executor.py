@@ -295,7 +295,8 @@ class ScheduleExecutor:
             self.stopwatch.begin()
             if not self.stopwatch.is_listening:
                 self.stopwatch.listen_for_the_end()
-        self._acted = pack_index in self._swapped_bytes
+        # Another view of a storage that was swapped out waits for it as the first one does.
+        self._acted = self.schedule.order.duplicates.get(pack_index, pack_index) in self._swapped_bytes
         if not self.on_schedule:
             return
         node = self._watched.get(pack_index)
