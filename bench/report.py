@@ -80,6 +80,8 @@ def markdown(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, s
     lines = [PREFACE] if on_gpu else [PREFACE, NO_GPU]
     for table in tables:
         lines += [f"## {table.title}\n", f"{about(table.machine)}.\n"]
+        if table.note:
+            lines.append(f"{table.note}\n")
         if table.slug in pictures:
             lines.append(f"![{table.title}]({pictures[table.slug]})\n")
         lines.append("| " + " | ".join(table.columns) + " |")

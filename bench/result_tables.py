@@ -40,6 +40,7 @@ class Table:
     machine: Mapping[str, Any]
     kind: str = "plain"  # "frontier", "bars" and "simulated" have a picture
     values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
+    note: str = ""  # stands above the rows
 
     @property
     def slug(self) -> str:

@@ -20,6 +20,7 @@ from twin.build import TORCH_VERSION, build_backend
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = {
     "order": ["tests/twin/inside/test_order.py"],
+    "clock": ["tests/twin/inside/test_clock.py", "tests/twin/inside/test_virtual_steps.py"],
     "backend": ["tests/twin/inside/test_backend.py"],
     "models": ["tests/twin/inside/test_models.py"],
     "operators": ["tests/twin/inside/test_operators.py"],
