@@ -78,6 +78,7 @@ def networks(table: Table) -> Any:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlim(0, 1.15)
+        axes.tick_params(labelbottom=True)
         axes.set_title(family, fontsize=10)
         axes.grid(alpha=0.25)
     for axes in list(grid.flat)[len(families) :]:

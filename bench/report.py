@@ -42,7 +42,10 @@ the same model on the same data from the same seed with the same allocator, and 
 the last bit. A peer is marked as better where no setting of offload needs as little memory *and* as little time; a
 figure is marked where it does not reach what was set out to. Each has its paragraph at the end.
 """
-NO_GPU = "No GPU has run the suite yet: nothing on this page says anything about GPUs.\n"
+NO_GPU = (
+    "No GPU has run the suite yet: nothing on this page was measured on one. What is headed SIMULATED is computed from "
+    "assumed figures.\n"
+)
 
 
 def explain(tables: Sequence[Table], why: dict[str, str]) -> list[tuple[str, str]]:
