@@ -58,7 +58,8 @@ def note_on(card: str, factor: float, content: Mapping[str, Any]) -> str:
         f"{each['copy']} for a copy on top, {each['launch']} of the host to queue one, {host}; pinning costs nothing.",
         "Each network was computed 1/k as wide, over 1/k of the positions, with FLOP/s divided by k³ and bytes a",
         "second by k²/2 (an element of four bytes stands for one of two): every kernel and copy takes as long as the",
-        f"large network's. They stand for {'; '.join(networks)}. *Hidden*: copy time with a kernel beside it;",
+        "large network's. What the engine holds to in bytes (blocks below 1 MiB are joined) does not scale.",
+        f"They stand for {'; '.join(networks)}. *Hidden*: copy time with a kernel beside it;",
         "*exposed*: without one. *Predicted*: the plan's time to the end of backward. TRL's OffloadActivations is",
         "torchtune's descendant, which is not installed here.",
     ]

@@ -6,6 +6,7 @@ What stands for what. A network k times as wide, over k times as many positions 
 takes k³ times the FLOPs in matrix products and convolutions and k² times the bytes, of activations and of weights
 alike. An element here has four bytes and stands for one of two. So with FLOP/s divided by k³ and every rate of bytes
 by k²/2, each kernel and each copy takes as long as the large one does on the card; launches and latencies stay.
+What the engine holds to in bytes does not shrink with it: blocks below 1 MiB, k²/2 MiB of the large one, are joined.
 """
 
 from __future__ import annotations
