@@ -1,10 +1,11 @@
 """How many instructions the control path takes for a saved tensor, and the planner for a plan: no clock, no noise.
 
     python bench/instructions.py [--update]
+    python bench/instructions.py --functions SUBJECT [--rows N]
 
 Counts under valgrind's callgrind, in the calling thread alone, and compares with `instructions.json`; --update
-writes that file anew. The figures hold for one minor version of Python, one of torch and one processor, which
-stand beside them.
+writes that file anew. --functions prints the functions behind one subject's figure. The figures hold for one minor
+version of Python, one of torch and one processor, which stand beside them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,30 +101,74 @@ def count(subjects: Sequence[str]) -> list[float]:
     RuntimeError
         The run failed.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        labels, dumps = run_worker(subjects, Path(folder))
+        return differences(labels, [total_of(dump) for dump in dumps])
+
+
+def run_worker(subjects: Sequence[str], folder: Path) -> tuple[list[tuple[str, str]], list[Path]]:
+    """Run the subjects under callgrind: what each run was, and its dump. Raises what `count` raises."""
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise Unavailable("valgrind is not installed (Debian: apt install valgrind)")
+    out = folder / "out"
+    command = [valgrind, "-q", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes"]
+    command += [f"--callgrind-out-file={out}", sys.executable, str(HERE / "instructions_worker.py")]
+    # A tensor's operators take other code on other processors; hashes would vary from run to run.
+    fixed = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, **fixed}
+    environment.pop("LD_PRELOAD", None)
+    run = subprocess.run(
+        [*command, str(build_switch(folder)), *subjects],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    if run.returncode:
+        raise RuntimeError(f"counting ended with exit status {run.returncode}:\n{run.stderr[-2000:]}")
+    labels = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    return labels, [Path(f"{out}.{number}-01") for number in range(1, len(labels) + 1)]
+
+
+def functions(subject: str, *, inclusive: bool) -> dict[str, float]:
+    """Instructions per saved tensor (or per plan) by function, as `count` counts them; most first.
+
+    Parameters
+    ----------
+    subject
+        One of `SUBJECTS`.
+    inclusive
+        Whether a function's figure includes what it calls.
+    """
+    figures: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out")
-        command = [valgrind, "-q", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes"]
-        command += [f"--callgrind-out-file={out}", sys.executable, str(HERE / "instructions_worker.py")]
-        # A tensor's operators take other code on other processors; hashes would vary from run to run.
-        fixed = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        environment = {**os.environ, **fixed}
-        environment.pop("LD_PRELOAD", None)
-        run = subprocess.run(
-            [*command, str(build_switch(Path(folder))), *subjects],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=SECONDS_MAX,
-            check=False,
-        )
-        if run.returncode:
-            raise RuntimeError(f"counting ended with exit status {run.returncode}:\n{run.stderr[-2000:]}")
-        labels = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-        totals = [total_of(Path(f"{out}.{number}-01")) for number in range(1, len(labels) + 1)]
-    return differences(labels, totals)
+        labels, dumps = run_worker([subject], Path(folder))
+        for (_, label), dump in zip(labels, dumps, strict=True):
+            times, _, contestant = label.partition(" ")
+            sign = (1 if times == "twice" else -1) * (-1 if contestant == "none" else 1)
+            for name, instructions in annotated(dump, inclusive=inclusive):
+                figures[name] += sign * instructions / UNITS.get(subject, COUNT)
+    return dict(sorted(figures.items(), key=lambda item: -item[1]))
+
+
+def annotated(dump: Path, *, inclusive: bool) -> Iterator[tuple[str, int]]:
+    """Functions of one dump and their instructions, as callgrind_annotate prints them."""
+    command = ["callgrind_annotate", "--auto=no", "--threshold=100", f"--inclusive={'yes' if inclusive else 'no'}"]
+    run = subprocess.run([*command, str(dump)], capture_output=True, text=True, check=True)
+    for line in run.stdout.splitlines():
+        found = re.match(r"\s*([\d,]+) \([\s\d.]+%\)  (\S.*)$", line)
+        if found is not None and "PROGRAM TOTALS" not in line:
+            yield re.sub(r"^\S*?:(?=\S)| \[.*\]$", "", found[2]), int(found[1].replace(",", ""))
+
+
+def print_functions(subject: str, rows: int) -> None:
+    """Print the functions that execute most, by themselves and with what they call."""
+    for title, inclusive in (("by itself", False), ("with what it calls", True)):
+        print(f"{subject}: instructions per {'plan' if subject in UNITS else 'saved tensor'}, {title}")
+        for name, instructions in islice(functions(subject, inclusive=inclusive).items(), rows):
+            print(f"{instructions:>12,.0f}  {name[:150]}")
 
 
 def total_of(dump: Path) -> int:
@@ -163,8 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Count and compare; 1 where a figure is outside, 2 where nothing can be compared."""
     parser = argparse.ArgumentParser(prog="instructions.py", description=__doc__.splitlines()[0])
     parser.add_argument("--update", action="store_true", help="commit to what is counted now")
+    parser.add_argument("--functions", choices=SUBJECTS, metavar="SUBJECT", help="print callgrind's top functions")
+    parser.add_argument("--rows", type=int, default=40, metavar="N", help="of them, so many (40)")
     args = parser.parse_args(argv)
     try:
+        if args.functions is not None:
+            print_functions(args.functions, args.rows)
+            return 0
         kept = {} if args.update else committed()
         figures = dict(zip(SUBJECTS, count(SUBJECTS), strict=True))
     except Unavailable as reason:

@@ -15,6 +15,7 @@
 namespace py = pybind11;
 using namespace offload;
 
+void register_hooks(py::module_& module);
 #ifdef OFFLOAD_MUTANTS
 void register_campaign(py::module_& module);
 #endif
@@ -273,6 +274,7 @@ PYBIND11_MODULE(_core, module) {
 
   register_parts(module);
   register_store(module);
+  register_hooks(module);
 #ifdef OFFLOAD_MUTANTS
   register_campaign(module);
 #endif

@@ -74,10 +74,6 @@ class Accelerator:
             return None
         return [first.elapsed_time(mark) / 1e3 for mark in marks]
 
-    def busy_seconds(self) -> float:
-        """The device computes, and no thread does."""
-        return 0.0
-
     def synchronize(self) -> None:
         """All of its streams."""
         self.module.synchronize(self.torch_device)

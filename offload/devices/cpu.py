@@ -42,10 +42,6 @@ class Cpu:
         """Known at once."""
         return [mark - first for mark in marks]
 
-    def busy_seconds(self) -> float:
-        """This thread's processor time."""
-        return time.thread_time()
-
     def synchronize(self) -> None:
         """Nothing is queued."""
 

@@ -38,9 +38,6 @@ class Device(Protocol):
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
         """Seconds from one mark to others; None while the device has not come that far."""
 
-    def busy_seconds(self) -> float:
-        """What this thread has taken of the processor that computes; nothing where that is another."""
-
     def synchronize(self) -> None:
         """Wait until everything queued has ended."""
 

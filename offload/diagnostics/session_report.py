@@ -6,7 +6,6 @@ Beside the data path: looks, and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
@@ -33,9 +32,9 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         device=str(here.device),
         tier=tier(here),
         allocator=allocator.describe() if here.device.type == "cpu" else "torch's caching allocator",
-        swapped=replace(counts.swapped),
-        kept={reason: replace(count) for reason, count in counts.items() if count.tensors},
-        deduplicated=replace(counts.duplicates),
+        swapped=counts.swapped.copy(),
+        kept={reason: count.copy() for reason, count in counts.items() if count.tensors},
+        deduplicated=counts.duplicates.copy(),
         store=here.engine.store_stats(),
         misses=here.engine.misses,
         prefetched=counts.prefetched,

@@ -89,12 +89,11 @@ class WatchedRound(StepHooks):
         recording = self._recording
         module = recording.running_module()
         recording.mark("pack", module)
-        packed = super().pack(tensor)
+        packed: Packed = super().pack(tensor)
         recording.mark("packed")
-        held = packed[0]
-        self._module_of[id(held)] = module
-        if isinstance(held, SwappedView):
-            recording.name_ticket(held.ticket_id, module)
+        self._module_of[id(packed)] = module
+        if isinstance(packed, SwappedView):
+            recording.name_ticket(packed.ticket_id, module)
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -104,7 +103,7 @@ class WatchedRound(StepHooks):
         if node is None:  # somebody looks at grad_fn's attributes outside of backward
             return super().unpack(packed)
         recording.backward_runs()
-        module = self._module_of.get(id(packed[0]), "")
+        module = self._module_of.get(id(packed), "")
         recording.mark("unpack", f"{node.name()} of {module}" if module else node.name())
         tensor = super().unpack(packed)
         recording.mark("unpacked")

@@ -35,6 +35,8 @@ class Recorder:
     """
 
     caps_in_flight = True
+    cursor = None
+    reason = ""
 
     def __init__(self) -> None:
         self.order = StepOrder()
@@ -53,9 +55,8 @@ class Recorder:
     def begin(self) -> None:
         """A hook begins."""
 
-    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
+    def pass_by(self, pack_index: int) -> None:
         """Nothing stays that can move."""
-        return None
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Everything moves."""

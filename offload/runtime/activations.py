@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from offload._core import ActivationMeter
 from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
@@ -116,25 +117,21 @@ class MeteredExecutor(ScheduleExecutor):
         *,
         finds_held: bool = False,
     ) -> None:
-        super().__init__(schedule, engine, counts, reason, deviate, stopwatch)
+        # What another step has in memory cannot be told from what this one has.
+        self._meter = ActivationMeter(weights.kept, engine.resident, counts.begun, engine.unswapped.now == 0)
+        super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
         self.missed: set[int] = set()
         self.held: set[int] = set()
-        self._weights = weights
         self._storages: dict[int, StorageWatch] | None = None
         if finds_held:
             self._storages = {}
-            call_when_dead(self, partial(_close_all, self._storages))
-        self._step = counts.steps
-        self._stayed_bytes = 0  # of what was to be swapped and could not be
-        self._peak_bytes = 0
-        # The engine's count does not tell one step's activations from another's.
-        self._is_metered = engine.unswapped.now == 0
+            when_gone(self, partial(_close_all, self._storages))
         self._measured = stopwatch.measured
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most activation bytes in memory at a time; None where they were not measured."""
-        return self._peak_bytes if self._is_metered and self.on_schedule else None
+        """Most activations in memory at a time; None where they were not weighed."""
+        return self._meter.peak_bytes if self._meter.is_on and self.on_course else None
 
     def measured(self, node_count: int) -> Measured | None:
         """What it took; None where it is not over."""
@@ -152,12 +149,10 @@ class MeteredExecutor(ScheduleExecutor):
                 waited[first] = waited.get(first, 0.0) + seconds
         return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in self.missed}
 
-    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
-        """Why a tensor of this size stays, where the schedule says so; its pack ends with that."""
-        reason = super().early_keep_reason(pack_index, nbytes)
-        if reason is not None and self._is_metered:
-            self._meter(self.schedule.order.node_after_pack.get(pack_index))
-        return reason
+    def pass_by(self, pack_index: int) -> None:
+        """A tensor stays that the schedule keeps, and the cursor has left the rest to Python."""
+        super().pass_by(pack_index)
+        self._weigh(pack_index)
 
     def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
@@ -168,11 +163,10 @@ class MeteredExecutor(ScheduleExecutor):
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return."""
         super().packed(pack_index)
-        if self._is_metered:
-            entry = self.schedule.order.entries.get(pack_index)
-            if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._slots:
-                self._stayed_bytes += entry.nbytes
-            self._meter(self.schedule.order.node_after_pack.get(pack_index))
+        entry = self.schedule.order.entries.get(pack_index)
+        if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._leases:
+            self._meter.stayed_bytes += entry.nbytes
+        self._weigh(pack_index)
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
@@ -187,19 +181,14 @@ class MeteredExecutor(ScheduleExecutor):
         is_missing = slot is not None and slot.record.is_swapped_out
         if is_missing:
             self.missed.add(first)
-        if self._is_metered:
-            self._meter(self._node, slot.record.nbytes if slot is not None and is_missing else 0)
+        self._meter.weigh(self.cursor.node, lease.record.nbytes if lease is not None and is_missing else 0)
 
     def _is_held(self, pack_index: int, storage: StorageWatch) -> bool:
         slot = self._slots[pack_index]()
         return slot is not None and slot.record.is_swapped_out and not storage.expired()
 
-    def _meter(self, node: int | None, more_bytes: int = 0) -> None:
-        if self._counts.steps != self._step:
-            self._is_metered = False  # another step has begun meanwhile
-        elif node is not None:
-            now = self._weights.kept[node] + self._stayed_bytes + self._engine.resident.now + more_bytes
-            self._peak_bytes = max(self._peak_bytes, now)
+    def _weigh(self, pack_index: int) -> None:
+        self._meter.weigh(self.schedule.order.node_after_pack.get(pack_index, -1))
 
 
 def _close_all(watches: dict[int, StorageWatch]) -> None:

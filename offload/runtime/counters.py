@@ -6,26 +6,12 @@ Beside the data path: a report shows it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from offload._core import Count, Gauge
+
 __all__ = ["Count", "Counts", "StepRecord"]
-
-
-@dataclass
-class Count:
-    """So many tensors, of so many bytes in all."""
-
-    tensors: int = 0
-    nbytes: int = 0
-
-    def minus(self, other: Count) -> Count:
-        """What this counts beyond `other`."""
-        return Count(self.tensors - other.tensors, self.nbytes - other.nbytes)
-
-    def to_dict(self) -> dict[str, int]:
-        """As plain numbers."""
-        return {"tensors": self.tensors, "bytes": self.nbytes}
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,7 @@ class Counts(defaultdict[str, Count]):
         self._follows = False
         self._misses_before = 0
         self.prefetches_without_memory = 0
-        self.steps = 0
+        self.begun = Gauge()  # steps; what measures one of them looks whether another begins
         self.profiled_steps = 0
         self.borrowed_steps = 0
         self.bare_steps = 0
@@ -67,10 +53,19 @@ class Counts(defaultdict[str, Count]):
         self._swapped_before = Count()
         self._kept_before: dict[str, Count] = {}
 
-    def begin_step(self) -> None:
-        """A forward pass begins: what follows is `in_step`."""
-        self._swapped_before = replace(self.swapped)
-        self._kept_before = {reason: replace(count) for reason, count in self.items()}
+    @property
+    def steps(self) -> int:
+        """Steps begun."""
+        return self.begun.now
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self.begun.now = count
+
+    def begin_round(self) -> None:
+        """A forward pass begins: what follows is `in_round`."""
+        self._swapped_before = self.swapped.copy()
+        self._kept_before = {reason: count.copy() for reason, count in self.items()}
 
     def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
         """Of all `misses` so far, those since the last call were late if the step follows a schedule.

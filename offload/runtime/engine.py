@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,9 @@ import torch
 from offload import _core
 from offload.devices.device import device_of
 from offload.runtime.swapped_storage import (
-    ByteCounter,
-    CopyOut,
-    SlotHandle,
+    Departure,
+    Lease,
+    LeaseReference,
     StorageKey,
     SwappedStorage,
     WeakSlotHandle,
@@ -101,13 +101,13 @@ class Engine:
         self.device = device
         self.in_flight_bytes_max = in_flight_bytes_max or device_of(device).in_flight_bytes_max
         self.in_flight_bytes = 0
-        self.resident = ByteCounter()  # of swapped storages: what is on the device
-        self.unswapped = ByteCounter()  # the same storages, had they stayed
+        self.resident = _core.Gauge()  # of swapped storages: what is on the device
+        self.unswapped = _core.Gauge()  # the same storages, had they stayed
         self.misses = 0
         self.failed = 0
         self.failure: str = ""
         self._device = device_of(device)
-        self._is_accelerator = self._device.is_accelerator
+        self.is_accelerator = self._device.is_accelerator
         self._stats_before = store.stats()
         self._alignment = store.alignment_bytes
         self._live: dict[StorageKey, WeakSlotHandle] = {}
@@ -119,13 +119,18 @@ class Engine:
         self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
 
+    @property
+    def queues(self) -> tuple[deque[Any], ...]:
+        """What `collect` looks at: all empty where it has nothing to do."""
+        return self._dead, self._departing, self._retired
+
     def current_stream(self) -> int:
         """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
-        return self._device.current_stream() if self._is_accelerator else 0
+        return self._device.current_stream() if self.is_accelerator else 0
 
     def allocate(self, nbytes: int, residue: int) -> tuple[torch.UntypedStorage, int, _core.HostBlock | None, int]:
         """Fresh device memory on the current stream: storage, stream, the owner a copy must hold, address."""
-        if self._is_accelerator:
+        if self.is_accelerator:
             # Not torch.empty: that fills its memory where algorithms shall be deterministic.
             storage = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
             return storage, self.current_stream(), None, storage.data_ptr()
@@ -142,15 +147,7 @@ class Engine:
 
     def mark(self) -> Any:
         """A point in time: of the clock on the CPU, of the current stream on an accelerator."""
-        return self._device.mark() if self._is_accelerator else time.perf_counter()
-
-    def marker(self) -> Callable[[], Any]:
-        """What `mark` does, at least cost."""
-        return self.mark if self._is_accelerator else time.perf_counter
-
-    def busy_seconds(self) -> float:
-        """What this thread has taken of the processor that computes: on an accelerator nothing."""
-        return 0.0 if self._is_accelerator else time.thread_time()
+        return self._device.mark() if self.is_accelerator else time.perf_counter()
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
         """Seconds from one mark to others; None while the device has not come that far."""
@@ -215,7 +212,7 @@ class Engine:
         storage = tensor.untyped_storage()
         address = storage.data_ptr() + begin
         stream = self.current_stream()
-        if self._is_accelerator:
+        if self.is_accelerator:
             # Nothing where the block is this stream's own; a block of another stream must outlive what reads it here.
             self._device.record_use(tensor)
         copy_out = CopyOut(storage, nbytes, stream)
@@ -283,7 +280,7 @@ class Engine:
 
     def retire(self, ticket: _core.Ticket, storage: torch.UntypedStorage) -> None:
         """Hold a target that nobody wants any more until the copy into it has ended."""
-        if self._is_accelerator or self._alignment == 1:
+        if self.is_accelerator or self._alignment == 1:
             self._retired.append((ticket, storage))
 
     def _reap(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from offload._core import ActivationMeter, NodeClock, ScheduleCursor
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.schedule import Schedule
@@ -19,12 +20,18 @@ from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62
-_HOOKS_TIMED = 16
-_TIMED_EVERY = 8
 
 
 class StepObserver(Protocol):
     """What the hooks of a step report to."""
+
+    @property
+    def cursor(self) -> ScheduleCursor | None:
+        """Decides in C++ what hooks of tensors that stay do; None where each of them is to ask here."""
+
+    @property
+    def reason(self) -> str:
+        """Why a tensor stays where the cursor says so."""
 
     def watches(self, pack_index: int) -> bool:
         """Whether the unpack of a tensor that was kept is to be reported."""
@@ -36,8 +43,8 @@ class StepObserver(Protocol):
     def begin(self) -> None:
         """A hook that may wait begins."""
 
-    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
-        """Why a tensor of this size is kept, where that is known without its storage; it ends the pack."""
+    def pass_by(self, pack_index: int) -> None:
+        """A tensor stays that the schedule keeps, and the cursor has left the rest to Python. Its pack ends with it."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Why this storage is kept; None: it is swapped."""
@@ -65,14 +72,14 @@ class SwapOnDemand:
     """No schedule: everything is swapped out, and swapped in on demand."""
 
     caps_in_flight = True
+    cursor = None
+    reason = ""
 
     def watches(self, pack_index: int) -> bool:
         """Nothing is reported."""
         return False
 
-    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
-        """Nothing is kept."""
-        return None
+    def pass_by(self, pack_index: int) -> None: ...
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Nothing is kept."""
@@ -102,53 +109,67 @@ class Measured:
     step_seconds: float
 
 
-class Stopwatch:
-    """Notes when nodes begin and how long hooks hold them up."""
+class DeviceClock:
+    """What `NodeClock` notes, in marks on a device's stream. The device computes, and hooks take none of its time."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._nodes: dict[int, Any] = {}
-        self._pauses: list[tuple[int, int | None, Any, Any]] = []  # (node, pack index, from, to)
-        self._begin: Any = None
-        self._end: Any = None
-        self._node = 0
+    hook_seconds = 0.0
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self.pauses: list[tuple[int, int | None, Any, Any]] = []  # (node, pack index, from, to)
         self.is_listening = False
-        self._mark = engine.marker()
-        self._busy: float | None = None
-        self._hooks = 0
-        self._hook_seconds = 0.0
-        self.arrive(0, engine.mark())
+        self._mark = mark
+        self._nodes = {0: mark()}
+        self._begin: Any = None
+        self._node = 0
+
+    @property
+    def nodes(self) -> list[tuple[int, Any]]:
+        """Nodes that began, and when."""
+        return list(self._nodes.items())
 
     def begin(self) -> None:
-        """A hook begins."""
+        """A hook begins that may do something."""
         self._begin = self._mark()
-        # The processor's own clock is a system call: of many hooks it is read in some.
-        self._busy = (
-            self._engine.busy_seconds() if self._hooks < _HOOKS_TIMED or not self._hooks % _TIMED_EVERY else None
-        )
 
     def pass_by(self, node: int) -> None:
         """A node begins in a hook that does nothing."""
         self._node = node
         self._nodes.setdefault(node, self._mark())
 
-    def arrive(self, node: int, mark: Any = None) -> None:
+    def arrive(self, node: int) -> None:
         """A node begins, at the beginning of the present hook."""
         self._node = node
-        self._nodes.setdefault(node, self._begin if mark is None else mark)
+        self._nodes.setdefault(node, self._begin)
 
     def end(self, pack_index: int | None) -> None:
         """The hook that began last is about to return."""
-        self._pauses.append((self._node, pack_index, self._begin, self._mark()))
-        if self._busy is not None:
-            share = 1 if self._hooks < _HOOKS_TIMED else _TIMED_EVERY
-            self._hook_seconds += share * (self._engine.busy_seconds() - self._busy)
-        self._hooks += 1
+        self.pauses.append((self._node, pack_index, self._begin, self._mark()))
+
+
+class Stopwatch:
+    """Notes when nodes begin and how long hooks hold them up.
+
+    Attributes
+    ----------
+    clock
+        Notes them.
+    begin, pass_by, arrive, end
+        The clock's.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._end: Any = None
+        self.clock = DeviceClock(engine.mark) if engine.is_accelerator else NodeClock()
+        self.begin = self.clock.begin
+        self.pass_by = self.clock.pass_by
+        self.arrive = self.clock.arrive
+        self.end = self.clock.end
 
     def listen_for_the_end(self) -> None:
         """Have the end of the backward pass noted, where one is running."""
-        if not self.is_listening and current_node() is not None:
-            self.is_listening = True
+        if not self.clock.is_listening and current_node() is not None:
+            self.clock.is_listening = True
             call_at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
@@ -163,19 +184,20 @@ class Stopwatch:
         """The durations of `node_count` nodes; None where the step is not over. A node not seen took no time."""
         if self._end is None:
             return None
-        flat = [*self._nodes.values(), self._end]
-        for _, _, begin, end in self._pauses:
+        nodes, pauses_noted = self.clock.nodes, self.clock.pauses
+        flat = [*(mark for _, mark in nodes), self._end]
+        for _, _, begin, end in pauses_noted:
             flat += (begin, end)
         seconds = self._engine.seconds_since(flat[0], flat)
         if seconds is None:
             return None
-        at = dict(zip(self._nodes, seconds, strict=False))
-        whole = seconds[len(self._nodes)]
-        rest = iter(seconds[len(self._nodes) + 1 :])
+        at = {node: when for (node, _), when in zip(nodes, seconds, strict=False)}
+        whole = seconds[len(nodes)]
+        rest = iter(seconds[len(nodes) + 1 :])
         pauses = [0.0] * node_count
         first_pause = [0.0] * node_count
         waits: dict[int, float] = {}
-        for node, pack_index, _, _ in self._pauses:
+        for node, pack_index, _, _ in pauses_noted:
             begin, end = next(rest), next(rest)
             if node < node_count:
                 if begin <= at[node]:
@@ -188,7 +210,7 @@ class Stopwatch:
             arrivals[node] = at.get(node, arrivals[node + 1])
         node_seconds = [max(0.0, arrivals[k + 1] - arrivals[k] - pauses[k]) for k in range(node_count)]
         starts = [arrivals[k] + first_pause[k] for k in range(node_count)]
-        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), self._hook_seconds, whole)
+        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), self.clock.hook_seconds, whole)
 
 
 class ScheduleExecutor:
@@ -202,25 +224,26 @@ class ScheduleExecutor:
         reason: str,
         deviate: Callable[[], None],
         stopwatch: Stopwatch | None = None,
+        meter: ActivationMeter | None = None,
     ) -> None:
         self.schedule = schedule
         self.stopwatch = stopwatch
+        self.reason = reason
+        clock = stopwatch.clock if stopwatch is not None else None
+        self._device_clock = clock if isinstance(clock, DeviceClock) else None
+        self.cursor = ScheduleCursor(schedule.table, None if isinstance(clock, DeviceClock) else clock, meter)
+        self.cursor.decides = self._device_clock is None
         self._engine = engine
         self._counts = counts
-        self._reason = reason
         self._deviate = deviate
         self.on_schedule = True
         self._watched = schedule.watched
-        self._kept_bytes = schedule.kept_bytes
-        self._swapped_bytes = schedule.swapped_bytes
+        self._leaves = schedule.leaves
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
-        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
-        self._node = 0
+        self._leases: dict[int, weakref.ref[Lease]] = {}
         self._next_release = 0
-        self._next_prefetch = 0
-        self._used: set[int] = set()
+        self._next_return = 0
         self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
-        self._next_due = 0  # the node at which a release or a return is due
         self._look_ahead()
 
     @property
@@ -230,27 +253,25 @@ class ScheduleExecutor:
 
     def watches(self, pack_index: int) -> bool:
         """Whether the unpack of a tensor that stayed moves the schedule on."""
-        return pack_index in self._watched
+        return self.cursor.watches(pack_index)
 
     def begin(self) -> None:
         """A hook that may wait begins."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
 
-    def early_keep_reason(self, pack_index: int, nbytes: int) -> str | None:
-        """Why a tensor of this size is kept, where the schedule says so."""
-        if self._kept_bytes.get(pack_index) != nbytes:
-            return None
+    def pass_by(self, pack_index: int) -> None:
+        """A tensor stays that the schedule keeps, and the cursor has left the rest to Python. Its pack ends with it."""
         node = self._node_after_pack.get(pack_index)
-        if node is not None:
-            if node >= self._next_due:
-                self.begin()
-                self.packed(pack_index)
-            else:
-                if self.stopwatch is not None:
-                    self.stopwatch.pass_by(node)
-                self._node = node
-        return self._reason
+        if node is None:
+            return
+        if node >= self.cursor.next_due:
+            self.begin()
+            self.packed(pack_index)
+        else:
+            if self.stopwatch is not None:
+                self.stopwatch.pass_by(node)
+            self.cursor.node = node
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Why this storage is kept; None: it is swapped, by the schedule or because the step has left it."""
@@ -261,11 +282,11 @@ class ScheduleExecutor:
             return None
         schedule = self.schedule
         if pack_index in schedule.order.duplicates:
-            return self._reason
-        if not schedule.matches(pack_index, nbytes):
-            self._leave_schedule()  # another branch than the recorded one: go on by demand
+            return self.reason
+        if not schedule.expects(pack_index, nbytes):
+            self._leave()  # another branch than the recorded one: go on by demand
             return None
-        return None if pack_index in schedule.swapped else self._reason
+        return None if pack_index in schedule.swapped else self.reason
 
     def need(self, pack_index: int) -> int:
         """Rank for the disk: the larger, the later it is needed."""
@@ -293,7 +314,7 @@ class ScheduleExecutor:
         """Backward asks for the tensor of this pack: do what is due at the node that now begins."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
-            if not self.stopwatch.is_listening:
+            if not self.stopwatch.clock.is_listening:
                 self.stopwatch.listen_for_the_end()
         # Another view of a storage that was swapped out waits for it as the first one does.
         self._acted = self.schedule.order.duplicates.get(pack_index, pack_index) in self._swapped_bytes
@@ -304,9 +325,9 @@ class ScheduleExecutor:
             if self._acted:  # the recorded backward saw a part of the graph only
                 self._deviate()
             return
-        if node < self._node:
+        if node < self.cursor.node:
             self._start_over(node, pack_index)
-        self._used.add(pack_index)
+        self.cursor.use(pack_index)
         self._arrive(node)
 
     def unpacked(self, pack_index: int) -> None:
@@ -315,10 +336,9 @@ class ScheduleExecutor:
             self.stopwatch.end(pack_index)
 
     def _arrive(self, node: int) -> None:
-        if node > self._node and self.stopwatch is not None:
-            self.stopwatch.arrive(node)
-        self._node = node
-        if node < self._next_due:
+        if self._device_clock is not None and node > self.cursor.node:
+            self._device_clock.arrive(node)
+        if not self.cursor.arrive(node):
             return
         releases, prefetches = self.schedule.releases, self.schedule.prefetches
         while self._next_release < len(releases) and releases[self._next_release][0] <= node:
@@ -338,17 +358,17 @@ class ScheduleExecutor:
     def _look_ahead(self) -> None:
         releases, prefetches = self.schedule.releases, self.schedule.prefetches
         due = [releases[self._next_release][0]] if self._next_release < len(releases) else []
-        if self._next_prefetch < len(prefetches):
-            due.append(prefetches[self._next_prefetch][0])
-        self._next_due = min(due, default=_NEVER)
+        if self._next_return < len(returns):
+            due.append(returns[self._next_return][0])
+        self.cursor.next_due = min(due, default=_NEVER)
 
     def _start_over(self, node: int, pack_index: int) -> None:
         """Backward went back: a second pass over a retained graph, or another order than the recorded one."""
-        if pack_index not in self._used:
+        if not self.cursor.has_used(pack_index):
             self._deviate()
-        self._used.clear()
-        prefetches = self.schedule.prefetches
-        self._next_prefetch = next((i for i, (_, use, _) in enumerate(prefetches) if use >= node), len(prefetches))
+        self.cursor.forget_uses()
+        returns = self.schedule.returns
+        self._next_return = next((i for i, (_, use, _) in enumerate(returns) if use >= node), len(returns))
         self._look_ahead()
 
     def _prefetch(self, pack_index: int) -> None:
@@ -362,7 +382,7 @@ class ScheduleExecutor:
         except (torch.OutOfMemoryError, MemoryError):
             self._counts.prefetches_without_memory += 1  # asked for again on demand, when there may be room
 
-    def _leave_schedule(self) -> None:
-        self.on_schedule = False
-        self._watched, self._kept_bytes = {}, {}
+    def _leave(self) -> None:
+        self.on_course = self.cursor.is_on_schedule = False
+        self._watched = {}
         self._deviate()

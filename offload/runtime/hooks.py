@@ -7,14 +7,12 @@ creates holds what its `pack` returned; backward passes that to its `unpack`.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
-from offload._core import PinningFailed
+from offload._core import HookCore, KeptTensor, PinningFailed, follow
 from offload.options import Options
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
@@ -23,12 +21,8 @@ from offload.runtime.saved_view import SwappedView, raise_changed
 from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.torch_compat.autograd import innermost_hooks
 
-# What a graph node holds in a saved tensor's place: the detached tensor and its version, or a swapped view and None;
-# and the pack's index where the observer wants to be told of its unpack.
-Packed = tuple[Any, "int | None", "int | None"]
-
-_STRIDED = torch.strided
-_PLAIN = (Tensor, Parameter)
+# What a graph node holds in a saved tensor's place.
+Packed = KeptTensor | SwappedView
 
 
 class Policy(Protocol):
@@ -54,51 +48,53 @@ class Policy(Protocol):
         """Note on `error`, where it says that memory ran out, why."""
 
 
-class StepHooks:
-    """The hooks of one forward pass and of the backward passes over it.
+class Round(HookCore):
+    """One forward pass and the backward passes over it.
 
-    Until `attach` its tensors are swapped, but nothing is prefetched.
+    Its base decides in C++ on tensors that stay; it calls `pack_due`, `pack_candidate`, `unpack_watched`,
+    `unpack_swapped` and `refuse` for what it cannot decide. Until `attach` its packs move, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.options.min_tensor_bytes, policy.counts, policy.engine.queues)
         self._engine = policy.engine
         self._min_nbytes = policy.options.min_tensor_bytes
         self._counts = policy.counts
         self.policy = policy
-        self.attached = False
-        self._observer: StepObserver = SwapOnDemand()
-        self._packs = 0
         self._kept: set[StorageKey] = set()
-        self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
+        self.hooks: weakref.ref[RoundHooks] | None = None  # these are on while the round's forward runs
+        self.attach(Idle())
+        self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
         """Tell `observer` of every pack and unpack from here on; packs are numbered from here."""
         self.attached = True
-        self._observer = observer
-        self._packs = 0
+        self._follower = follower
+        follow(self, follower, follower.cursor, follower.reason)
 
-    def pack(self, tensor: Tensor) -> Packed:
-        """What the graph node shall hold instead of `tensor`."""
-        index = self._packs
-        self._packs = index + 1
-        if type(tensor) in _PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
-            nbytes = tensor.nbytes
-            if nbytes < self._min_nbytes and not tensor._is_view():
-                return self._keep(tensor, index, "small", nbytes)
-            observer = self._observer
-            reason = observer.early_keep_reason(index, nbytes)
-            if reason is not None:
-                return self._keep(tensor, index, reason, nbytes)
-            if type(tensor) is Parameter or type(tensor._base) is Parameter:
-                return self._keep(tensor, index, "parameter", nbytes)
-            observer.begin()
-            packed = self._pack_candidate(tensor, index, nbytes)
-            observer.packed(index)
-            return packed
-        return self._keep(tensor, index, "unsupported kind", 0)
+    def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
+        """Keep a tensor that the schedule keeps, where something is due at the node that begins."""
+        self._follower.pass_by(index)
+        return self.keep(tensor, index, self._follower.reason, nbytes)
 
-    def unpack(self, packed: Packed) -> Tensor:
-        """The tensor that `pack` was given, as it was.
+    def pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
+        """Swap a tensor, or keep it, by what its storage and the observer tell."""
+        follower = self._follower
+        follower.begin()
+        packed = self._swap_or_keep(tensor, index, nbytes)
+        follower.packed(index)
+        return packed
+
+    def unpack_watched(self, kept: KeptTensor) -> Tensor:
+        """A tensor that stayed, where backward's asking for it moves the observer on."""
+        self._engine.collect()  # before anything comes back: graph nodes that are done have left room
+        self._follower.unpacking(kept.index)
+        tensor = self.checked(kept)
+        self._follower.unpacked(kept.index)
+        return tensor
+
+    def unpack_swapped(self, view: SwappedView) -> Tensor:
+        """A tensor that was swapped, as it was.
 
         Raises
         ------
@@ -107,78 +103,64 @@ class StepHooks:
         OSError
             Its bytes could not be read back; a later call tries again.
         """
-        held, version, index = packed
-        if index is None and version is not None:
-            if held._version != version:
-                raise_changed(held.type(), held.shape, held._version, version)
-            return held  # type: ignore[no-any-return]
-        if index is not None:
-            self._engine.collect()  # before anything comes back: graph nodes that are done have left room
-            self._observer.unpacking(index)
-        if version is None:
-            try:
-                tensor: Tensor = held.restore()
-            except (MemoryError, RuntimeError) as error:
-                self.policy.explain(error)
-                raise
-        else:
-            tensor = held
-            if tensor._version != version:
-                raise_changed(tensor.type(), tensor.shape, tensor._version, version)
-        if index is not None:
-            self._observer.unpacked(index)
+        self._engine.collect()  # before anything comes back: graph nodes that are done have left room
+        self._follower.unpacking(view.index)
+        try:
+            tensor = view.restore()
+        except (MemoryError, RuntimeError) as error:
+            self.policy.explain(error)
+            raise
+        self._follower.unpacked(view.index)
         return tensor
 
-    def _keep(self, tensor: Tensor, index: int, reason: str, nbytes: int) -> Packed:
-        count = self._counts[reason]
-        count.tensors += 1
-        count.nbytes += nbytes
-        watched = index if self._observer.watches(index) else None
-        # A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
-        return tensor if tensor.is_leaf else tensor.detach(), tensor._version, watched
+    @staticmethod
+    def refuse(kept: KeptTensor) -> None:
+        """Raise what autograd raises where somebody has written to a tensor that stayed."""
+        tensor = kept.tensor
+        raise_changed(tensor.type(), tensor.shape, tensor._version, kept.version)
 
-    def _pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
+    def _swap_or_keep(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
         policy = self.policy
         if nbytes == 0:
-            return self._keep(tensor, index, "small", 0)
+            return self.keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
-            return self._keep(tensor, index, "unsupported kind", nbytes)
-        key, slot = self._engine.look(tensor, nbytes)
+            return self.keep(tensor, index, "unsupported kind", nbytes)
+        key, lease = self._engine.look(tensor, nbytes)
         if key is None:
-            return self._keep(tensor, index, "view of a larger storage", nbytes)
-        if slot is not None:
-            return self._pack_duplicate(tensor, index, slot)
+            return self.keep(tensor, index, "view of a larger storage", nbytes)
+        if lease is not None:
+            return self._pack_duplicate(tensor, index, lease)
         if key[3] < self._min_nbytes:
             small = tensor.untyped_storage().nbytes() < self._min_nbytes
-            return self._keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
+            return self.keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
         reason = policy.why_held(tensor, key[4]) or ("excluded" if policy.is_excluded() else None)
         reason = reason or self._observer.reason_to_keep(index, key[3])
         if reason is not None:
             again = key in self._kept  # a storage that is saved twice takes its bytes once
             self._kept.add(key)
-            return self._keep(tensor, index, reason, 0 if again else nbytes)
+            return self.keep(tensor, index, reason, 0 if again else nbytes)
         try:
             slot = self._engine.swap_out(tensor, key, self._observer.need(index))
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
             policy.warn_once(error)
-            return self._keep(tensor, index, "host limit", nbytes)
+            return self.keep(tensor, index, "host limit", nbytes)
         except PinningFailed as error:
             policy.warn_once(error)
-            return self._keep(tensor, index, "pinning failed", nbytes)
-        self._observer.swapped(index, slot, tensor)
-        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
+            return self.keep(tensor, index, "pinning failed", nbytes)
+        self._follower.swapped(index, lease, tensor)
+        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._follower.caps_in_flight:
             self._engine.limit_in_flight()
         count = self._counts.swapped
         count.tensors += 1
         count.nbytes += key[3]
-        return SwappedView(tensor, slot), None, index
+        return SwappedView(tensor, lease, index)
 
     def _pack_duplicate(self, tensor: Tensor, index: int, slot: SlotHandle) -> Packed:
         count = self._counts.duplicates
         count.tensors += 1
         count.nbytes += tensor.nbytes
-        self._observer.duplicated(index, slot)
-        return SwappedView(tensor, slot), None, index
+        self._follower.swapped_again(index, lease)
+        return SwappedView(tensor, lease, index)
 
 
 def innermost_step_hooks() -> StepHooks | None:

@@ -33,11 +33,13 @@ class SwappedView:
         "_slot",
         "_stride",
         "_version",
+        "index",
     )
 
-    def __init__(self, tensor: torch.Tensor, slot: SlotHandle) -> None:
-        self._slot = slot
-        record = slot.record
+    def __init__(self, tensor: torch.Tensor, lease: Lease, index: int) -> None:
+        self._lease = lease
+        self.index = index  # of its pack
+        record = lease.record
         record.views += 1
         record._views_left += 1
         self._shape = tensor.shape

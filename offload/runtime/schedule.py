@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from offload._core import PackTable
 from offload.plan import Plan
 
 
@@ -59,9 +60,24 @@ class Schedule:
     borrowed: bool = False  # from a step with larger inputs
 
     @cached_property
-    def kept_bytes(self) -> Mapping[int, int]:
-        """Pack index → bytes of a tensor that is kept: one of exactly this size is kept without further checks."""
-        return {} if self.borrowed else {i: e.nbytes for i, e in self.order.entries.items() if i not in self.swapped}
+    def table(self) -> PackTable:
+        """What hooks of tensors that stay have to know, compiled."""
+        table = PackTable()
+        for index, entry in self.order.entries.items():
+            if index in self.swapped:
+                table.swap(index)
+            elif not self.borrowed:
+                table.keep(index, entry.nbytes)
+        for index, first in self.order.duplicates.items():
+            if first in self.swapped:
+                table.swap(index)
+        for index, node in self.order.node_after_pack.items():
+            table.weigh(index, node)
+            if self.plan is not None:
+                table.begin_node(index, node)
+        for index, node in self.watched.items():
+            table.watch(index, node)
+        return table
 
     @cached_property
     def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,25 +20,11 @@ log = logging.getLogger("offload")
 StorageKey = tuple[int, int, int, int, int]
 
 
-@dataclass
-class ByteCounter:
-    """Bytes of saved storages at one moment, and the most there ever were."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count `nbytes` more (or, negative, fewer)."""
-        self.now += nbytes
-        if self.now > self.peak:
-            self.peak = self.now
-
-
 class Memory(Protocol):
     """The device's memory, as the engine keeps it."""
 
-    resident: ByteCounter
-    unswapped: ByteCounter
+    resident: _core.Gauge
+    unswapped: _core.Gauge
     misses: int
 
     def current_stream(self) -> int:

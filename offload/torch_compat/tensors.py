@@ -6,8 +6,26 @@ On the data path: hooks ask here at every pack that may swap.
 from __future__ import annotations
 
 import torch
+from torch.nn import Parameter
+
+from offload import _core
 
 __all__ = ["has_own_bytes"]
+
+# What hooks ask of every tensor, from C++: as attributes of the class, so that none is searched for.
+_core.set_tensor_interface(
+    tensor_type=torch.Tensor,
+    parameter_type=Parameter,
+    strided=torch.strided,
+    layout=torch.Tensor.layout,
+    is_nested=torch.Tensor.is_nested,
+    nbytes=torch.Tensor.nbytes,
+    base=torch.Tensor._base,
+    version=torch.Tensor._version,
+    is_leaf=torch.Tensor.is_leaf,
+    is_view=torch.Tensor._is_view,
+    detach=torch.Tensor.detach,
+)
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:

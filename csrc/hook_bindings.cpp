@@ -1,0 +1,154 @@
+// The Python face of what hooks share with C++: counts, the compiled schedule, and where a step is in it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+
+#include "hook_core.h"
+#include "schedule_cursor.h"
+
+namespace py = pybind11;
+
+namespace offload {
+
+std::shared_ptr<Count> count_of(PyObject* object) {
+  try {
+    return py::cast<std::shared_ptr<Count>>(py::handle(object));
+  } catch (const py::cast_error&) {
+    PyErr_SetString(PyExc_TypeError, "counts are of Count objects");
+    return nullptr;
+  }
+}
+
+}  // namespace offload
+
+using namespace offload;
+
+namespace {
+
+void register_counts(py::module_& module) {
+  py::class_<Count, std::shared_ptr<Count>>(module, "Count")
+      .def(py::init([](int64_t tensors, int64_t nbytes) { return Count{tensors, nbytes}; }), py::arg("tensors") = 0,
+           py::arg("nbytes") = 0)
+      .def_readwrite("tensors", &Count::tensors)
+      .def_readwrite("nbytes", &Count::nbytes)
+      .def("copy", [](const Count& count) { return count; })
+      .def("minus",
+           [](const Count& count, const Count& other) {
+             return Count{count.tensors - other.tensors, count.nbytes - other.nbytes};
+           })
+      .def("to_dict",
+           [](const Count& count) {
+             py::dict result;
+             result["tensors"] = count.tensors;
+             result["bytes"] = count.nbytes;
+             return result;
+           })
+      .def("__eq__",
+           [](const Count& count, const Count& other) {
+             return count.tensors == other.tensors && count.nbytes == other.nbytes;
+           })
+      .def(py::pickle([](const Count& count) { return py::make_tuple(count.tensors, count.nbytes); },
+                      [](const py::tuple& state) {
+                        return Count{state[0].cast<int64_t>(), state[1].cast<int64_t>()};
+                      }))
+      .def("__repr__", [](const Count& count) {
+        return "Count(tensors=" + std::to_string(count.tensors) + ", nbytes=" + std::to_string(count.nbytes) + ")";
+      });
+  py::class_<Gauge, std::shared_ptr<Gauge>>(module, "Gauge")
+      .def(py::init<>())
+      .def_readwrite("now", &Gauge::now)
+      .def_readonly("peak", &Gauge::peak)
+      .def("add", &Gauge::add);
+}
+
+void register_step(py::module_& module) {
+  py::class_<PackTable, std::shared_ptr<PackTable>>(module, "PackTable")
+      .def(py::init<>())
+      .def("keep", [](PackTable& table, size_t index, int64_t nbytes) { table.at(index).kept_bytes = nbytes; })
+      .def("begin_node", [](PackTable& table, size_t index, int64_t node) { table.at(index).node_after = node; })
+      .def("weigh", [](PackTable& table, size_t index, int64_t node) { table.at(index).weighed = node; })
+      .def("watch", [](PackTable& table, size_t index, int64_t node) { table.at(index).watched = node; })
+      .def("swap", [](PackTable& table, size_t index) { table.at(index).is_swapped = true; });
+  py::class_<NodeClock, std::shared_ptr<NodeClock>>(module, "NodeClock")
+      .def(py::init<>())
+      .def("begin", &NodeClock::begin)
+      .def("arrive", &NodeClock::arrive)
+      .def("pass_by", &NodeClock::pass_by)
+      .def("end", [](NodeClock& clock, std::optional<int64_t> index) { clock.end(index.value_or(-1)); })
+      .def_readwrite("is_listening", &NodeClock::is_listening)
+      .def_property_readonly("nodes", &NodeClock::nodes)
+      .def_property_readonly("pauses",
+                             [](const NodeClock& clock) {
+                               py::list result;
+                               for (const NodeClock::Pause& each : clock.pauses()) {
+                                 const py::object index = each.pack_index < 0 ? py::none() : py::cast(each.pack_index);
+                                 result.append(py::make_tuple(each.node, index, each.begin, each.end));
+                               }
+                               return result;
+                             })
+      .def_property_readonly("hook_seconds", &NodeClock::hook_seconds);
+  py::class_<ActivationMeter, std::shared_ptr<ActivationMeter>>(module, "ActivationMeter")
+      .def(py::init<std::vector<int64_t>, std::shared_ptr<Gauge>, std::shared_ptr<Gauge>, bool>(), py::arg("kept"),
+           py::arg("resident"), py::arg("steps"), py::arg("is_on"))
+      .def("weigh", &ActivationMeter::weigh, py::arg("node"), py::arg("more_bytes") = 0)
+      .def_readwrite("stayed_bytes", &ActivationMeter::stayed_bytes)
+      .def_readonly("peak_bytes", &ActivationMeter::peak_bytes)
+      .def_readonly("is_on", &ActivationMeter::is_on);
+  py::class_<ScheduleCursor, std::shared_ptr<ScheduleCursor>>(module, "ScheduleCursor")
+      .def(py::init<std::shared_ptr<PackTable>, std::shared_ptr<NodeClock>, std::shared_ptr<ActivationMeter>>(),
+           py::arg("table"), py::arg("clock") = nullptr, py::arg("meter") = nullptr)
+      .def("watches", &ScheduleCursor::watches)
+      .def("arrive", &ScheduleCursor::arrive)
+      .def("has_used", &ScheduleCursor::has_used)
+      .def("use", &ScheduleCursor::use)
+      .def("forget_uses", &ScheduleCursor::forget_uses)
+      .def_readwrite("node", &ScheduleCursor::node)
+      .def_readwrite("next_due", &ScheduleCursor::next_due)
+      .def_readwrite("is_on_schedule", &ScheduleCursor::is_on_schedule)
+      .def_readwrite("decides", &ScheduleCursor::decides);
+}
+
+py::object shared(const py::kwargs& given, const char* name) {
+  if (!given.contains(name)) throw py::type_error(std::string("set_tensor_interface wants ") + name);
+  return given[name];
+}
+
+// Each reference is kept for good.
+PyObject* kept(const py::kwargs& given, const char* name) { return shared(given, name).release().ptr(); }
+
+PyObject* descriptor(const py::kwargs& given, const char* name) {
+  if (Py_TYPE(shared(given, name).ptr())->tp_descr_get == nullptr)
+    throw py::type_error(std::string("set_tensor_interface wants a descriptor as ") + name);
+  return kept(given, name);
+}
+
+}  // namespace
+
+void register_hooks(py::module_& module) {
+  if (!add_hook_types(module.ptr())) throw py::error_already_set();
+  register_counts(module);
+  register_step(module);
+  module.def("set_tensor_interface", [](const py::kwargs& given) {
+    TensorInterface found;
+    found.tensor_type = kept(given, "tensor_type");
+    found.parameter_type = kept(given, "parameter_type");
+    found.strided = kept(given, "strided");
+    found.layout = descriptor(given, "layout");
+    found.is_nested = descriptor(given, "is_nested");
+    found.nbytes = descriptor(given, "nbytes");
+    found.base = descriptor(given, "base");
+    found.version = descriptor(given, "version");
+    found.is_leaf = descriptor(given, "is_leaf");
+    found.is_view = kept(given, "is_view");
+    found.detach = kept(given, "detach");
+    set_tensor_interface(found);
+  });
+  module.def(
+      "follow",
+      [](py::handle core, py::handle observer, std::shared_ptr<ScheduleCursor> cursor, py::handle reason) {
+        if (!follow(core.ptr(), observer.ptr(), std::move(cursor), reason.ptr())) throw py::error_already_set();
+      },
+      py::arg("core"), py::arg("observer"), py::arg("cursor").none(true), py::arg("reason"));
+}

@@ -1,0 +1,415 @@
+#include "hook_core.h"
+
+#include <structmember.h>
+
+#include <new>
+#include <utility>
+
+#include "mutants.h"
+
+namespace offload {
+namespace {
+
+// An owned reference, or null.
+class Owned {
+ public:
+  explicit Owned(PyObject* object = nullptr) : object_(object) {}
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  ~Owned() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// What a graph node holds in the place of a tensor that stays.
+struct KeptTensor {
+  PyObject_HEAD
+  PyObject* tensor;    // without its history
+  PyObject* version;   // at its pack
+  Py_ssize_t index;    // of its pack, where its unpack is to be told; else -1
+};
+
+struct CachedCount {
+  std::shared_ptr<Count> count;  // null until the first tensor
+};
+
+struct HookCore {
+  PyObject_HEAD
+  PyObject* counts;    // reason → Count
+  PyObject* queues;    // tuple of deques: what waits for Python's attention while any is not empty
+  PyObject* observer;  // null: nobody
+  PyObject* reason;    // why the schedule keeps a tensor; null without a cursor
+  int64_t min_nbytes;
+  int64_t packs;
+  std::shared_ptr<ScheduleCursor> cursor;
+  CachedCount small, parameter, planned;
+};
+
+TensorInterface tensors;
+PyTypeObject* kept_type = nullptr;
+PyTypeObject* core_type = nullptr;
+
+struct Names {
+  PyObject *small, *parameter, *unsupported, *watches, *pack_due, *pack_candidate, *unpack_watched, *unpack_swapped,
+      *refuse;
+} names;
+
+HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
+
+PyObject* get(PyObject* descriptor, PyObject* object) {
+  return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
+}
+
+// −1: a Python error.
+int is_true(PyObject* owned) {
+  const Owned result(owned);
+  return result ? PyObject_IsTrue(result.get()) : -1;
+}
+
+int64_t to_int(PyObject* owned) {
+  const Owned result(owned);
+  return result ? PyLong_AsLongLong(result.get()) : -1;
+}
+
+// -- KeptTensor -------------------------------------------------------------------------------------------------------
+
+int kept_traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* kept = reinterpret_cast<KeptTensor*>(self);
+  Py_VISIT(kept->tensor);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int kept_clear(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<KeptTensor*>(self)->tensor);
+  return 0;
+}
+
+void kept_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  auto* kept = reinterpret_cast<KeptTensor*>(self);
+  Py_CLEAR(kept->tensor);
+  Py_CLEAR(kept->version);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef kept_members[] = {{"tensor", T_OBJECT_EX, offsetof(KeptTensor, tensor), READONLY, nullptr},
+                              {"version", T_OBJECT_EX, offsetof(KeptTensor, version), READONLY, nullptr},
+                              {"index", T_PYSSIZET, offsetof(KeptTensor, index), READONLY, nullptr},
+                              {nullptr, 0, 0, 0, nullptr}};
+
+// The tensor of a record, after autograd's own check that nobody wrote to it.
+PyObject* checked(PyObject* core, PyObject* packed) {
+  auto* kept = reinterpret_cast<KeptTensor*>(packed);
+  const Owned found(get(tensors.version, kept->tensor));
+  if (!found) return nullptr;
+  const int same = PyObject_RichCompareBool(found.get(), kept->version, Py_EQ);
+  if (same < 0) return nullptr;
+  if (!same) {
+    const Owned refused(PyObject_CallMethodObjArgs(core, names.refuse, packed, nullptr));
+    if (!refused) return nullptr;
+  }
+  Py_INCREF(kept->tensor);
+  return kept->tensor;
+}
+
+// -- keeping ----------------------------------------------------------------------------------------------------------
+
+// Whether the unpack of this tensor is to be told; −1: a Python error.
+int is_watched(HookCore* core, int64_t index) {
+  if (core->cursor != nullptr) return core->cursor->watches(index);
+  if (core->observer == nullptr) return 0;
+  const Owned number(PyLong_FromLongLong(index));
+  if (!number) return -1;
+  return is_true(PyObject_CallMethodObjArgs(core->observer, names.watches, number.get(), nullptr));
+}
+
+PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
+  const int watched = is_watched(core, index);
+  if (watched < 0) return nullptr;
+  Owned version(get(tensors.version, tensor));
+  if (!version) return nullptr;
+  // A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
+  const int is_leaf = is_true(get(tensors.is_leaf, tensor));
+  if (is_leaf < 0) return nullptr;
+  if (is_leaf) Py_INCREF(tensor);
+  Owned held(is_leaf ? tensor : PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr));
+  if (!held) return nullptr;
+  auto* kept = reinterpret_cast<KeptTensor*>(kept_type->tp_alloc(kept_type, 0));
+  if (kept == nullptr) return nullptr;
+  kept->tensor = held.release();
+  kept->version = version.release();
+  kept->index = watched ? static_cast<Py_ssize_t>(index) : -1;
+  return reinterpret_cast<PyObject*>(kept);
+}
+
+std::shared_ptr<Count> count_for(HookCore* core, PyObject* reason) {
+  const Owned found(PyObject_GetItem(core->counts, reason));
+  return found ? count_of(found.get()) : nullptr;
+}
+
+PyObject* keep(HookCore* core, PyObject* tensor, int64_t index, CachedCount& cached, PyObject* reason, int64_t nbytes) {
+  if (cached.count == nullptr && (cached.count = count_for(core, reason)) == nullptr) return nullptr;
+  ++cached.count->tensors;
+  cached.count->nbytes += nbytes;
+  return record_of(core, tensor, index);
+}
+
+// keep(tensor, index, reason, nbytes): count a tensor that stays, and return what the graph node holds.
+PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the number of its pack, a reason and its bytes");
+    return nullptr;
+  }
+  const int64_t index = PyLong_AsLongLong(args[1]);
+  const int64_t nbytes = PyLong_AsLongLong(args[3]);
+  if (PyErr_Occurred()) return nullptr;
+  CachedCount found;
+  return keep(as_core(self), args[0], index, found, args[2], nbytes);
+}
+
+// -- pack and unpack --------------------------------------------------------------------------------------------------
+
+// Whether the engine knows tensors of this kind at all; −1: a Python error.
+int is_plain(PyObject* tensor) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+  if (type != tensors.tensor_type && type != tensors.parameter_type) return 0;
+  const Owned layout(get(tensors.layout, tensor));
+  if (!layout) return -1;
+  if (layout.get() != tensors.strided) return 0;
+  const int nested = is_true(get(tensors.is_nested, tensor));
+  return nested < 0 ? -1 : !nested;
+}
+
+int is_parameter(PyObject* tensor) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == tensors.parameter_type) return 1;
+  const Owned base(get(tensors.base, tensor));
+  return base ? reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == tensors.parameter_type : -1;
+}
+
+PyObject* ask(PyObject* self, PyObject* method, PyObject* tensor, int64_t index, int64_t nbytes) {
+  const Owned number(PyLong_FromLongLong(index));
+  const Owned size(PyLong_FromLongLong(nbytes));
+  if (!number || !size) return nullptr;
+  return PyObject_CallMethodObjArgs(self, method, tensor, number.get(), size.get(), nullptr);
+}
+
+PyObject* core_pack(PyObject* self, PyObject* tensor) {
+  HookCore* const core = as_core(self);
+  const int64_t index = core->packs++;
+  const int plain = is_plain(tensor);
+  if (plain < 0) return nullptr;
+  if (!plain) {
+    CachedCount found;
+    return keep(core, tensor, index, found, names.unsupported, 0);
+  }
+  const int64_t nbytes = to_int(get(tensors.nbytes, tensor));
+  if (nbytes < 0) return nullptr;
+  if (nbytes < core->min_nbytes) {
+    const int is_view = is_true(PyObject_CallFunctionObjArgs(tensors.is_view, tensor, nullptr));
+    if (is_view < 0) return nullptr;
+    if (!is_view) return keep(core, tensor, index, core->small, names.small, nbytes);
+  }
+  if (core->cursor != nullptr) {
+    const ScheduleCursor::Verdict verdict = core->cursor->pack(index, nbytes);
+    if (verdict == ScheduleCursor::Verdict::kept) return keep(core, tensor, index, core->planned, core->reason, nbytes);
+    if (verdict == ScheduleCursor::Verdict::due) return ask(self, names.pack_due, tensor, index, nbytes);
+  }
+  const int parameter = is_parameter(tensor);
+  if (parameter < 0) return nullptr;
+  if (parameter) return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
+  return ask(self, names.pack_candidate, tensor, index, nbytes);
+}
+
+// Whether nothing waits for Python: no graph that is gone, no copy that has ended. −1: a Python error.
+int is_quiet(HookCore* core) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(core->queues); ++i) {
+    const Py_ssize_t waiting = PyObject_Size(PyTuple_GET_ITEM(core->queues, i));
+    if (waiting != 0) return waiting < 0 ? -1 : 0;
+  }
+  return 1;
+}
+
+PyObject* core_unpack(PyObject* self, PyObject* packed) {
+  HookCore* const core = as_core(self);
+  if (Py_TYPE(packed) != kept_type) return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
+  const Py_ssize_t index = reinterpret_cast<KeptTensor*>(packed)->index;
+  if (index >= 0) {
+    const int quiet = core->cursor != nullptr ? is_quiet(core) : 0;
+    if (quiet < 0) return nullptr;
+    if (!quiet || !core->cursor->unpack(index))
+      return PyObject_CallMethodObjArgs(self, names.unpack_watched, packed, nullptr);
+  }
+  return checked(self, packed);
+}
+
+PyObject* core_checked(PyObject* self, PyObject* packed) {
+  if (Py_TYPE(packed) == kept_type) return checked(self, packed);
+  PyErr_SetString(PyExc_TypeError, "checked takes a KeptTensor");
+  return nullptr;
+}
+
+// Nothing of what is C++ below throws but for memory.
+template <PyObject* (*entry)(PyObject*, PyObject*)>
+PyObject* guarded(PyObject* self, PyObject* argument) {
+  try {
+    return entry(self, argument);
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyMethodDef core_methods[] = {
+    {"pack", guarded<core_pack>, METH_O, "pack(tensor): what the graph node shall hold instead of it."},
+    {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): the tensor that pack was given, as it was."},
+    {"checked", core_checked, METH_O, "checked(kept): its tensor, unless somebody wrote to it."},
+    {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_keep)), METH_FASTCALL,
+     "keep(tensor, index, reason, nbytes): count a tensor that stays; what the graph node shall hold."},
+    {nullptr, nullptr, 0, nullptr}};
+
+// -- HookCore ---------------------------------------------------------------------------------------------------------
+
+PyObject* core_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  HookCore* const core = as_core(self);
+  new (&core->cursor) std::shared_ptr<ScheduleCursor>();
+  new (&core->small) CachedCount();
+  new (&core->parameter) CachedCount();
+  new (&core->planned) CachedCount();
+  return self;
+}
+
+int core_init(PyObject* self, PyObject* args, PyObject* kwargs) {
+  static const char* keywords[] = {"min_nbytes", "counts", "queues", nullptr};
+  long long min_nbytes = 0;
+  PyObject *counts = nullptr, *queues = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOO!:HookCore", const_cast<char**>(keywords), &min_nbytes, &counts,
+                                   &PyTuple_Type, &queues))
+    return -1;
+  HookCore* const core = as_core(self);
+  core->min_nbytes = min_nbytes;
+  Py_INCREF(counts);
+  Py_XSETREF(core->counts, counts);
+  Py_INCREF(queues);
+  Py_XSETREF(core->queues, queues);
+  return 0;
+}
+
+int core_traverse(PyObject* self, visitproc visit, void* arg) {
+  HookCore* const core = as_core(self);
+  Py_VISIT(core->counts);
+  Py_VISIT(core->queues);
+  Py_VISIT(core->observer);
+  Py_VISIT(core->reason);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int core_clear(PyObject* self) {
+  HookCore* const core = as_core(self);
+  Py_CLEAR(core->observer);
+  Py_CLEAR(core->reason);
+  return 0;  // the rest is part of no cycle that these are not part of, and pack and unpack count on it
+}
+
+void core_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  HookCore* const core = as_core(self);
+  core_clear(self);
+  Py_CLEAR(core->counts);
+  Py_CLEAR(core->queues);
+  core->cursor.~shared_ptr();
+  core->small.~CachedCount();
+  core->parameter.~CachedCount();
+  core->planned.~CachedCount();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// -- the module -------------------------------------------------------------------------------------------------------
+
+template <typename Function>
+void* slot(Function* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) return nullptr;
+  Py_INCREF(type);  // one for this file, for good
+  if (PyModule_AddObject(module, name, type) < 0) {
+    Py_DECREF(type);
+    return nullptr;
+  }
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+bool intern_names() {
+  const std::pair<PyObject**, const char*> all[] = {{&names.small, "small"},
+                                                    {&names.parameter, "parameter"},
+                                                    {&names.unsupported, "unsupported kind"},
+                                                    {&names.watches, "watches"},
+                                                    {&names.pack_due, "pack_due"},
+                                                    {&names.pack_candidate, "pack_candidate"},
+                                                    {&names.unpack_watched, "unpack_watched"},
+                                                    {&names.unpack_swapped, "unpack_swapped"},
+                                                    {&names.refuse, "refuse"}};
+  for (const auto& [name, text] : all)
+    if ((*name = PyUnicode_InternFromString(text)) == nullptr) return false;
+  return true;
+}
+
+}  // namespace
+
+bool add_hook_types(PyObject* module) {
+  static PyType_Slot kept_slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor that stays.")},
+                                     {Py_tp_members, kept_members},
+                                     {Py_tp_traverse, slot(kept_traverse)},
+                                     {Py_tp_clear, slot(kept_clear)},
+                                     {Py_tp_dealloc, slot(kept_dealloc)},
+                                     {0, nullptr}};
+  static PyType_Spec kept_spec = {"offload._core.KeptTensor", sizeof(KeptTensor), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, kept_slots};
+  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack of tensors that stay.")},
+                                     {Py_tp_methods, core_methods},
+                                     {Py_tp_new, slot(core_new)},
+                                     {Py_tp_init, slot(core_init)},
+                                     {Py_tp_traverse, slot(core_traverse)},
+                                     {Py_tp_clear, slot(core_clear)},
+                                     {Py_tp_dealloc, slot(core_dealloc)},
+                                     {0, nullptr}};
+  static PyType_Spec core_spec = {"offload._core.HookCore", sizeof(HookCore), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, core_slots};
+  if (!intern_names()) return false;
+  kept_type = add_type(module, "KeptTensor", kept_spec);
+  core_type = add_type(module, "HookCore", core_spec);
+  return kept_type != nullptr && core_type != nullptr;
+}
+
+void set_tensor_interface(const TensorInterface& interface) { tensors = interface; }
+
+bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason) {
+  if (!PyObject_TypeCheck(self, core_type)) {
+    PyErr_SetString(PyExc_TypeError, "follow takes a HookCore");
+    return false;
+  }
+  HookCore* const core = as_core(self);
+  Py_INCREF(observer);
+  Py_XSETREF(core->observer, observer);
+  Py_INCREF(reason);
+  Py_XSETREF(core->reason, reason);
+  core->planned.count = nullptr;
+  core->cursor = std::move(cursor);
+  core->packs = 0;
+  return true;
+}
+
+}  // namespace offload

@@ -1,0 +1,153 @@
+// Where a step is in its schedule, as far as hooks of tensors that stay need it: what they cost is most of what
+// offload costs a model that it moves little of.
+//
+// On the data path: hook_core.cpp asks at every pack and unpack; what is due at a node, and every swapped tensor, is
+// Python's (executor.py), which moves the same cursor. Knows no Python. Not thread safe: callers hold the GIL.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace offload {
+
+// So many tensors, of so many bytes in all.
+struct Count {
+  int64_t tensors = 0;
+  int64_t nbytes = 0;
+};
+
+// A figure at one moment, and the most it ever was.
+struct Gauge {
+  int64_t now = 0;
+  int64_t peak = 0;
+  void add(int64_t more) {
+    now += more;
+    if (now > peak) peak = now;
+  }
+};
+
+// What a schedule says of one pack. -1: nothing.
+struct PackRow {
+  int64_t kept_bytes = -1;   // a tensor of just this size stays, without a second look
+  int64_t node_after = -1;   // the node that begins with this pack
+  int64_t weighed = -1;      // the node at which activations are weighed then
+  int64_t watched = -1;      // the node that its unpack begins
+  bool is_swapped = false;   // or shows the storage of one that is
+};
+
+// A schedule compiled to rows by pack index. Immutable once it is filled.
+class PackTable {
+ public:
+  // The row of a pack, made where there is none.
+  PackRow& at(size_t pack_index);
+  const PackRow* find(int64_t pack_index) const {
+    return pack_index >= 0 && static_cast<size_t>(pack_index) < rows_.size() ? &rows_[static_cast<size_t>(pack_index)]
+                                                                             : nullptr;
+  }
+
+ private:
+  std::vector<PackRow> rows_;
+};
+
+// When nodes begin and how long hooks hold them up, by the clock of Python's time.perf_counter.
+class NodeClock {
+ public:
+  struct Pause {
+    int64_t node;
+    int64_t pack_index;  // -1: of a pack
+    double begin;
+    double end;
+  };
+
+  NodeClock();
+  // A hook begins that may do something.
+  void begin();
+  // A node begins, at the beginning of the present hook.
+  void arrive(int64_t node) { begins(node, begin_); }
+  // A node begins in a hook that does nothing.
+  void pass_by(int64_t node) { begins(node, now()); }
+  // The hook that began last is about to return. `pack_index`: whose tensor backward waited for; -1: none.
+  void end(int64_t pack_index);
+  // Nodes that began, with the time of each, the first one first.
+  std::vector<std::pair<int64_t, double>> nodes() const;
+  const std::vector<Pause>& pauses() const { return pauses_; }
+  // What hooks took of the processor.
+  double hook_seconds() const { return hook_seconds_; }
+
+  bool is_listening = false;  // for the end of backward
+
+ private:
+  static double now();
+  void begins(int64_t node, double at);
+
+  std::vector<double> begins_;  // by node; negative: not yet
+  std::vector<Pause> pauses_;
+  double begin_ = 0;
+  double busy_ = -1;  // processor time at `begin`; negative: not read
+  int64_t node_ = 0;
+  int64_t hooks_ = 0;
+  double hook_seconds_ = 0;
+};
+
+// Activations in memory while a step runs.
+class ActivationMeter {
+ public:
+  // `kept`: bytes by node that the schedule keeps. `resident`: what the engine has on the device. `steps`: steps begun;
+  // where another begins meanwhile, the two cannot be told apart, and neither is measured.
+  ActivationMeter(std::vector<int64_t> kept, std::shared_ptr<const Gauge> resident, std::shared_ptr<const Gauge> steps,
+                  bool on)
+      : is_on(on), kept_(std::move(kept)), resident_(std::move(resident)), steps_(std::move(steps)), step_(steps_->now) {}
+
+  // `node` -1: none begins. `more_bytes`: what is about to come back.
+  void weigh(int64_t node, int64_t more_bytes);
+
+  bool is_on;
+  int64_t stayed_bytes = 0;  // of what was to leave and could not
+  int64_t peak_bytes = 0;
+
+ private:
+  const std::vector<int64_t> kept_;
+  const std::shared_ptr<const Gauge> resident_;
+  const std::shared_ptr<const Gauge> steps_;
+  const int64_t step_;
+};
+
+class ScheduleCursor {
+ public:
+  // `due`: the schedule keeps it, and Python has to act at the node that begins.
+  enum class Verdict : uint8_t { undecided, kept, due };
+
+  ScheduleCursor(std::shared_ptr<const PackTable> table, std::shared_ptr<NodeClock> clock,
+                 std::shared_ptr<ActivationMeter> meter)
+      : table_(std::move(table)), clock_(std::move(clock)), meter_(std::move(meter)) {}
+
+  // Decides a pack where the schedule keeps a tensor of this size.
+  Verdict pack(int64_t pack_index, int64_t nbytes);
+  // The same for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
+  bool unpack(int64_t pack_index);
+  // Whether the unpack of a tensor that stayed moves the schedule on.
+  bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }
+  // A node begins, at the beginning of a hook of Python's. Whether something is due there.
+  bool arrive(int64_t next_node);
+  bool has_used(int64_t pack_index) const;
+  void use(int64_t pack_index);
+  void forget_uses() { used_.clear(); }
+
+  int64_t node = 0;
+  int64_t next_due = 0;          // the node at which a release or a prefetch is due
+  bool is_on_schedule = true;    // the step runs as recorded
+  bool decides = true;           // false: Python times every hook, with events of a device
+
+ private:
+  const PackRow* row(int64_t pack_index) const { return is_on_schedule ? table_->find(pack_index) : nullptr; }
+
+  const std::shared_ptr<const PackTable> table_;
+  const std::shared_ptr<NodeClock> clock_;
+  const std::shared_ptr<ActivationMeter> meter_;
+  std::vector<bool> used_;  // by pack index
+};
+
+}  // namespace offload
