@@ -127,7 +127,7 @@ PyObject* descriptor(const py::kwargs& given, const char* name) {
 }  // namespace
 
 void register_hooks(py::module_& module) {
-  if (!add_hook_types(module.ptr())) throw py::error_already_set();
+  if (!add_kept_type(module.ptr()) || !add_hook_types(module.ptr())) throw py::error_already_set();
   register_counts(module);
   register_step(module);
   module.def("set_tensor_interface", [](const py::kwargs& given) {
@@ -143,7 +143,7 @@ void register_hooks(py::module_& module) {
     found.is_leaf = descriptor(given, "is_leaf");
     found.is_view = kept(given, "is_view");
     found.detach = kept(given, "detach");
-    set_tensor_interface(found);
+    tensors = found;
   });
   module.def(
       "follow",

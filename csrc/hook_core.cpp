@@ -1,37 +1,10 @@
 #include "hook_core.h"
 
-#include <structmember.h>
-
 #include <new>
 #include <utility>
 
-#include "mutants.h"
-
 namespace offload {
 namespace {
-
-// An owned reference, or null.
-class Owned {
- public:
-  explicit Owned(PyObject* object = nullptr) : object_(object) {}
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
-  ~Owned() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
-};
-
-// What a graph node holds in the place of a tensor that stays.
-struct KeptTensor {
-  PyObject_HEAD
-  PyObject* tensor;    // without its history
-  PyObject* version;   // at its pack
-  Py_ssize_t index;    // of its pack, where its unpack is to be told; else -1
-};
 
 struct CachedCount {
   std::shared_ptr<Count> count;  // null until the first tensor
@@ -49,8 +22,6 @@ struct HookCore {
   CachedCount small, parameter, planned;
 };
 
-TensorInterface tensors;
-PyTypeObject* kept_type = nullptr;
 PyTypeObject* core_type = nullptr;
 
 struct Names {
@@ -59,50 +30,6 @@ struct Names {
 } names;
 
 HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
-
-PyObject* get(PyObject* descriptor, PyObject* object) {
-  return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
-}
-
-// −1: a Python error.
-int is_true(PyObject* owned) {
-  const Owned result(owned);
-  return result ? PyObject_IsTrue(result.get()) : -1;
-}
-
-int64_t to_int(PyObject* owned) {
-  const Owned result(owned);
-  return result ? PyLong_AsLongLong(result.get()) : -1;
-}
-
-// -- KeptTensor -------------------------------------------------------------------------------------------------------
-
-int kept_traverse(PyObject* self, visitproc visit, void* arg) {
-  auto* kept = reinterpret_cast<KeptTensor*>(self);
-  Py_VISIT(kept->tensor);
-  Py_VISIT(Py_TYPE(self));
-  return 0;
-}
-
-int kept_clear(PyObject* self) {
-  Py_CLEAR(reinterpret_cast<KeptTensor*>(self)->tensor);
-  return 0;
-}
-
-void kept_dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  PyTypeObject* const type = Py_TYPE(self);
-  auto* kept = reinterpret_cast<KeptTensor*>(self);
-  Py_CLEAR(kept->tensor);
-  Py_CLEAR(kept->version);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyMemberDef kept_members[] = {{"tensor", T_OBJECT_EX, offsetof(KeptTensor, tensor), READONLY, nullptr},
-                              {"version", T_OBJECT_EX, offsetof(KeptTensor, version), READONLY, nullptr},
-                              {"index", T_PYSSIZET, offsetof(KeptTensor, index), READONLY, nullptr},
-                              {nullptr, 0, 0, 0, nullptr}};
 
 // The tensor of a record, after autograd's own check that nobody wrote to it.
 PyObject* checked(PyObject* core, PyObject* packed) {
@@ -141,12 +68,7 @@ PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
   if (is_leaf) Py_INCREF(tensor);
   Owned held(is_leaf ? tensor : PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr));
   if (!held) return nullptr;
-  auto* kept = reinterpret_cast<KeptTensor*>(kept_type->tp_alloc(kept_type, 0));
-  if (kept == nullptr) return nullptr;
-  kept->tensor = held.release();
-  kept->version = version.release();
-  kept->index = watched ? static_cast<Py_ssize_t>(index) : -1;
-  return reinterpret_cast<PyObject*>(kept);
+  return make_kept(held, version, watched ? static_cast<Py_ssize_t>(index) : -1);
 }
 
 std::shared_ptr<Count> count_for(HookCore* core, PyObject* reason) {
@@ -336,22 +258,6 @@ void core_dealloc(PyObject* self) {
 
 // -- the module -------------------------------------------------------------------------------------------------------
 
-template <typename Function>
-void* slot(Function* function) {
-  return reinterpret_cast<void*>(function);
-}
-
-PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
-  PyObject* const type = PyType_FromSpec(&spec);
-  if (type == nullptr) return nullptr;
-  Py_INCREF(type);  // one for this file, for good
-  if (PyModule_AddObject(module, name, type) < 0) {
-    Py_DECREF(type);
-    return nullptr;
-  }
-  return reinterpret_cast<PyTypeObject*>(type);
-}
-
 bool intern_names() {
   const std::pair<PyObject**, const char*> all[] = {{&names.small, "small"},
                                                     {&names.parameter, "parameter"},
@@ -370,14 +276,6 @@ bool intern_names() {
 }  // namespace
 
 bool add_hook_types(PyObject* module) {
-  static PyType_Slot kept_slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor that stays.")},
-                                     {Py_tp_members, kept_members},
-                                     {Py_tp_traverse, slot(kept_traverse)},
-                                     {Py_tp_clear, slot(kept_clear)},
-                                     {Py_tp_dealloc, slot(kept_dealloc)},
-                                     {0, nullptr}};
-  static PyType_Spec kept_spec = {"offload._core.KeptTensor", sizeof(KeptTensor), 0,
-                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, kept_slots};
   static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack of tensors that stay.")},
                                      {Py_tp_methods, core_methods},
                                      {Py_tp_new, slot(core_new)},
@@ -389,12 +287,9 @@ bool add_hook_types(PyObject* module) {
   static PyType_Spec core_spec = {"offload._core.HookCore", sizeof(HookCore), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, core_slots};
   if (!intern_names()) return false;
-  kept_type = add_type(module, "KeptTensor", kept_spec);
   core_type = add_type(module, "HookCore", core_spec);
-  return kept_type != nullptr && core_type != nullptr;
+  return core_type != nullptr;
 }
-
-void set_tensor_interface(const TensorInterface& interface) { tensors = interface; }
 
 bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason) {
   if (!PyObject_TypeCheck(self, core_type)) {

@@ -64,12 +64,15 @@ void ActivationMeter::weigh(int64_t node, int64_t more_bytes) {
   peak_bytes = std::max(peak_bytes, kept_[static_cast<size_t>(node)] + stayed_bytes + resident_->now + more_bytes);
 }
 
+bool ScheduleCursor::is_due(int64_t next_node) const {
+  return next_node >= next_due && !OFFLOAD_BROKEN("what is due at a kept tensor is done");
+}
+
 ScheduleCursor::Verdict ScheduleCursor::pack(int64_t pack_index, int64_t nbytes) {
   const PackRow* const found = row(pack_index);
   if (found == nullptr) return Verdict::undecided;
   if (found->kept_bytes != nbytes && !OFFLOAD_BROKEN("a kept tensor has the recorded size")) return Verdict::undecided;
-  const bool is_due = found->node_after >= next_due && !OFFLOAD_BROKEN("what is due at a kept tensor is done");
-  if (is_due || !decides) return Verdict::due;
+  if (is_due(found->node_after) || !decides) return Verdict::due;
   if (found->node_after >= 0) {
     if (clock_ != nullptr) clock_->pass_by(found->node_after);
     node = found->node_after;
@@ -81,7 +84,7 @@ ScheduleCursor::Verdict ScheduleCursor::pack(int64_t pack_index, int64_t nbytes)
 bool ScheduleCursor::unpack(int64_t pack_index) {
   const PackRow* const found = row(pack_index);
   if (!decides || found == nullptr || found->is_swapped) return false;
-  if (found->watched < node || found->watched >= next_due) return false;
+  if (found->watched < node || is_due(found->watched)) return false;
   if (clock_ != nullptr) {
     if (!clock_->is_listening) return false;
     if (found->watched > node) clock_->pass_by(found->watched);

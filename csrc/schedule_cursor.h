@@ -1,5 +1,5 @@
-// Where a step is in its schedule, as far as hooks of tensors that stay need it: what they cost is most of what
-// offload costs a model that it moves little of.
+// Where a step is in its schedule, as far as the hooks of kept tensors need it: those are most hooks, and most of what
+// offload costs a model of which it swaps little.
 //
 // On the data path: hook_core.cpp asks at every pack and unpack; what is due at a node, and every swapped tensor, is
 // Python's (executor.py), which moves the same cursor. Knows no Python. Not thread safe: callers hold the GIL.
@@ -142,6 +142,7 @@ class ScheduleCursor {
   bool decides = true;           // false: Python times every hook, with events of a device
 
  private:
+  bool is_due(int64_t next_node) const;
   const PackRow* row(int64_t pack_index) const { return is_on_schedule ? table_->find(pack_index) : nullptr; }
 
   const std::shared_ptr<const PackTable> table_;

@@ -43,6 +43,8 @@ class ManualStep:
         Of the last measured steps: duration, computation in it, most activations in memory.
     late
         Seconds that the last measured step waited, by pack index.
+    held
+        Pack indices of swapped tensors that somebody else held in it, so that swapping them freed nothing.
     """
 
     limits: Limits
@@ -54,6 +56,7 @@ class ManualStep:
     compute_seconds: deque[float] = field(init=False)
     activation_bytes: deque[int] = field(init=False)
     late: dict[int, float] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.step_seconds = deque(maxlen=self.limits.measurements)
@@ -74,7 +77,9 @@ class ManualStep:
                 self.activation_bytes.append(executor.peak_bytes)
             self.late = executor.late_packs(measured, self.limits.late_seconds)
             counts.prefetched_late += len(self.late.keys() - executor.missed)
-            self.weights = ActivationBytes.of_manual(self.schedule, executor.held)
+            if executor.held != self.held:
+                self.held = executor.held
+                self.weights = ActivationBytes.of_manual(self.schedule, executor.held)
         self.executors.clear()
         self.executors.extend(unread)
 

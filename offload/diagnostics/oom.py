@@ -209,7 +209,7 @@ def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         holder = frame.f_locals.get("self")
         is_backward = module == "torch.autograd" and frame.f_code.co_name in ("backward", "grad")
         # The second: a GPU's backward runs in a thread without a caller.
-        if is_backward or frame.f_code is Round.unpack_swapped.__code__:
+        if is_backward or frame.f_code is StepHooks.unpack_swapped.__code__:
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"

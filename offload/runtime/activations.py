@@ -117,7 +117,7 @@ class MeteredExecutor(ScheduleExecutor):
         *,
         finds_held: bool = False,
     ) -> None:
-        # What another step has in memory cannot be told from what this one has.
+        # The engine's count does not tell one step's activations from another's.
         self._meter = ActivationMeter(weights.kept, engine.resident, counts.begun, engine.unswapped.now == 0)
         super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
         self.missed: set[int] = set()
@@ -125,13 +125,13 @@ class MeteredExecutor(ScheduleExecutor):
         self._storages: dict[int, StorageWatch] | None = None
         if finds_held:
             self._storages = {}
-            when_gone(self, partial(_close_all, self._storages))
+            call_when_dead(self, partial(_close_all, self._storages))
         self._measured = stopwatch.measured
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most activations in memory at a time; None where they were not weighed."""
-        return self._meter.peak_bytes if self._meter.is_on and self.on_course else None
+        """Most activation bytes in memory at a time; None where they were not measured."""
+        return self._meter.peak_bytes if self._meter.is_on and self.on_schedule else None
 
     def measured(self, node_count: int) -> Measured | None:
         """What it took; None where it is not over."""
@@ -150,9 +150,9 @@ class MeteredExecutor(ScheduleExecutor):
         return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in self.missed}
 
     def pass_by(self, pack_index: int) -> None:
-        """A tensor stays that the schedule keeps, and the cursor has left the rest to Python."""
+        """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
         super().pass_by(pack_index)
-        self._weigh(pack_index)
+        self._meter_at(pack_index)
 
     def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
@@ -164,9 +164,9 @@ class MeteredExecutor(ScheduleExecutor):
         """The hook of this pack is about to return."""
         super().packed(pack_index)
         entry = self.schedule.order.entries.get(pack_index)
-        if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._leases:
+        if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._slots:
             self._meter.stayed_bytes += entry.nbytes
-        self._weigh(pack_index)
+        self._meter_at(pack_index)
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
@@ -181,13 +181,13 @@ class MeteredExecutor(ScheduleExecutor):
         is_missing = slot is not None and slot.record.is_swapped_out
         if is_missing:
             self.missed.add(first)
-        self._meter.weigh(self.cursor.node, lease.record.nbytes if lease is not None and is_missing else 0)
+        self._meter.weigh(self.cursor.node, slot.record.nbytes if slot is not None and is_missing else 0)
 
     def _is_held(self, pack_index: int, storage: StorageWatch) -> bool:
         slot = self._slots[pack_index]()
         return slot is not None and slot.record.is_swapped_out and not storage.expired()
 
-    def _weigh(self, pack_index: int) -> None:
+    def _meter_at(self, pack_index: int) -> None:
         self._meter.weigh(self.schedule.order.node_after_pack.get(pack_index, -1))
 
 

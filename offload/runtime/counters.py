@@ -62,8 +62,8 @@ class Counts(defaultdict[str, Count]):
     def steps(self, count: int) -> None:
         self.begun.now = count
 
-    def begin_round(self) -> None:
-        """A forward pass begins: what follows is `in_round`."""
+    def begin_step(self) -> None:
+        """A forward pass begins: what follows is `in_step`."""
         self._swapped_before = self.swapped.copy()
         self._kept_before = {reason: count.copy() for reason, count in self.items()}
 

@@ -18,9 +18,8 @@ import torch
 from offload import _core
 from offload.devices.device import device_of
 from offload.runtime.swapped_storage import (
-    Departure,
-    Lease,
-    LeaseReference,
+    CopyOut,
+    SlotHandle,
     StorageKey,
     SwappedStorage,
     WeakSlotHandle,
@@ -122,7 +121,7 @@ class Engine:
     @property
     def queues(self) -> tuple[deque[Any], ...]:
         """What `collect` looks at: all empty where it has nothing to do."""
-        return self._dead, self._departing, self._retired
+        return self._dead, self._copies_out, self._retired
 
     def current_stream(self) -> int:
         """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""

@@ -27,11 +27,11 @@ class StepObserver(Protocol):
 
     @property
     def cursor(self) -> ScheduleCursor | None:
-        """Decides in C++ what hooks of tensors that stay do; None where each of them is to ask here."""
+        """Decides in C++ what the hooks of kept tensors do; None where each of them asks the observer."""
 
     @property
     def reason(self) -> str:
-        """Why a tensor stays where the cursor says so."""
+        """Why the schedule keeps tensors."""
 
     def watches(self, pack_index: int) -> bool:
         """Whether the unpack of a tensor that was kept is to be reported."""
@@ -44,7 +44,7 @@ class StepObserver(Protocol):
         """A hook that may wait begins."""
 
     def pass_by(self, pack_index: int) -> None:
-        """A tensor stays that the schedule keeps, and the cursor has left the rest to Python. Its pack ends with it."""
+        """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Why this storage is kept; None: it is swapped."""
@@ -238,11 +238,11 @@ class ScheduleExecutor:
         self._deviate = deviate
         self.on_schedule = True
         self._watched = schedule.watched
-        self._leaves = schedule.leaves
+        self._swapped_bytes = schedule.swapped_bytes
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
-        self._leases: dict[int, weakref.ref[Lease]] = {}
+        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
         self._next_release = 0
-        self._next_return = 0
+        self._next_prefetch = 0
         self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
         self._look_ahead()
 
@@ -261,7 +261,7 @@ class ScheduleExecutor:
             self.stopwatch.begin()
 
     def pass_by(self, pack_index: int) -> None:
-        """A tensor stays that the schedule keeps, and the cursor has left the rest to Python. Its pack ends with it."""
+        """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
         node = self._node_after_pack.get(pack_index)
         if node is None:
             return
@@ -283,8 +283,8 @@ class ScheduleExecutor:
         schedule = self.schedule
         if pack_index in schedule.order.duplicates:
             return self.reason
-        if not schedule.expects(pack_index, nbytes):
-            self._leave()  # another branch than the recorded one: go on by demand
+        if not schedule.matches(pack_index, nbytes):
+            self._leave_schedule()  # another branch than the recorded one: go on by demand
             return None
         return None if pack_index in schedule.swapped else self.reason
 
@@ -358,8 +358,8 @@ class ScheduleExecutor:
     def _look_ahead(self) -> None:
         releases, prefetches = self.schedule.releases, self.schedule.prefetches
         due = [releases[self._next_release][0]] if self._next_release < len(releases) else []
-        if self._next_return < len(returns):
-            due.append(returns[self._next_return][0])
+        if self._next_prefetch < len(prefetches):
+            due.append(prefetches[self._next_prefetch][0])
         self.cursor.next_due = min(due, default=_NEVER)
 
     def _start_over(self, node: int, pack_index: int) -> None:
@@ -367,8 +367,8 @@ class ScheduleExecutor:
         if not self.cursor.has_used(pack_index):
             self._deviate()
         self.cursor.forget_uses()
-        returns = self.schedule.returns
-        self._next_return = next((i for i, (_, use, _) in enumerate(returns) if use >= node), len(returns))
+        prefetches = self.schedule.prefetches
+        self._next_prefetch = next((i for i, (_, use, _) in enumerate(prefetches) if use >= node), len(prefetches))
         self._look_ahead()
 
     def _prefetch(self, pack_index: int) -> None:
@@ -382,7 +382,7 @@ class ScheduleExecutor:
         except (torch.OutOfMemoryError, MemoryError):
             self._counts.prefetches_without_memory += 1  # asked for again on demand, when there may be room
 
-    def _leave(self) -> None:
-        self.on_course = self.cursor.is_on_schedule = False
+    def _leave_schedule(self) -> None:
+        self.on_schedule = self.cursor.is_on_schedule = False
         self._watched = {}
         self._deviate()

@@ -48,11 +48,12 @@ class Policy(Protocol):
         """Note on `error`, where it says that memory ran out, why."""
 
 
-class Round(HookCore):
-    """One forward pass and the backward passes over it.
+class StepHooks(HookCore):
+    """The hooks of one forward pass and of the backward passes over it.
 
-    Its base decides in C++ on tensors that stay; it calls `pack_due`, `pack_candidate`, `unpack_watched`,
-    `unpack_swapped` and `refuse` for what it cannot decide. Until `attach` its packs move, but nothing is prefetched.
+    `pack` and `unpack` are those of the base class, in C++: they handle kept tensors and call `pack_due`,
+    `pack_candidate`, `unpack_watched`, `unpack_swapped` and `refuse` for everything else. Until `attach` tensors are
+    swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -62,35 +63,35 @@ class Round(HookCore):
         self._counts = policy.counts
         self.policy = policy
         self._kept: set[StorageKey] = set()
-        self.hooks: weakref.ref[RoundHooks] | None = None  # these are on while the round's forward runs
-        self.attach(Idle())
+        self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
+        self.attach(SwapOnDemand())
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
         """Tell `observer` of every pack and unpack from here on; packs are numbered from here."""
         self.attached = True
-        self._follower = follower
-        follow(self, follower, follower.cursor, follower.reason)
+        self._observer = observer
+        follow(self, observer, observer.cursor, observer.reason)
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
-        """Keep a tensor that the schedule keeps, where something is due at the node that begins."""
-        self._follower.pass_by(index)
-        return self.keep(tensor, index, self._follower.reason, nbytes)
+        """Keep a tensor that the schedule keeps, where the observer has to act."""
+        self._observer.pass_by(index)
+        return self.keep(tensor, index, self._observer.reason, nbytes)
 
     def pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        """Swap a tensor, or keep it, by what its storage and the observer tell."""
-        follower = self._follower
-        follower.begin()
+        """Swap a tensor or keep it, depending on its storage and on the observer."""
+        observer = self._observer
+        observer.begin()
         packed = self._swap_or_keep(tensor, index, nbytes)
-        follower.packed(index)
+        observer.packed(index)
         return packed
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
-        """A tensor that stayed, where backward's asking for it moves the observer on."""
+        """A kept tensor whose unpack the observer wants to know of."""
         self._engine.collect()  # before anything comes back: graph nodes that are done have left room
-        self._follower.unpacking(kept.index)
+        self._observer.unpacking(kept.index)
         tensor = self.checked(kept)
-        self._follower.unpacked(kept.index)
+        self._observer.unpacked(kept.index)
         return tensor
 
     def unpack_swapped(self, view: SwappedView) -> Tensor:
@@ -104,18 +105,18 @@ class Round(HookCore):
             Its bytes could not be read back; a later call tries again.
         """
         self._engine.collect()  # before anything comes back: graph nodes that are done have left room
-        self._follower.unpacking(view.index)
+        self._observer.unpacking(view.index)
         try:
             tensor = view.restore()
         except (MemoryError, RuntimeError) as error:
             self.policy.explain(error)
             raise
-        self._follower.unpacked(view.index)
+        self._observer.unpacked(view.index)
         return tensor
 
     @staticmethod
     def refuse(kept: KeptTensor) -> None:
-        """Raise what autograd raises where somebody has written to a tensor that stayed."""
+        """Raise autograd's error: a kept tensor was changed in place."""
         tensor = kept.tensor
         raise_changed(tensor.type(), tensor.shape, tensor._version, kept.version)
 
@@ -125,11 +126,11 @@ class Round(HookCore):
             return self.keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self.keep(tensor, index, "unsupported kind", nbytes)
-        key, lease = self._engine.look(tensor, nbytes)
+        key, slot = self._engine.look(tensor, nbytes)
         if key is None:
             return self.keep(tensor, index, "view of a larger storage", nbytes)
-        if lease is not None:
-            return self._pack_duplicate(tensor, index, lease)
+        if slot is not None:
+            return self._pack_duplicate(tensor, index, slot)
         if key[3] < self._min_nbytes:
             small = tensor.untyped_storage().nbytes() < self._min_nbytes
             return self.keep(tensor, index, "small" if small else "view of a larger storage", nbytes)
@@ -147,20 +148,20 @@ class Round(HookCore):
         except PinningFailed as error:
             policy.warn_once(error)
             return self.keep(tensor, index, "pinning failed", nbytes)
-        self._follower.swapped(index, lease, tensor)
-        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._follower.caps_in_flight:
+        self._observer.swapped(index, slot, tensor)
+        if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
             self._engine.limit_in_flight()
         count = self._counts.swapped
         count.tensors += 1
         count.nbytes += key[3]
-        return SwappedView(tensor, lease, index)
+        return SwappedView(tensor, slot, index)
 
     def _pack_duplicate(self, tensor: Tensor, index: int, slot: SlotHandle) -> Packed:
         count = self._counts.duplicates
         count.tensors += 1
         count.nbytes += tensor.nbytes
-        self._follower.swapped_again(index, lease)
-        return SwappedView(tensor, lease, index)
+        self._observer.duplicated(index, slot)
+        return SwappedView(tensor, slot, index)
 
 
 def innermost_step_hooks() -> StepHooks | None:

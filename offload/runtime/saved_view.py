@@ -36,10 +36,10 @@ class SwappedView:
         "index",
     )
 
-    def __init__(self, tensor: torch.Tensor, lease: Lease, index: int) -> None:
-        self._lease = lease
+    def __init__(self, tensor: torch.Tensor, slot: SlotHandle, index: int) -> None:
+        self._slot = slot
         self.index = index  # of its pack
-        record = lease.record
+        record = slot.record
         record.views += 1
         record._views_left += 1
         self._shape = tensor.shape

@@ -61,7 +61,7 @@ class Schedule:
 
     @cached_property
     def table(self) -> PackTable:
-        """What hooks of tensors that stay have to know, compiled."""
+        """What the hooks of kept tensors look up, by pack index."""
         table = PackTable()
         for index, entry in self.order.entries.items():
             if index in self.swapped:

@@ -67,6 +67,7 @@ PROCESSES = "tests/processes/test_"
 PRIVACY = PROCESSES + "spill_privacy.py::test_"
 LONG_RUN = PROCESSES + "long_run.py::test_nothing_grows"
 INTERRUPTED_SAVE = AUTOGRAD + "interruptions.py::test_an_interrupted_save_holds_its_source"
+KEPT = AUTOGRAD + "kept_tensors.py::test_"
 DICTIONARY = AUTOGRAD + "against_dictionary.py::test_any_order_of_events"
 
 
@@ -145,6 +146,10 @@ OUTSIDE = {
     "a forked child waits for no lane": [PROCESSES + "forks.py::test_child_that_leaves_the_engine_alone"],
     "the host's tier locks no memory": [PROCESSES + "limits.py::test_no_memory_to_lock[slab]"],
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
+}
+OUTSIDE |= {
+    "a kept tensor has the recorded size": [KEPT + "a_tensor_of_another_size_ends_the_schedule"],
+    "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
 }
 TESTED = PYTHON | OUTSIDE
 
