@@ -6,6 +6,7 @@
 #include <string>
 
 #include "hook_core.h"
+#include "saved_identity.h"
 #include "schedule_cursor.h"
 
 namespace py = pybind11;
@@ -127,7 +128,7 @@ PyObject* descriptor(const py::kwargs& given, const char* name) {
 }  // namespace
 
 void register_hooks(py::module_& module) {
-  if (!add_kept_type(module.ptr()) || !add_hook_types(module.ptr())) throw py::error_already_set();
+  if (!add_kept_type(module.ptr()) || !add_hook_types(module.ptr()) || !add_identity_functions(module.ptr())) throw py::error_already_set();
   register_counts(module);
   register_step(module);
   module.def("set_tensor_interface", [](const py::kwargs& given) {
@@ -141,6 +142,10 @@ void register_hooks(py::module_& module) {
     found.base = descriptor(given, "base");
     found.version = descriptor(given, "version");
     found.is_leaf = descriptor(given, "is_leaf");
+    found.identity = descriptor(given, "identity");
+    found.storage_identity = descriptor(given, "storage_identity");
+    found.untyped_storage = kept(given, "untyped_storage");
+    found.storage_nbytes = kept(given, "storage_nbytes");
     found.is_view = kept(given, "is_view");
     found.detach = kept(given, "detach");
     tensors = found;

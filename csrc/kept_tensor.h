@@ -40,9 +40,13 @@ struct TensorInterface {
   PyObject* base = nullptr;
   PyObject* version = nullptr;
   PyObject* is_leaf = nullptr;
+  PyObject* identity = nullptr;
+  PyObject* storage_identity = nullptr;  // of a storage's class
   // Callables that take the tensor.
   PyObject* is_view = nullptr;
   PyObject* detach = nullptr;
+  PyObject* untyped_storage = nullptr;
+  PyObject* storage_nbytes = nullptr;  // takes a storage
 };
 
 inline TensorInterface tensors;

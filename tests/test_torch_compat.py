@@ -17,6 +17,49 @@ def test_attributes_of_a_tensor_are_descriptors(name):
     assert descriptor.__get__(Parameter(torch.zeros(6)), Parameter) == READ[name]
 
 
+def test_a_storage_has_one_identity_and_tells_its_bytes():
+    x = torch.zeros(6)
+    first, second = x.untyped_storage(), x[2:].untyped_storage()
+    assert torch.UntypedStorage.nbytes(first) == 24
+    assert tensors.storage_identity(first) == tensors.storage_identity(second)
+    assert tensors.storage_identity(first) != tensors.storage_identity(torch.zeros(6).untyped_storage())
+    assert torch.UntypedStorage._cdata.__get__(first) == tensors.storage_identity(first)
+    assert torch.Tensor._cdata.__get__(x) != torch.Tensor._cdata.__get__(x[2:])
+
+
+def test_a_storage_is_watched_without_being_held():
+    x = torch.zeros(6)
+    watch = tensors.StorageWatch(x.untyped_storage())
+    assert not watch.expired()
+    del x
+    assert watch.expired()
+    watch.close()
+
+
+def test_an_address_is_kept_from_being_used_again():
+    x = torch.zeros(6)
+    identity, keeper = x._cdata, tensors.address_keeper(x)
+    del x
+    assert all(torch.zeros(6)._cdata != identity for _ in range(100))
+    assert keeper is not None
+
+
+def test_versions_are_shared_by_views():
+    x = torch.zeros(6)
+    x[2:].add_(1)
+    assert tensors.version_of(x) == tensors.version_of(x[3:]) == 1
+
+
+def test_lazy_bits():
+    x = torch.complex(torch.ones(2), torch.ones(2))
+    assert torch.equal(tensors.conjugated(x), x.conj())
+    assert tensors.conjugated(x).is_conj()
+    assert tensors.conjugated(x).data_ptr() == x.data_ptr()
+    negated = tensors.negated(torch.ones(2))
+    assert negated.is_neg()
+    assert torch.equal(negated, -torch.ones(2))
+
+
 def test_methods_of_a_tensor_take_it():
     x = torch.zeros(6)
     assert [torch.Tensor._is_view(each) for each in (x, x[1:])] == [False, True]

@@ -16,7 +16,7 @@ from torch import nn
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.allocations import DeviceAllocations, HostAllocations, watch_allocations
 from offload.profiling.model_state import HeldBytes
-from offload.runtime.engine import Engine, StorageWatch, has_storage
+from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.swapped_storage import SlotHandle
@@ -24,6 +24,7 @@ from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
+from offload.torch_compat.tensors import StorageWatch
 
 _ROOT = "forward"
 

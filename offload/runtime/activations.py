@@ -18,11 +18,12 @@ from offload._core import ActivationMeter
 from offload.plan import Swap
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, StorageWatch
+from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, ScheduleExecutor, Stopwatch
 from offload.runtime.schedule import Schedule
 from offload.runtime.swapped_storage import SlotHandle
 from offload.runtime.weak import call_when_dead
+from offload.torch_compat.tensors import StorageWatch
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from offload import _core
+from offload._core import find_saved, version_owner
 from offload.devices.device import device_of
 from offload.runtime.swapped_storage import (
     CopyOut,
@@ -24,6 +25,7 @@ from offload.runtime.swapped_storage import (
     SwappedStorage,
     WeakSlotHandle,
 )
+from offload.torch_compat.tensors import StorageWatch, address_keeper, storage_identity
 
 log = logging.getLogger("offload")
 
@@ -42,27 +44,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     )
-
-
-class StorageWatch:
-    """Tells when nobody holds a storage any more. It has to be closed: a finalizer would run Python code."""
-
-    __slots__ = ("_reference",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference: Any = storage._weak_ref()
-
-    def expired(self) -> bool:
-        """Whether nobody holds it any more."""
-        if self._reference is not None and torch.UntypedStorage._expired(self._reference):
-            self.close()
-        return self._reference is None
-
-    def close(self) -> None:
-        """Watch no longer."""
-        reference, self._reference = self._reference, None
-        if reference is not None:
-            torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
 
 
 def _oldest(queue: deque[Entry]) -> Entry | None:
@@ -165,7 +146,7 @@ class Engine:
     @staticmethod
     def identity(tensor: torch.Tensor) -> int:
         """What tells its storage from every other one alive: the same for all views."""
-        return int(tensor.untyped_storage()._cdata)
+        return storage_identity(tensor.untyped_storage())
 
     def look(self, tensor: torch.Tensor, nbytes: int) -> tuple[StorageKey | None, SlotHandle | None]:
         """Which bytes to move, and the handle on them where they have been swapped out already.
@@ -174,24 +155,16 @@ class Engine:
         may change unseen while they are copied: views share the version counter of their base, but parts that autograd
         does not know as views (`unsafe_chunk`, `.data`) have their own, and a write through one is unknown to the rest.
         """
-        storage = tensor.untyped_storage()
-        storage_nbytes, identity = storage.nbytes(), storage._cdata
-        owner = tensor._base
-        if owner is None:
-            owner, owner_nbytes, owned_nbytes = tensor, nbytes, storage_nbytes
-        else:
-            owner_nbytes, owned_nbytes = owner.nbytes, owner.untyped_storage().nbytes()
-        if owner_nbytes < owned_nbytes:
+        found = find_saved(tensor, nbytes, self._live)
+        if found is None:
             return None, None
-        key = owner._cdata, tensor._version, 0, storage_nbytes, identity
-        reference = self._live.get(key)
-        slot = reference() if reference is not None else None
-        if slot is None and 2 * nbytes < storage_nbytes:
+        key, slot = found
+        if slot is None and 2 * nbytes < key[3]:
             extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             span_nbytes = int(extent) * tensor.itemsize
-            if 2 * span_nbytes < storage_nbytes:
+            if 2 * span_nbytes < key[3]:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
-                key = owner._cdata, key[1], begin, span_nbytes, identity
+                key = key[0], key[1], begin, span_nbytes, key[4]
                 reference = self._live.get(key)
                 slot = reference() if reference is not None else None
         return key, slot
@@ -217,8 +190,7 @@ class Engine:
         copy_out = CopyOut(storage, nbytes, stream)
         # The store enters the copy-out itself: no interrupt can come between the copy's start and the source's hold.
         ticket = self._begin_copy(address, nbytes, stream, need, copy_out, self._enter)
-        base = tensor._base
-        owner = torch._C._WeakTensorRef(tensor if base is None else base)  # type: ignore[attr-defined]
+        owner = address_keeper(version_owner(tensor))
         record = SwappedStorage(self, ticket, owner, key, nbytes, address % self._alignment, copy_out)
         slot = SlotHandle(record)
         reference = WeakSlotHandle(slot, self._dead.append)

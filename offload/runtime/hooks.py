@@ -20,6 +20,7 @@ from offload.runtime.executor import StepObserver, SwapOnDemand
 from offload.runtime.saved_view import SwappedView, raise_changed
 from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.torch_compat.autograd import innermost_hooks
+from offload.torch_compat.tensors import version_of
 
 # What a graph node holds in a saved tensor's place.
 Packed = KeptTensor | SwappedView
@@ -118,7 +119,7 @@ class StepHooks(HookCore):
     def refuse(kept: KeptTensor) -> None:
         """Raise autograd's error: a kept tensor was changed in place."""
         tensor = kept.tensor
-        raise_changed(tensor.type(), tensor.shape, tensor._version, kept.version)
+        raise_changed(tensor.type(), tensor.shape, version_of(tensor), kept.version)
 
     def _swap_or_keep(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
         policy = self.policy

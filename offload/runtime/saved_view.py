@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from offload.runtime.swapped_storage import SlotHandle
+from offload.torch_compat.tensors import conjugated, negated, version_of
 
 
 def raise_changed(kind: str, shape: torch.Size, found: int, expected: int) -> None:
@@ -29,10 +30,10 @@ class SwappedView:
         "_is_neg",
         "_offset",
         "_probe",
+        "_saved_version",
         "_shape",
         "_slot",
         "_stride",
-        "_version",
         "index",
     )
 
@@ -51,7 +52,7 @@ class SwappedView:
         self._dtype = tensor.dtype
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
-        self._version = tensor._version
+        self._saved_version = version_of(tensor)
         # Shares the tensor's version counter, and holds none of its memory.
         self._probe = tensor.detach()
         self._probe.data = record.empty(tensor.dtype)
@@ -71,17 +72,17 @@ class SwappedView:
         OSError
             Its bytes could not be read back; calling again tries again.
         """
-        found = self._probe._version
-        if found != self._version:
-            raise_changed(self._probe.type(), self._shape, found, self._version)
+        found = version_of(self._probe)
+        if found != self._saved_version:
+            raise_changed(self._probe.type(), self._shape, found, self._saved_version)
         storage, begin = self._slot.record.swap_in()
         # Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
         tensor = self._slot.record.empty(self._dtype).detach()
         tensor.set_(storage, self._offset + begin // tensor.itemsize, self._shape, self._stride)
         if self._is_conj:
-            tensor = torch._conj(tensor)
+            tensor = conjugated(tensor)
         if self._is_neg:
-            tensor = torch._neg_view(tensor)
+            tensor = negated(tensor)
         # Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
         restored = self._probe.detach()
         restored.data = tensor

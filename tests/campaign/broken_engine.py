@@ -60,14 +60,6 @@ def no_check(module: Any) -> Callable[[], Patches]:
     return lambda: [mock.patch.object(module, "raise_changed")]
 
 
-def addresses_only() -> Patches:
-    """Storages with the same address are the same."""
-
-    whole = "key = owner._cdata, tensor._version, 0, storage_nbytes, identity"
-    broken = rewritten(Engine.look, whole, "key = 0, 0, 0, storage_nbytes, storage.data_ptr()")
-    return [mock.patch.object(Engine, "look", broken)]
-
-
 def no_stride() -> Patches:
     """The second view of some bytes comes back contiguous."""
     original = SwappedView.__init__
@@ -179,15 +171,9 @@ def no_offset() -> Patches:
     return [mock.patch.object(SwappedView, "__init__", broken)]
 
 
-def storage_only() -> Patches:
-    """Bytes are known by their storage alone, whatever was written to it since."""
-    return [mock.patch.object(Engine, "look", rewritten(Engine.look, "tensor._version", "0"))]
-
-
 BROKEN: dict[str, Callable[[], Patches]] = {
     "source is held until its copy ends": no_hold,
     "version of a swapped tensor is checked": no_check(saved_view),
-    "identity is more than an address": addresses_only,
     "a duplicate keeps its stride": no_stride,
     "a source stays while some views are on it": no_shared_source,
     "a span of a source that stays has its place": no_place_in_source,
@@ -202,7 +188,6 @@ BROKEN: dict[str, Callable[[], Patches]] = {
     "an abandoned graph gives its records back": no_teardown,
     "a source that has left is let go": no_letting_go,
     "a view keeps its offset": no_offset,
-    "a version is part of an identity": storage_only,
 }
 
 

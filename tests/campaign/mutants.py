@@ -85,9 +85,6 @@ PYTHON = {
         AUTOGRAD + "in_place.py::test_write_that_races_with_the_copy_out",
         DICTIONARY,
     ],
-    "identity is more than an address": [
-        AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
-    ],
     "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
     "a source stays while some views are on it": [SHARED_VIEWS],
     "a span of a source that stays has its place": [SHARED_VIEWS],
@@ -105,11 +102,10 @@ PYTHON = {
     ],
     "a source that has left is let go": [LONG_RUN],
     "a view keeps its offset": [DICTIONARY],
-    "a version is part of an identity": [DICTIONARY],
 }
 
 
-# Guards in C++ against what fails below the store, and around the process.
+# Guards in C++ against what fails below the store, and around the process; below, those of the hooks.
 OUTSIDE = {
     "a freed slot gives its extent back": [LONG_RUN],
     "a failed write gives its extent back": nth("write", "error", errno.EIO, "transient", DIRECT, SLAB),
@@ -148,6 +144,10 @@ OUTSIDE = {
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }
 OUTSIDE |= {
+    "identity is more than an address": [
+        AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
+    ],
+    "a version is part of an identity": [DICTIONARY],
     "a kept tensor has the recorded size": [KEPT + "a_tensor_of_another_size_ends_the_schedule"],
     "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
 }
