@@ -4,7 +4,9 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 
+#include "gauge_type.h"
 #include "hook_core.h"
 #include "saved_identity.h"
 #include "schedule_cursor.h"
@@ -57,11 +59,27 @@ void register_counts(py::module_& module) {
       .def("__repr__", [](const Count& count) {
         return "Count(tensors=" + std::to_string(count.tensors) + ", nbytes=" + std::to_string(count.nbytes) + ")";
       });
-  py::class_<Gauge, std::shared_ptr<Gauge>>(module, "Gauge")
-      .def(py::init<>())
-      .def_readwrite("now", &Gauge::now)
-      .def_readonly("peak", &Gauge::peak)
-      .def("add", &Gauge::add);
+}
+
+using PauseRow = std::tuple<int64_t, std::optional<int64_t>, double, double>;
+
+py::tuple measure_step(const NodeTimes& nodes, const std::vector<PauseRow>& rows, double step_seconds, size_t count) {
+  std::vector<Pause> pauses;
+  for (const auto& [node, index, begin, end] : rows) pauses.push_back({node, index.value_or(-1), begin, end});
+  const StepTimes times = measure(nodes, pauses, step_seconds, count);
+  return py::make_tuple(py::tuple(py::cast(times.starts)), py::tuple(py::cast(times.node_seconds)), times.waits,
+                        times.stall_seconds);
+}
+
+py::tuple measure_clock(const NodeClock& clock, double end, size_t count) {
+  NodeTimes nodes = clock.nodes();
+  std::vector<Pause> pauses = clock.pauses();
+  const double begin = nodes.front().second;
+  for (auto& [node, at] : nodes) at -= begin;
+  for (Pause& pause : pauses) pause.begin -= begin, pause.end -= begin;
+  const StepTimes times = measure(nodes, pauses, end - begin, count);
+  return py::make_tuple(py::tuple(py::cast(times.starts)), py::tuple(py::cast(times.node_seconds)), times.waits,
+                        times.stall_seconds, end - begin);
 }
 
 void register_step(py::module_& module) {
@@ -79,20 +97,17 @@ void register_step(py::module_& module) {
       .def("pass_by", &NodeClock::pass_by)
       .def("end", [](NodeClock& clock, std::optional<int64_t> index) { clock.end(index.value_or(-1)); })
       .def_readwrite("is_listening", &NodeClock::is_listening)
-      .def_property_readonly("nodes", &NodeClock::nodes)
-      .def_property_readonly("pauses",
-                             [](const NodeClock& clock) {
-                               py::list result;
-                               for (const NodeClock::Pause& each : clock.pauses()) {
-                                 const py::object index = each.pack_index < 0 ? py::none() : py::cast(each.pack_index);
-                                 result.append(py::make_tuple(each.node, index, each.begin, each.end));
-                               }
-                               return result;
-                             })
+      .def("measure", &measure_clock)
       .def_property_readonly("hook_seconds", &NodeClock::hook_seconds);
+  module.def("measure_step", &measure_step);
   py::class_<ActivationMeter, std::shared_ptr<ActivationMeter>>(module, "ActivationMeter")
-      .def(py::init<std::vector<int64_t>, std::shared_ptr<Gauge>, std::shared_ptr<Gauge>, bool>(), py::arg("kept"),
-           py::arg("resident"), py::arg("steps"), py::arg("is_on"))
+      .def(py::init([](std::vector<int64_t> bytes, py::handle resident, py::handle steps, bool is_on) {
+             auto found = gauge_of(resident.ptr());
+             auto begun = found != nullptr ? gauge_of(steps.ptr()) : nullptr;
+             if (begun == nullptr) throw py::error_already_set();
+             return std::make_shared<ActivationMeter>(std::move(bytes), std::move(found), std::move(begun), is_on);
+           }),
+           py::arg("kept"), py::arg("resident"), py::arg("steps"), py::arg("is_on"))
       .def("weigh", &ActivationMeter::weigh, py::arg("node"), py::arg("more_bytes") = 0)
       .def_readwrite("stayed_bytes", &ActivationMeter::stayed_bytes)
       .def_readonly("peak_bytes", &ActivationMeter::peak_bytes)
@@ -102,8 +117,8 @@ void register_step(py::module_& module) {
            py::arg("table"), py::arg("clock") = nullptr, py::arg("meter") = nullptr)
       .def("watches", &ScheduleCursor::watches)
       .def("arrive", &ScheduleCursor::arrive)
+      .def("ask", [](ScheduleCursor& cursor, int64_t index) { return static_cast<int>(cursor.ask(index)); })
       .def("has_used", &ScheduleCursor::has_used)
-      .def("use", &ScheduleCursor::use)
       .def("forget_uses", &ScheduleCursor::forget_uses)
       .def_readwrite("node", &ScheduleCursor::node)
       .def_readwrite("next_due", &ScheduleCursor::next_due)
@@ -128,7 +143,9 @@ PyObject* descriptor(const py::kwargs& given, const char* name) {
 }  // namespace
 
 void register_hooks(py::module_& module) {
-  if (!add_kept_type(module.ptr()) || !add_hook_types(module.ptr()) || !add_identity_functions(module.ptr())) throw py::error_already_set();
+  PyObject* const target = module.ptr();
+  if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_identity_functions(target))
+    throw py::error_already_set();
   register_counts(module);
   register_step(module);
   module.def("set_tensor_interface", [](const py::kwargs& given) {

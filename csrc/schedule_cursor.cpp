@@ -1,61 +1,13 @@
 #include "schedule_cursor.h"
 
 #include <algorithm>
-#include <ctime>
 
 #include "mutants.h"
 
 namespace offload {
-namespace {
-
-// The processor's own clock is a system call: of many hooks it is read in some.
-constexpr int64_t kHooksTimed = 16;
-constexpr int64_t kTimedEvery = 8;
-
-double seconds(clockid_t clock) {
-  timespec at{};
-  clock_gettime(clock, &at);
-  return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
-}
-
-}  // namespace
-
 PackRow& PackTable::at(size_t pack_index) {
   if (pack_index >= rows_.size()) rows_.resize(pack_index + 1);
   return rows_[pack_index];
-}
-
-NodeClock::NodeClock() { begins(0, now()); }
-
-double NodeClock::now() { return seconds(CLOCK_MONOTONIC); }
-
-void NodeClock::begins(int64_t node, double at) {
-  node_ = node;
-  const auto position = static_cast<size_t>(std::max<int64_t>(node, 0));
-  if (position >= begins_.size()) begins_.resize(position + 1, -1.0);
-  if (begins_[position] < 0) begins_[position] = at;
-}
-
-void NodeClock::begin() {
-  begin_ = now();
-  const bool is_timed = hooks_ < kHooksTimed || hooks_ % kTimedEvery == 0;
-  busy_ = is_timed ? seconds(CLOCK_THREAD_CPUTIME_ID) : -1.0;
-}
-
-void NodeClock::end(int64_t pack_index) {
-  pauses_.push_back({node_, pack_index, begin_, now()});
-  if (busy_ >= 0) {
-    const double share = hooks_ < kHooksTimed ? 1.0 : static_cast<double>(kTimedEvery);
-    hook_seconds_ += share * (seconds(CLOCK_THREAD_CPUTIME_ID) - busy_);
-  }
-  ++hooks_;
-}
-
-std::vector<std::pair<int64_t, double>> NodeClock::nodes() const {
-  std::vector<std::pair<int64_t, double>> result;
-  for (size_t node = 0; node < begins_.size(); ++node)
-    if (begins_[node] >= 0) result.emplace_back(static_cast<int64_t>(node), begins_[node]);
-  return result;
 }
 
 void ActivationMeter::weigh(int64_t node, int64_t more_bytes) {
@@ -99,6 +51,14 @@ bool ScheduleCursor::arrive(int64_t next_node) {
   if (next_node > node && clock_ != nullptr) clock_->arrive(next_node);
   node = next_node;
   return node >= next_due;
+}
+
+ScheduleCursor::Ask ScheduleCursor::ask(int64_t pack_index) {
+  const PackRow* const found = row(pack_index);
+  if (found == nullptr || found->watched < 0) return Ask::unwatched;
+  if (found->watched < node) return Ask::back;
+  use(pack_index);
+  return arrive(found->watched) ? Ask::due : Ask::quiet;
 }
 
 bool ScheduleCursor::has_used(int64_t pack_index) const {

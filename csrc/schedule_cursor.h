@@ -11,22 +11,15 @@
 #include <utility>
 #include <vector>
 
+#include "gauge.h"
+#include "node_clock.h"
+
 namespace offload {
 
 // So many tensors, of so many bytes in all.
 struct Count {
   int64_t tensors = 0;
   int64_t nbytes = 0;
-};
-
-// A figure at one moment, and the most it ever was.
-struct Gauge {
-  int64_t now = 0;
-  int64_t peak = 0;
-  void add(int64_t more) {
-    now += more;
-    if (now > peak) peak = now;
-  }
 };
 
 // What a schedule says of one pack. -1: nothing.
@@ -50,46 +43,6 @@ class PackTable {
 
  private:
   std::vector<PackRow> rows_;
-};
-
-// When nodes begin and how long hooks hold them up, by the clock of Python's time.perf_counter.
-class NodeClock {
- public:
-  struct Pause {
-    int64_t node;
-    int64_t pack_index;  // -1: of a pack
-    double begin;
-    double end;
-  };
-
-  NodeClock();
-  // A hook begins that may do something.
-  void begin();
-  // A node begins, at the beginning of the present hook.
-  void arrive(int64_t node) { begins(node, begin_); }
-  // A node begins in a hook that does nothing.
-  void pass_by(int64_t node) { begins(node, now()); }
-  // The hook that began last is about to return. `pack_index`: whose tensor backward waited for; -1: none.
-  void end(int64_t pack_index);
-  // Nodes that began, with the time of each, the first one first.
-  std::vector<std::pair<int64_t, double>> nodes() const;
-  const std::vector<Pause>& pauses() const { return pauses_; }
-  // What hooks took of the processor.
-  double hook_seconds() const { return hook_seconds_; }
-
-  bool is_listening = false;  // for the end of backward
-
- private:
-  static double now();
-  void begins(int64_t node, double at);
-
-  std::vector<double> begins_;  // by node; negative: not yet
-  std::vector<Pause> pauses_;
-  double begin_ = 0;
-  double busy_ = -1;  // processor time at `begin`; negative: not read
-  int64_t node_ = 0;
-  int64_t hooks_ = 0;
-  double hook_seconds_ = 0;
 };
 
 // Activations in memory while a step runs.
@@ -117,6 +70,9 @@ class ActivationMeter {
 
 class ScheduleCursor {
  public:
+  // quiet: nothing is due. due: something is. unwatched: the recorded backward did not ask for it. back: it asked for it
+  // before the present node.
+  enum class Ask : uint8_t { quiet, due, unwatched, back };
   // `due`: the schedule keeps it, and Python has to act at the node that begins.
   enum class Verdict : uint8_t { undecided, kept, due };
 
@@ -132,8 +88,9 @@ class ScheduleCursor {
   bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }
   // A node begins, at the beginning of a hook of Python's. Whether something is due there.
   bool arrive(int64_t next_node);
+  // The same for the unpack of any tensor, which begins its node where the step goes on as recorded.
+  Ask ask(int64_t pack_index);
   bool has_used(int64_t pack_index) const;
-  void use(int64_t pack_index);
   void forget_uses() { used_.clear(); }
 
   int64_t node = 0;
@@ -143,6 +100,7 @@ class ScheduleCursor {
 
  private:
   bool is_due(int64_t next_node) const;
+  void use(int64_t pack_index);
   const PackRow* row(int64_t pack_index) const { return is_on_schedule ? table_->find(pack_index) : nullptr; }
 
   const std::shared_ptr<const PackTable> table_;

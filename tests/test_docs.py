@@ -105,7 +105,10 @@ def test_every_reason_to_stay_is_answered():
     from offload.diagnostics.oom import _FIXED
 
     hooks = (ROOT / "offload" / "runtime" / "hooks.py").read_text()
-    reasons = set(re.findall(r'_keep\([^)]*?"([\w ]+)"', hooks)) | _FIXED | {"kept by plan", "n_tensors", "excluded"}
+    core = (ROOT / "csrc" / "hook_core.cpp").read_text()
+    reasons = set(re.findall(r'\.keep\([^)]*?"([\w ]+)"', hooks)) | _FIXED
+    reasons |= set(re.findall(r'names\.(?:small|parameter|unsupported), "([\w ]+)"', core))
+    reasons |= {"kept by plan", "n_tensors", "excluded"}
     assert {"small", "host limit"} <= reasons
     text = (DOCS / "faq.md").read_text()
     for reason in reasons:

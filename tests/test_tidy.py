@@ -34,6 +34,7 @@ ROOMS = [
 ]
 TOP = {"__init__", "__main__", "options", "session", "units"}
 LINES_MAX = 400
+PYTHON_TYPES = {"gauge_type", "hook_core", "kept_tensor", "saved_identity"}
 # What runs Python code when an object dies, and weak references, which may.
 REFERENCES = {"weakref.ref", "weakref.proxy", "weakref.ReferenceType"}
 RUN_PYTHON_CODE = {
@@ -82,7 +83,7 @@ def test_only_bindings_know_python():
         text = path.read_text()
         assert ("pybind11" in text) == path.name.endswith("bindings.cpp"), path
         # Python's own C interface, where pybind11's handling of arguments costs more than the work.
-        may = path.stem in ("hook_core", "kept_tensor", "saved_identity") or path.name.endswith("bindings.cpp")
+        may = path.stem in PYTHON_TYPES or path.name.endswith("bindings.cpp")
         assert may or "Python.h" not in text, path
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload._core import ActivationMeter, NodeClock, ScheduleCursor
+from offload._core import ActivationMeter, NodeClock, ScheduleCursor, measure_step
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.schedule import Schedule
@@ -20,6 +20,7 @@ from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62
+_DUE, _UNWATCHED, _BACK = 1, 2, 3  # what `ScheduleCursor.ask` answers, beside 0: nothing to do
 
 
 class StepObserver(Protocol):
@@ -97,6 +98,11 @@ class SwapOnDemand:
     def unpacked(self, pack_index: int) -> None: ...
 
 
+# By node: when it could begin to compute, and how long it computed; seconds waited by pack index; seconds in hooks; the
+# step's seconds.
+StepTimes = tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float]
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a step really took, in seconds from its beginning."""
@@ -114,27 +120,22 @@ class DeviceClock:
 
     hook_seconds = 0.0
 
-    def __init__(self, mark: Callable[[], Any]) -> None:
-        self.pauses: list[tuple[int, int | None, Any, Any]] = []  # (node, pack index, from, to)
+    def __init__(self, engine: Engine) -> None:
         self.is_listening = False
-        self._mark = mark
-        self._nodes = {0: mark()}
+        self._engine = engine
+        self._nodes = {0: engine.mark()}
+        self._pauses: list[tuple[int, int | None, Any, Any]] = []  # (node, pack index, from, to)
         self._begin: Any = None
         self._node = 0
 
-    @property
-    def nodes(self) -> list[tuple[int, Any]]:
-        """Nodes that began, and when."""
-        return list(self._nodes.items())
-
     def begin(self) -> None:
         """A hook begins that may do something."""
-        self._begin = self._mark()
+        self._begin = self._engine.mark()
 
     def pass_by(self, node: int) -> None:
         """A node begins in a hook that does nothing."""
         self._node = node
-        self._nodes.setdefault(node, self._mark())
+        self._nodes.setdefault(node, self._engine.mark())
 
     def arrive(self, node: int) -> None:
         """A node begins, at the beginning of the present hook."""
@@ -143,7 +144,20 @@ class DeviceClock:
 
     def end(self, pack_index: int | None) -> None:
         """The hook that began last is about to return."""
-        self.pauses.append((self._node, pack_index, self._begin, self._mark()))
+        self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
+
+    def measure(self, end: Any, node_count: int) -> StepTimes | None:
+        """What the step took that ended at this mark; None while the device has not come that far."""
+        marks = [*self._nodes.values(), end]
+        for _, _, begin, until in self._pauses:
+            marks += (begin, until)
+        seconds = self._engine.seconds_since(marks[0], marks)
+        if seconds is None:
+            return None
+        nodes, rest = list(zip(self._nodes, seconds, strict=False)), iter(seconds[len(self._nodes) + 1 :])
+        pauses = [(node, index, next(rest), next(rest)) for node, index, _, _ in self._pauses]
+        step_seconds = seconds[len(self._nodes)]
+        return (*measure_step(nodes, pauses, step_seconds, node_count), step_seconds)
 
 
 class Stopwatch:
@@ -160,7 +174,7 @@ class Stopwatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._end: Any = None
-        self.clock = DeviceClock(engine.mark) if engine.is_accelerator else NodeClock()
+        self.clock = DeviceClock(engine) if engine.is_accelerator else NodeClock()
         self.begin = self.clock.begin
         self.pass_by = self.clock.pass_by
         self.arrive = self.clock.arrive
@@ -184,33 +198,11 @@ class Stopwatch:
         """The durations of `node_count` nodes; None where the step is not over. A node not seen took no time."""
         if self._end is None:
             return None
-        nodes, pauses_noted = self.clock.nodes, self.clock.pauses
-        flat = [*(mark for _, mark in nodes), self._end]
-        for _, _, begin, end in pauses_noted:
-            flat += (begin, end)
-        seconds = self._engine.seconds_since(flat[0], flat)
-        if seconds is None:
+        found = self.clock.measure(self._end, node_count)
+        if found is None:
             return None
-        at = {node: when for (node, _), when in zip(nodes, seconds, strict=False)}
-        whole = seconds[len(nodes)]
-        rest = iter(seconds[len(nodes) + 1 :])
-        pauses = [0.0] * node_count
-        first_pause = [0.0] * node_count
-        waits: dict[int, float] = {}
-        for node, pack_index, _, _ in pauses_noted:
-            begin, end = next(rest), next(rest)
-            if node < node_count:
-                if begin <= at[node]:
-                    first_pause[node] = end - begin
-                pauses[node] += end - begin
-            if pack_index is not None:
-                waits[pack_index] = waits.get(pack_index, 0.0) + end - begin
-        arrivals = [whole] * (node_count + 1)
-        for node in reversed(range(node_count)):
-            arrivals[node] = at.get(node, arrivals[node + 1])
-        node_seconds = [max(0.0, arrivals[k + 1] - arrivals[k] - pauses[k]) for k in range(node_count)]
-        starts = [arrivals[k] + first_pause[k] for k in range(node_count)]
-        return Measured(tuple(starts), tuple(node_seconds), waits, sum(pauses), self.clock.hook_seconds, whole)
+        starts, node_seconds, waits, stall_seconds, step_seconds = found
+        return Measured(starts, node_seconds, waits, stall_seconds, self.clock.hook_seconds, step_seconds)
 
 
 class ScheduleExecutor:
@@ -320,15 +312,20 @@ class ScheduleExecutor:
         self._acted = self.schedule.order.duplicates.get(pack_index, pack_index) in self._swapped_bytes
         if not self.on_schedule:
             return
-        node = self._watched.get(pack_index)
-        if node is None:
+        cursor, clock = self.cursor, self._device_clock
+        before = cursor.node if clock is not None else 0
+        asked = cursor.ask(pack_index)
+        if asked == _BACK:
+            self._start_over(self._watched[pack_index], pack_index)
+            asked = cursor.ask(pack_index)
+        if asked == _UNWATCHED:
             if self._acted:  # the recorded backward saw a part of the graph only
                 self._deviate()
             return
-        if node < self.cursor.node:
-            self._start_over(node, pack_index)
-        self.cursor.use(pack_index)
-        self._arrive(node)
+        if clock is not None and cursor.node > before:
+            clock.arrive(cursor.node)
+        if asked == _DUE:
+            self._act(cursor.node)
 
     def unpacked(self, pack_index: int) -> None:
         """The tensor of this pack is there."""
@@ -338,8 +335,11 @@ class ScheduleExecutor:
     def _arrive(self, node: int) -> None:
         if self._device_clock is not None and node > self.cursor.node:
             self._device_clock.arrive(node)
-        if not self.cursor.arrive(node):
-            return
+        if self.cursor.arrive(node):
+            self._act(node)
+
+    def _act(self, node: int) -> None:
+        """Do what is due at a node."""
         releases, prefetches = self.schedule.releases, self.schedule.prefetches
         while self._next_release < len(releases) and releases[self._next_release][0] <= node:
             reference = self._slots.get(releases[self._next_release][1])
@@ -367,6 +367,7 @@ class ScheduleExecutor:
         if not self.cursor.has_used(pack_index):
             self._deviate()
         self.cursor.forget_uses()
+        self.cursor.node = node
         prefetches = self.schedule.prefetches
         self._next_prefetch = next((i for i, (_, use, _) in enumerate(prefetches) if use >= node), len(prefetches))
         self._look_ahead()

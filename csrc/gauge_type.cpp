@@ -1,0 +1,61 @@
+#include "gauge_type.h"
+
+#include <structmember.h>
+
+namespace offload {
+namespace {
+
+struct GaugeObject {
+  PyObject_HEAD
+  Gauge gauge;
+};
+
+PyTypeObject* gauge_type = nullptr;
+
+Gauge& value_of(PyObject* self) { return reinterpret_cast<GaugeObject*>(self)->gauge; }
+
+PyObject* gauge_add(PyObject* self, PyObject* more) {
+  const long long count = PyLong_AsLongLong(more);
+  if (count == -1 && PyErr_Occurred()) return nullptr;
+  value_of(self).add(count);
+  Py_RETURN_NONE;
+}
+
+void gauge_dealloc(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+constexpr Py_ssize_t kGauge = offsetof(GaugeObject, gauge);
+PyMemberDef gauge_members[] = {{"now", T_LONGLONG, kGauge + static_cast<Py_ssize_t>(offsetof(Gauge, now)), 0, nullptr},
+                               {"peak", T_LONGLONG, kGauge + static_cast<Py_ssize_t>(offsetof(Gauge, peak)), READONLY,
+                                nullptr},
+                               {nullptr, 0, 0, 0, nullptr}};
+PyMethodDef gauge_methods[] = {{"add", gauge_add, METH_O, "add(more): count more, or, negative, less."},
+                               {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool add_gauge_type(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A figure at one moment, and the most it ever was.")},
+                                {Py_tp_members, gauge_members},
+                                {Py_tp_methods, gauge_methods},
+                                {Py_tp_new, slot(PyType_GenericNew)},
+                                {Py_tp_dealloc, slot(gauge_dealloc)},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"offload._core.Gauge", sizeof(GaugeObject), 0, Py_TPFLAGS_DEFAULT, slots};
+  gauge_type = add_type(module, "Gauge", spec);
+  return gauge_type != nullptr;
+}
+
+std::shared_ptr<Gauge> gauge_of(PyObject* object) {
+  if (Py_TYPE(object) != gauge_type) {
+    PyErr_SetString(PyExc_TypeError, "a Gauge is wanted");
+    return nullptr;
+  }
+  Py_INCREF(object);
+  return {&value_of(object), [object](Gauge*) { Py_DECREF(object); }};
+}
+
+}  // namespace offload
