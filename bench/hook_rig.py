@@ -24,6 +24,7 @@ from offload.control.limits import LIMITS
 
 CONTESTANTS = ("none", "plain", "offload")  # no hooks, hooks that do nothing, the engine's
 SWAPPED_BYTES = 1 << 20
+NO_LIMIT_BYTES = 1 << 40
 KINDS = ("kept small", "kept parameter", "kept", "swapped", "duplicate", "view")
 
 
@@ -121,10 +122,20 @@ class HookRig:
         As in `offload.enable`.
     measured : bool
         Whether every step is timed and weighed, as with a plan on the CPU; by default none is.
+    planned : bool
+        Whether a plan decides, as by default, with every step timed; "kept" is then kept by a plan without swaps, whose
+        hooks a memory limit keeps on.
     """
 
     def __init__(
-        self, kind: str, *, count: int, device: str = "cpu", spill_dir: str | None = None, measured: bool = False
+        self,
+        kind: str,
+        *,
+        count: int,
+        device: str = "cpu",
+        spill_dir: str | None = None,
+        measured: bool = False,
+        planned: bool = False,
     ) -> None:
         self.kind = kind
         self.count = count
@@ -136,13 +147,21 @@ class HookRig:
         self._x = torch.zeros(1, device=device, requires_grad=True)
         self.handle = offload.enable(
             self._models["offload"],
-            n_tensors=1 if kind == "kept" else -1,
-            lb=count + 2,
+            **self._knobs(planned),
             min_tensor_bytes=SWAPPED_BYTES // 2,
             spill_dir=spill_dir,
         )
         steps = sys.maxsize if measured else 0
-        self.handle._controller._limits = replace(LIMITS, manual_measured_steps=steps, recheck_steps=sys.maxsize)
+        # Replanned never: nodes that compute nothing are never as long as planned.
+        limits = replace(LIMITS, manual_measured_steps=steps, recheck_steps=sys.maxsize, replans=0)
+        self.handle._controller._limits = limits
+
+    def _knobs(self, planned: bool) -> dict[str, Any]:
+        if not planned:
+            return {"n_tensors": 1 if self.kind == "kept" else -1, "lb": self.count + 2}
+        if self.kind.startswith("kept"):
+            return {"memory_limit": NO_LIMIT_BYTES}
+        return {"n_tensors": -1, "lb": "auto"}
 
     def step(self, contestant: str) -> Cost:
         """Measure one forward and one backward pass."""

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from accelerator import is_simulated
 from torch.nn import Parameter
 
 from offload import _core
 from offload.torch_compat import tensors
+from offload.torch_compat.streams import raw_current_stream
 
 READ = {"nbytes": 24, "_base": None, "_version": 0, "is_leaf": True, "is_nested": False, "layout": torch.strided}
 
@@ -58,6 +60,21 @@ def test_lazy_bits():
     negated = tensors.negated(torch.ones(2))
     assert negated.is_neg()
     assert torch.equal(negated, -torch.ones(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(is_simulated, reason="torch has this for its own kinds of devices")
+def test_the_raw_stream_is_the_current_one():
+    ask = raw_current_stream("cuda")
+    assert ask is not None
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert ask(side.device_index) == side.cuda_stream
+    assert ask(side.device_index) == torch.cuda.current_stream().cuda_stream
+
+
+def test_other_kinds_have_no_raw_stream():
+    assert raw_current_stream("nothing") is None
 
 
 def test_methods_of_a_tensor_take_it():

@@ -13,6 +13,7 @@ import torch
 
 from offload import _core
 from offload.torch_compat.memory import observe_out_of_memory
+from offload.torch_compat.streams import raw_current_stream
 
 # Kinds of devices, and the library with their driver's interface. A new kind is a line here.
 LIBRARIES = {"cuda": "libcuda.so.1"}
@@ -51,9 +52,12 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.module = torch.get_device_module(device)
+        self._raw_stream = raw_current_stream(device.type) if device.index is not None else None
 
     def current_stream(self) -> int:
         """Driver's handle of the current stream."""
+        if self._raw_stream is not None:
+            return int(self._raw_stream(self.torch_device.index))
         stream = self.module.current_stream(self.torch_device)
         handle = getattr(stream, "cuda_stream", None)
         return int((stream.native_handle if handle is None else handle) or 0)

@@ -64,8 +64,8 @@ def no_stride() -> Patches:
     """The second view of some bytes comes back contiguous."""
     original = SwappedView.__init__
 
-    def init(self: SwappedView, tensor: torch.Tensor, slot: SlotHandle) -> None:
-        original(self, tensor, slot)
+    def init(self: SwappedView, tensor: torch.Tensor, slot: SlotHandle, index: int) -> None:
+        original(self, tensor, slot, index)
         if slot.record.views > 1:
             self._stride = torch.empty(self._shape, device="meta").stride()
 
