@@ -34,6 +34,10 @@ HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object)
 // The tensor of a record, after autograd's own check that nobody wrote to it.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
+  if (kept->tensor == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "this saved tensor was garbage collected");
+    return nullptr;
+  }
   const Owned found(get(tensors.version, kept->tensor));
   if (!found) return nullptr;
   const int same = PyObject_RichCompareBool(found.get(), kept->version, Py_EQ);
@@ -44,6 +48,13 @@ PyObject* checked(PyObject* core, PyObject* packed) {
   }
   Py_INCREF(kept->tensor);
   return kept->tensor;
+}
+
+// Whether __init__ has run, and what is asked of tensors is known. False: a Python error.
+bool is_ready(const HookCore* core) {
+  if (core->counts != nullptr && tensors.tensor_type != nullptr) return true;
+  PyErr_SetString(PyExc_RuntimeError, "HookCore.__init__ or set_tensor_interface was not called");
+  return false;
 }
 
 // -- keeping ----------------------------------------------------------------------------------------------------------
@@ -85,6 +96,7 @@ PyObject* keep(HookCore* core, PyObject* tensor, int64_t index, CachedCount& cac
 
 // keep(tensor, index, reason, nbytes): count a tensor that stays, and return what the graph node holds.
 PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (!is_ready(as_core(self))) return nullptr;
   if (count != 4) {
     PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the number of its pack, a reason and its bytes");
     return nullptr;
@@ -124,6 +136,7 @@ PyObject* ask(PyObject* self, PyObject* method, PyObject* tensor, int64_t index,
 
 PyObject* core_pack(PyObject* self, PyObject* tensor) {
   HookCore* const core = as_core(self);
+  if (!is_ready(core)) return nullptr;
   const int64_t index = core->packs++;
   const int plain = is_plain(tensor);
   if (plain < 0) return nullptr;
@@ -160,6 +173,7 @@ int is_quiet(HookCore* core) {
 
 PyObject* core_unpack(PyObject* self, PyObject* packed) {
   HookCore* const core = as_core(self);
+  if (!is_ready(core)) return nullptr;
   if (Py_TYPE(packed) != kept_type) return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
   const Py_ssize_t index = reinterpret_cast<KeptTensor*>(packed)->index;
   if (index >= 0) {
@@ -236,9 +250,8 @@ int core_traverse(PyObject* self, visitproc visit, void* arg) {
 
 int core_clear(PyObject* self) {
   HookCore* const core = as_core(self);
-  Py_CLEAR(core->observer);
-  Py_CLEAR(core->reason);
-  return 0;  // the rest is part of no cycle that these are not part of, and pack and unpack count on it
+  Py_CLEAR(core->observer);  // nothing else that it holds refers back to it, and pack and unpack need the rest
+  return 0;
 }
 
 void core_dealloc(PyObject* self) {
@@ -246,6 +259,7 @@ void core_dealloc(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   HookCore* const core = as_core(self);
   core_clear(self);
+  Py_CLEAR(core->reason);
   Py_CLEAR(core->counts);
   Py_CLEAR(core->queues);
   core->cursor.~shared_ptr();
