@@ -7,6 +7,7 @@ from torch.nn import Parameter
 
 from offload import _core
 from offload.torch_compat import tensors
+from offload.torch_compat.modules import state_tensors
 from offload.torch_compat.streams import raw_current_stream
 
 READ = {"nbytes": 24, "_base": None, "_version": 0, "is_leaf": True, "is_nested": False, "layout": torch.strided}
@@ -96,3 +97,28 @@ def test_bytes_that_are_not_a_tensors_own():
     seen = []
     torch.func.vmap(lambda x: seen.append(tensors.has_own_bytes(x)) or x)(torch.zeros(2, 2))
     assert seen == [False]
+
+
+def test_a_modules_state_is_what_its_iterators_give():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(4)
+            self.again = self.norm
+            self.first = torch.nn.Linear(4, 4, bias=False)
+            self.second = torch.nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+            self.missing = None
+            self.register_parameter("none", None)
+            self.register_module("nothing", None)
+            self.register_buffer("empty", None)
+
+        def forward(self, x):
+            return self.second(self.norm(self.first(x)))
+
+    for model in (Tied(), torch.jit.trace(Tied(), torch.zeros(3, 4)), torch.nn.Sequential(torch.nn.LSTM(3, 3), Tied())):
+        parameters, buffers = state_tensors(model)
+        assert len(parameters) == len(list(model.parameters()))
+        assert len(buffers) == len(list(model.buffers())) == 3
+        addresses = {each.data_ptr() for each in [*model.parameters(), *model.buffers()]}
+        assert {each.data_ptr() for each in [*parameters, *buffers]} == addresses

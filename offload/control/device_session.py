@@ -25,6 +25,7 @@ from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.schedule import StepOrder
+from offload.torch_compat.modules import state_tensors
 from offload.torch_compat.tensors import has_own_bytes
 
 __all__ = ["DeviceSession"]
@@ -179,6 +180,7 @@ class DeviceSession:
         model = self._model()
         if model is None:
             return
-        held = [*model.parameters(), *model.buffers()]
+        parameters, buffers = state_tensors(model)
+        held = [*parameters, *buffers]
         self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
         self.devices = {tensor.device for tensor in held}

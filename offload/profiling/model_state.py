@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
+from offload.torch_compat.modules import state_tensors
 
 __all__ = ["HeldBytes", "HeldMemory"]
 
@@ -78,12 +79,11 @@ class HeldMemory:
     def look(self) -> HeldBytes:
         """What is there now: on an accelerator all that torch has allocated, else what is known of the model."""
         model = self._model()
-        parameters = list(model.parameters()) if model is not None else []
+        parameters, buffers = state_tensors(model) if model is not None else ([], [])
         gradients = _bytes_of(parameter.grad for parameter in parameters)
         device = device_of(self._engine.device)
         if device.is_accelerator:
             return HeldBytes(device.allocated_bytes() - gradients, gradients)
-        buffers = list(model.buffers()) if model is not None else []
         states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
         states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
         return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
