@@ -61,8 +61,10 @@ def files_hash(paths: Iterable[Path], *salt: str) -> str:
 def build_machine(output: Path, without: tuple[str, ...] = ()) -> Path:
     """Build the machine as a shared library that lacks the entry points named in `without`; a new file each time."""
     renamed = [f"-D{name}=without_{name}" for name in without]
-    # The leak sanitizer crashes on the dynamic thread-local storage of a library opened by dlopen.
-    options = ("-shared", "-fPIC", "-ftls-model=initial-exec", *renamed)
+    # The leak sanitizer crashes on the dynamic thread-local storage of a library opened by dlopen. Without it that is
+    # what there has to be: a process has static storage for a few such libraries only, and then dlopen fails.
+    static_storage = ["-ftls-model=initial-exec"] if os.environ.get("OFFLOAD_SANITIZE") else []
+    options = ("-shared", "-fPIC", *static_storage, *renamed)
     kept = Path(tempfile.gettempdir(), f"offload-machine-{files_hash([*MACHINE, *HEADERS], *options)}.so")
     with FileLock(kept.with_suffix(".lock")):
         if not kept.is_file():
