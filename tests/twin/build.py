@@ -20,7 +20,7 @@ from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
-MACHINE = [HERE / f"{name}.cpp" for name in ("clock", "controls", "cuda", "order", "runtime", "streams")]
+MACHINE = [HERE / f"{name}.cpp" for name in ("clock", "controls", "cuda", "files", "order", "runtime", "streams")]
 HEADERS = [*HERE.rglob("*.h"), CSRC / "cuda_api.h"]
 DRIVER_SOURCES = ("cuda_driver.cpp", "cuda_library.cpp", "numa.cpp", "process.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]

@@ -6,7 +6,9 @@ Runs with the extension in which guards can be left out (campaign/build.py), in 
 import contextlib
 import gc
 import inspect
+import tempfile
 import textwrap
+import threading
 from unittest import mock
 
 import pytest
@@ -31,11 +33,11 @@ SLICE_BYTES = 64 * KIB
 LARGE, SMALL = 4 * MIB, 16 * KIB
 
 
-def make_store(slabs=64, slice_bytes=SLICE_BYTES):
+def make_store(slabs=64, slice_bytes=SLICE_BYTES, spill_dir=""):
     """While streams are held two transfers are in flight, and all others gather: however fast the machine is."""
     lanes = _core.HostDriver()
     driver = _core.cuda_driver(0, sim.LIBRARY)
-    return _core.SwapStore.slab(driver, lanes, slabs * LARGE, slab_bytes=LARGE, slice_bytes=slice_bytes)
+    return _core.SwapStore.slab(driver, lanes, slabs * LARGE, spill_dir, slab_bytes=LARGE, slice_bytes=slice_bytes)
 
 
 def fresh(nbytes):
@@ -138,6 +140,47 @@ def a_target_is_let_go_when_it_is_said_to_be_done():
     ticket.release()
 
 
+def a_block_makes_room_for_another():
+    """It is written to a file as soon as it has arrived in its slab, which is not before the streams go on."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = make_store(slabs=2, spill_dir=folder)  # of which one has the buffers of the file
+        blocks = [fresh(LARGE).fill_(number) for number in range(2)]
+        torch.sim.synchronize()
+        waits, writes = sim.calls("cuEventSynchronize"), sim.calls("file write")
+        sim.hold_streams(True)
+        tickets = [store.swap_out(blocks[0].data_ptr(), blocks[0].nbytes, 0)]
+        thread = threading.Thread(
+            target=lambda: tickets.append(store.swap_out(blocks[1].data_ptr(), blocks[1].nbytes, 0))
+        )
+        thread.start()
+        sim.await_calls("cuEventSynchronize", waits, "file write", writes)
+        sim.hold_streams(False)
+        thread.join()
+        torch.sim.synchronize()
+        store.quiesce()
+
+
+def a_block_comes_back_from_a_file():
+    """Piece by piece, through two buffers: what reads one of them goes on when the streams do."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = make_store(slabs=2, spill_dir=folder)
+        blocks = [fresh(LARGE).fill_(number) for number in range(2)]
+        torch.sim.synchronize()
+        tickets = [store.swap_out(each.data_ptr(), each.nbytes, 0) for each in blocks]
+        for ticket in tickets:
+            ticket.wait_out(0)
+        torch.sim.synchronize()
+        assert tickets[0].state == "on_disk"
+        waits, reads = sim.calls("cuEventSynchronize"), sim.calls("file read")
+        sim.hold_streams(True)
+        tickets[0].prefetch(blocks[0].data_ptr(), 0)
+        sim.await_calls("cuEventSynchronize", waits, "file read", reads + 2)
+        sim.hold_streams(False)
+        tickets[0].swap_in(0)
+        torch.sim.synchronize()
+        store.quiesce()
+
+
 def a_source_of_another_stream():
     side = torch.sim.Stream()
     model = mlp().to("sim")
@@ -216,6 +259,8 @@ NATIVE = {
     "source outlives its copy-out": [whole_steps],
     "slot waits for its last read": [a_slot_is_dropped_while_it_is_read],
     "event is recycled after its last waiter": [whole_steps],
+    "spill waits for copy-out": [a_block_makes_room_for_another],
+    "bounce waits for its last read": [a_block_comes_back_from_a_file],
     "in_done counts every slice": [a_target_is_let_go_when_it_is_said_to_be_done],
 }
 
