@@ -75,7 +75,8 @@ def build_machine(output: Path, without: tuple[str, ...] = ()) -> Path:
 
 def build_driver_checks(output: Path, machine: Path) -> Path:
     """Build driver_checks.cpp with the real cuda_driver.cpp, linked to the library `machine`."""
-    sources = [HERE / "driver_checks.cpp", *(CSRC / name for name in DRIVER_SOURCES), machine]
+    checks = [HERE / "driver_checks.cpp", HERE / "driver_order_checks.cpp"]
+    sources = [*checks, *(CSRC / name for name in DRIVER_SOURCES), machine]
     return compile_sources(output, sources, f"-Wl,-rpath,{machine.parent}", "-ldl")
 
 

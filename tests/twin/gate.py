@@ -23,6 +23,15 @@ def watched_slab(*args: Any, **options: Any) -> _core.SwapStore:
     return store
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """What imports left behind never dies; the collector need not look at it after every test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine as after a restart, watched; a test marked `finds` looks at what was found itself."""
