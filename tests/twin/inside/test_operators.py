@@ -84,6 +84,8 @@ def compare(op):
 
 def are_equal(one, other):
     """To the last bit, where a number is one."""
+    if one.dtype == torch.complex32:
+        one, other = one.to(torch.complex64), other.to(torch.complex64)
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
