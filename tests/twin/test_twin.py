@@ -83,6 +83,7 @@ def test_no_file_is_forgotten():
     assert marked == set(MARKED_GPU)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # it builds the engine with edges left out, and runs a process for each
 def test_an_edge_that_is_left_out_is_named(backend, figures):
     with mutants_package() as folder:
