@@ -73,4 +73,5 @@ def test_a_test_marked_gpu_misses_record_stream_by_bytes():
     leave_out, _ = PYTHON["record_stream on sources"]
     test_gpu.test_a_source_of_another_stream_is_not_overwritten()
     with leave_out(), pytest.raises(AssertionError):
-        test_gpu.test_a_source_of_another_stream_is_not_overwritten()
+        for _ in range(5):  # bytes need that the host is not late itself
+            test_gpu.test_a_source_of_another_stream_is_not_overwritten()
