@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import KIND, LIBRARY, gpu
 from faults.inject import inject_fault
 
 from offload import _core
@@ -260,9 +261,9 @@ def test_a_wrong_field_is_named(field: str) -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_measured(tmp_path: Path) -> None:
     lanes = _core.HostDriver()
-    torch.zeros(1, device="cuda")
-    store = _core.SwapStore.slab(_core.cuda_driver(0), lanes, 256 << 20)
-    found = calibrate(store, torch.device("cuda", 0), "", cache_dir=tmp_path)
-    assert found.device == torch.cuda.get_device_name(0)
+    torch.zeros(1, device=KIND)
+    store = _core.SwapStore.slab(_core.cuda_driver(0, LIBRARY), lanes, 256 << 20)
+    found = calibrate(store, torch.device(KIND, 0), "", cache_dir=tmp_path)
+    assert found.device == gpu.get_device_name(0)
     assert found.out_bandwidth_both > 0
-    assert calibrate(store, torch.device("cuda", 0), "", cache_dir=tmp_path) == found
+    assert calibrate(store, torch.device(KIND, 0), "", cache_dir=tmp_path) == found

@@ -6,6 +6,7 @@ The checks themselves are C++ (twin/driver_checks.cpp), each in a process of its
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,10 @@ def test_cuda_driver(check: str, program: tuple[Path, list[Path]]) -> None:
 def test_every_check_is_listed(program: tuple[Path, list[Path]]) -> None:
     run = subprocess.run([program[0]], capture_output=True, text=True, check=True)
     assert run.stdout.split() == CHECKS
+
+
+def test_a_process_takes_many_libraries(tmp_path: Path) -> None:
+    """As a worker of the whole suite does: it keeps every one that its tests have opened."""
+    libraries = [build_machine(tmp_path / f"libsim{number}.so") for number in range(24)]
+    opens = "import ctypes, sys; [ctypes.CDLL(each) for each in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", opens, *map(str, libraries)], check=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import KIND
 from twin.build import build_machine
 
 from offload import _core
@@ -154,5 +155,5 @@ def test_tables_say_everything_with_and_without_rich(shown: str) -> None:
 def test_a_gpu_is_examined() -> None:
     found = list(examine())
     assert not [finding for finding in found if finding.status == "failed"]
-    assert {"pinning", "copies, both at once"} <= {finding.name for finding in found if finding.section == "cuda:0"}
-    assert by_name(found)["10 steps on cuda:0"].value["tensors_swapped"] > 0
+    assert {"pinning", "copies, both at once"} <= {finding.name for finding in found if finding.section == f"{KIND}:0"}
+    assert by_name(found)[f"10 steps on {KIND}:0"].value["tensors_swapped"] > 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import KIND, gpu
 from page_check import check_page
 from torch import nn
 
@@ -429,18 +430,18 @@ def test_recover_drops_what_the_last_exception_holds() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_that_is_full_is_explained(tmp_path: Path) -> None:
-    model = nn.Linear(64, 64, device="cuda")
-    free, total = torch.cuda.mem_get_info()
+    model = nn.Linear(64, 64, device=KIND)
+    free, total = gpu.mem_get_info()
     with (
         offload.enable(model, n_tensors=-1) as handle,
         pytest.raises(torch.OutOfMemoryError) as caught,
         handle.explain_oom(tmp_path / "oom.html"),
     ):
-        torch.empty(2 * total, dtype=torch.uint8, device="cuda")
+        torch.empty(2 * total, dtype=torch.uint8, device=KIND)
     found = caught.value.offload_explanation
     assert found.memory.total_bytes == total
     assert abs(found.memory.asked_bytes - 2 * total) < 0.01 * total
     assert "Nothing can make this fit" in found.verdict
     check_page((tmp_path / "oom.html").read_text())
-    assert offload.recover()["cuda:0"] >= 0
-    assert torch.cuda.mem_get_info()[0] >= free - GIB
+    assert offload.recover()[f"{KIND}:0"] >= 0
+    assert gpu.mem_get_info()[0] >= free - GIB

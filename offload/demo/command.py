@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.worker is not None:
         from offload.demo import worker as demo_worker
 
+        args.device = _resolve_device(args.device)
         return demo_worker.run(args)
     try:
         _check(args)
@@ -230,7 +231,6 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-c", start, "--worker", name]
     for option in (
         "steps",
-        "device",
         "seed",
         "layers",
         "width",
@@ -240,6 +240,7 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "threads",
     ):
         command += [f"--{option}", str(getattr(args, option))]
+    command += ["--device", "cpu" if args.device == "cpu" else "auto"]  # the accelerator that was found, by any name
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile("w+", errors="replace") as complaints,

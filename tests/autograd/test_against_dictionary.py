@@ -324,6 +324,7 @@ class SavedTensors(RuleBasedStateMachine):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.only_cpu("stores of the host driver, whose copies are stepped through")
 def test_any_order_of_events(is_long, campaign_counts):
     before = COUNTS.copy()
     chosen = settings(

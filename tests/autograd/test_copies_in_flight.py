@@ -76,6 +76,7 @@ def assert_untouched(handle, given_up):
     assert not written, f"{len(written)} of {len(given_up)} blocks were written to after they had been given up"
 
 
+@pytest.mark.only_cpu("looks into memory itself, which no processor can there")
 @pytest.mark.parametrize("end", ["raises", "stops half-way"])
 def test_graph_dropped_while_its_tensors_come_back(offloaded, end):
     model, handle, targets = enabled_chain(offloaded)
@@ -117,6 +118,7 @@ class TimesBorrowed(torch.autograd.Function):
         return grad * factor
 
 
+@pytest.mark.only_cpu("looks into memory itself, which no processor can there")
 def test_a_freed_source_may_be_overwritten(offloaded):
     """Its memory is the allocator's again as soon as the engine lets go: not before the copy has read it."""
 
@@ -128,6 +130,7 @@ def test_a_freed_source_may_be_overwritten(offloaded):
     offloaded.differentiate(function, torch.linspace(-1, 1, 16 * 1024).requires_grad_())
 
 
+@pytest.mark.only_cpu("looks into memory itself, which no processor can there")
 def test_read_that_fails_half_way_through_a_block(offloaded):
     """What has been issued of a block still arrives after the rest of it could not be read."""
     model, handle, targets = enabled_chain(offloaded)
@@ -144,6 +147,7 @@ def test_read_that_fails_half_way_through_a_block(offloaded):
     assert_untouched(handle, targets.poison_given_up())
 
 
+@pytest.mark.only_cpu("a store of the host driver")
 @pytest.mark.parametrize("schedule", ["threads", "delays", "stepped"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_in_done_means_that_the_bytes_are_there(schedule, seed):

@@ -175,6 +175,7 @@ def test_file_truncated_behind_the_back(spilling, cut, campaign_counts):
     campaign_counts["faults injected"] += 1
 
 
+@pytest.mark.only_cpu("over the double whose device is RAM; tests/twin/inside has pinned memory that runs out")
 def test_failed_pinning_keeps_the_tensor(monkeypatch, caplog):
     """In two steps of two, and not tried again before a trim: each tensor counted, warned of once, plain gradients."""
     double = the_double()

@@ -299,11 +299,12 @@ def test_disable_between_forward_and_backward(offloaded):
 
 def in_thread(function):
     """What `function` returns or raises, called in a thread of its own."""
-    outcome = {}
+    outcome, device = {}, torch.get_default_device()
 
     def call():
         try:
-            outcome["result"] = function()
+            with device:
+                outcome["result"] = function()
         except BaseException as error:
             outcome["error"] = error
 
@@ -340,14 +341,14 @@ def test_graph_dropped_in_another_thread(offloaded):
 
 def test_two_threads_train_one_model_at_once(offloaded):
     def run(model, step, settle):
-        start = threading.Barrier(2)
+        start, device = threading.Barrier(2), torch.get_default_device()
 
         def train(seed):
             generator = torch.Generator().manual_seed(seed)
             start.wait(60)
             results = []
             for _ in range(10):
-                loss = model(torch.randn(16, 64, generator=generator)).square().mean()
+                loss = model(torch.randn(16, 64, generator=generator).to(device)).square().mean()
                 results += torch.autograd.grad(loss, list(model.parameters()))
             return results
 

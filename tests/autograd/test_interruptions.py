@@ -312,6 +312,7 @@ def what_is_left(handle):
     return problems
 
 
+@pytest.mark.only_cpu("a store of the host driver, whose copies are stepped through")
 def test_an_interrupted_save_holds_its_source(monkeypatch):
     """Wherever it strikes: memory that a copy still reads is nobody else's, and in the end nothing is left."""
     lost = []

@@ -1,4 +1,4 @@
-// _faults: how Python tests bring faults into a store's spill file. Built apart from offload/_core, which has none of
+// _faults: how Python tests bring faults into a store's spill file, and have it watched. Built apart from offload/_core, which has none of
 // it.
 #include <pybind11/pybind11.h>
 #include <unistd.h>
@@ -10,6 +10,7 @@
 
 #include "faulty_io.h"
 #include "swap_store.h"
+#include "watched_io.h"
 
 namespace py = pybind11;
 using namespace offload;
@@ -51,10 +52,15 @@ void truncate_file(SwapStore& store, uint64_t bytes) {
     throw std::system_error(errno, std::generic_category(), "cannot truncate");
 }
 
+void watch(SwapStore& store, const std::string& machine) {
+  if (store.spill_file() != nullptr) store.spill_file()->replace_io(std::make_shared<WatchedIo>(machine));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_faults, module) {
   module.def("inject", &inject, py::arg("store"), py::arg("operation"), py::arg("kind"), py::arg("nth") = 1,
              py::arg("error_number") = 0, py::arg("persistent") = false);
+  module.def("watch", &watch, py::arg("store"), py::arg("machine"));
   module.def("truncate", &truncate_file, py::arg("store"), py::arg("bytes"));
 }

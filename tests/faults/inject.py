@@ -45,3 +45,8 @@ def inject_fault(
 def truncate(store: _core.SwapStore, nbytes: int) -> None:
     """Shorten the file behind the engine's back."""
     faults().truncate(store, nbytes)
+
+
+def watch(store: _core.SwapStore, machine: str) -> None:
+    """Tell the order checker of the machine at that path of all the file's I/O; nothing without a file."""
+    faults().watch(store, machine)

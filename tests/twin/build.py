@@ -20,7 +20,7 @@ from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
-MACHINE = [HERE / f"{name}.cpp" for name in ("clock", "controls", "cuda", "order", "runtime", "streams")]
+MACHINE = [HERE / f"{name}.cpp" for name in ("clock", "controls", "cuda", "files", "order", "runtime", "streams")]
 HEADERS = [*HERE.rglob("*.h"), CSRC / "cuda_api.h"]
 DRIVER_SOURCES = ("cuda_driver.cpp", "cuda_library.cpp", "numa.cpp", "process.cpp")
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror"]
@@ -61,8 +61,10 @@ def files_hash(paths: Iterable[Path], *salt: str) -> str:
 def build_machine(output: Path, without: tuple[str, ...] = ()) -> Path:
     """Build the machine as a shared library that lacks the entry points named in `without`; a new file each time."""
     renamed = [f"-D{name}=without_{name}" for name in without]
-    # The leak sanitizer crashes on the dynamic thread-local storage of a library opened by dlopen.
-    options = ("-shared", "-fPIC", "-ftls-model=initial-exec", *renamed)
+    # The leak sanitizer crashes on the dynamic thread-local storage of a library opened by dlopen. Without it that is
+    # what there has to be: a process has static storage for a few such libraries only, and then dlopen fails.
+    static_storage = ["-ftls-model=initial-exec"] if os.environ.get("OFFLOAD_SANITIZE") else []
+    options = ("-shared", "-fPIC", *static_storage, *renamed)
     kept = Path(tempfile.gettempdir(), f"offload-machine-{files_hash([*MACHINE, *HEADERS], *options)}.so")
     with FileLock(kept.with_suffix(".lock")):
         if not kept.is_file():
@@ -73,7 +75,8 @@ def build_machine(output: Path, without: tuple[str, ...] = ()) -> Path:
 
 def build_driver_checks(output: Path, machine: Path) -> Path:
     """Build driver_checks.cpp with the real cuda_driver.cpp, linked to the library `machine`."""
-    sources = [HERE / "driver_checks.cpp", *(CSRC / name for name in DRIVER_SOURCES), machine]
+    checks = [HERE / "driver_checks.cpp", HERE / "driver_order_checks.cpp"]
+    sources = [*checks, *(CSRC / name for name in DRIVER_SOURCES), machine]
     return compile_sources(output, sources, f"-Wl,-rpath,{machine.parent}", "-ldl")
 
 

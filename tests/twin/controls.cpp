@@ -6,6 +6,16 @@
 
 using namespace sim;
 
+namespace {
+
+int live_handles() {
+  const auto is_engines = [](const auto& each) { return !each.second->is_frameworks; };
+  return static_cast<int>(std::count_if(state.streams.begin(), state.streams.end(), is_engines)) +
+         static_cast<int>(state.events.size());
+}
+
+}  // namespace
+
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -17,6 +27,11 @@ void sim_fail_at(const char* name, int nth, int code) {
 int sim_calls(const char* name) {
   const Lock lock(state.mutex);
   return state.calls[name];
+}
+
+void sim_await_calls(const char* name, int more_than, const char* other, int other_more_than) {
+  Lock lock(state.mutex);
+  state.changed.wait(lock, [&] { return state.calls[name] > more_than || state.calls[other] > other_more_than; });
 }
 
 int sim_violations() {
@@ -73,9 +88,12 @@ int sim_registrations() {
 
 int sim_live_handles() {
   const Lock lock(state.mutex);
-  const auto is_engines = [](const auto& each) { return !each.second->is_frameworks; };
-  return static_cast<int>(std::count_if(state.streams.begin(), state.streams.end(), is_engines)) +
-         static_cast<int>(state.events.size());
+  return live_handles();
+}
+
+void sim_await_live_handles(int most) {
+  Lock lock(state.mutex);
+  state.changed.wait(lock, [&] { return live_handles() <= most; });
 }
 
 void sim_schedule(unsigned seed, unsigned delay_us_max) {

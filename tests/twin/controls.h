@@ -11,6 +11,8 @@ extern "C" {
 void sim_fail_at(const char* name, int nth, int code);
 // How often `name` was called, injected failures included.
 int sim_calls(const char* name);
+// Returns once one of two has been called more often than that.
+void sim_await_calls(const char* name, int more_than, const char* other, int other_more_than);
 
 // Number of times the caller broke a rule, and what it did the first time ("" if never).
 int sim_violations();
@@ -32,6 +34,8 @@ offload::cuda::ContextHandle sim_current_context();
 int sim_retained_contexts();
 int sim_registrations();
 int sim_live_handles();
+// Returns once no more than so many streams and events are alive.
+void sim_await_live_handles(int most);
 
 // How long work on streams begins late, by so much at most; every stream has its own luck, drawn from the seed.
 void sim_schedule(unsigned seed, unsigned delay_us_max);

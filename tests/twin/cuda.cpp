@@ -200,6 +200,7 @@ Result cuStreamDestroy_v2(StreamHandle stream) {
   if (state.streams.erase(stream) == 0) return call.violate("of the legacy stream", kInvalidHandle);
   found->destroyed = true;
   found->wake.notify_one();
+  state.changed.notify_all();
   return kSuccess;
 }
 
@@ -242,6 +243,7 @@ Result cuEventDestroy_v2(EventHandle event) {
   SIM_ENTRY("cuEventDestroy_v2");
   if (find_event(call, event) == nullptr) return kInvalidHandle;
   state.events.erase(event);
+  state.changed.notify_all();
   return kSuccess;
 }
 
@@ -265,6 +267,7 @@ Result cuEventSynchronize(EventHandle event) {
   SIM_ENTRY("cuEventSynchronize");
   const auto found = find_event(call, event);
   if (found == nullptr) return kInvalidHandle;
+  state.changed.notify_all();  // whoever waits for this call
   synchronize(*found, call.lock);
   return state.failure.empty() ? kSuccess : kLaunchFailed;
 }

@@ -74,6 +74,10 @@ class Double:
         """What the caller did wrong first; empty where it did not."""
         return self._library.sim_first_violation().decode()
 
+    def await_live_handles(self, most: int) -> None:
+        """Return once no more than `most` are: what a store's lanes still hold is given back a little later."""
+        self._library.sim_await_live_handles(most)
+
     @property
     def registrations(self) -> int:
         """Ranges pinned now."""

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from accelerator import simulated
+from faults.inject import watch
+
+from offload import _core
 
 DELAY_US_MAX = 300
+make_slab = _core.SwapStore.slab
+
+
+def watched_slab(*args: Any, **options: Any) -> _core.SwapStore:
+    """A store whose file the order checker watches too."""
+    store = make_slab(*args, **options)
+    watch(store, simulated().LIBRARY)
+    return store
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """What imports left behind never dies; the collector need not look at it after every test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
-def gate(request: pytest.FixtureRequest) -> Iterator[None]:
+def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The machine as after a restart, watched; a test marked `finds` looks at what was found itself."""
+    monkeypatch.setattr(_core.SwapStore, "slab", watched_slab)
     sim = simulated()
     sim.reset()
     sim.schedule(request.config.getoption("--twin-seed"), DELAY_US_MAX)

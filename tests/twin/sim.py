@@ -71,6 +71,16 @@ def fail_at(name: str, nth: int, code: int = 2) -> None:
     _machine.sim_fail_at(name.encode(), nth, code)
 
 
+def calls(name: str) -> int:
+    """How often an entry point was called; "file write" and "file read": how many transfers of a file have begun."""
+    return int(_machine.sim_calls(name.encode()))
+
+
+def await_calls(name: str, more_than: int, other: str, other_more_than: int) -> None:
+    """Return once one of two has been called more often than that."""
+    _machine.sim_await_calls(name.encode(), more_than, other.encode(), other_more_than)
+
+
 def fail_allocation(nth: int, device: int = 0) -> None:
     """The `nth` allocation on a device from now on finds no memory."""
     _backend.sim_fail_allocation(device, nth)

@@ -149,7 +149,8 @@ def test_pool_and_handles_return_to_zero(double):
     assert store.stats()["pool_used_bytes"] == 0
     assert store.stats()["pool_held_bytes"] == 0, "trimmed"
     del store
-    assert (double.live_handles, double.registrations) == (handles, registrations)
+    double.await_live_handles(handles)
+    assert double.registrations <= registrations
 
 
 @pytest.mark.parametrize("nth", [1, 2])

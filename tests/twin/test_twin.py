@@ -18,6 +18,16 @@ from campaign.build import mutants_package
 from twin.build import TORCH_VERSION, build_backend
 
 ROOT = Path(__file__).resolve().parents[2]
+MARKED_GPU = (
+    "test_calibration",
+    "test_doctor",
+    "test_gpu",
+    "test_gpu_feed",
+    "test_gpu_planned",
+    "test_oom",
+    "test_timeline",
+    "integrations/test_torch_refusals",
+)
 ROWS = {
     "order": ["tests/twin/inside/test_order.py"],
     "clock": ["tests/twin/inside/test_clock.py", "tests/twin/inside/test_virtual_steps.py"],
@@ -25,7 +35,8 @@ ROWS = {
     "models": ["tests/twin/inside/test_models.py"],
     "operators": ["tests/twin/inside/test_operators.py"],
     "training": ["tests/twin/inside/test_training.py"],
-    "marked gpu": ["-m", "gpu", "tests/test_gpu.py", "tests/test_gpu_feed.py", "tests/test_gpu_planned.py"],
+    "processes": ["tests/twin/inside/test_processes.py"],
+    "marked gpu": ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)],
 }
 
 pytestmark = [
@@ -61,6 +72,15 @@ def run_row(row, arguments, figures, folder=ROOT):
 @pytest.mark.parametrize("row", ROWS)
 def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
+
+
+def test_no_file_is_forgotten():
+    marked = {
+        path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
+    }
+    assert marked == set(MARKED_GPU)
 
 
 @pytest.mark.long

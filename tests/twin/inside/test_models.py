@@ -20,9 +20,9 @@ def families(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "vit"])
+@pytest.mark.parametrize("name", ["gpt", "lstm", "resnet", "unet", "vit"])
 def test_a_family_trains_as_on_the_cpu(name, dtype, families):
-    """Attention by its formula on both, and the optimizer tensor by tensor: that is what they choose differently."""
+    """Attention by its formula on both, the optimizer tensor by tensor, recurrent layers by the CPU's own kernels."""
     known, batch_of, build, loss_of = families
     size = known[name].tiny
     dtype = getattr(torch, dtype)
@@ -41,10 +41,11 @@ def test_a_family_trains_as_on_the_cpu(name, dtype, families):
             losses.append(loss.detach())
         return [each.cpu() for each in [*losses, *(parameter.grad for parameter in model.parameters())]]
 
-    expected = train("cpu")
-    for seed in range(2):
-        sim.schedule(seed, 200)
-        assert all(map(torch.equal, expected, train("sim")))
+    with torch.backends.mkldnn.flags(enabled=torch.backends.mkldnn.enabled and name != "lstm"):
+        expected = train("cpu")
+        for seed in range(2):
+            sim.schedule(seed, 200)
+            assert all(map(torch.equal, expected, train("sim")))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -72,25 +73,48 @@ def test_delays_change_no_bit(dtype, foreach, families):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind, **options):
         super().__init__()
-        self.cells, self.head = kind(8, 16, num_layers=2), nn.Linear(16, 4)
+        self.cells = kind(8, 16, num_layers=2, **options)
+        self.head = nn.Linear(32 if options.get("bidirectional") else 16, 4)
 
     def forward(self, x):
         return self.head(self.cells(x)[0])
 
 
+def train_recurrent(device, kind, dtype, options):
+    torch.manual_seed(0)
+    model = Recurrent(kind, **options).to(dtype).to(device)
+    x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    loss = model(x).square().mean()
+    loss.backward()
+    return [each.cpu() for each in [loss.detach(), *(parameter.grad for parameter in model.parameters())]]
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"bias": False, "batch_first": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_recurrent_cells_train_alike_every_time(kind):
+def test_recurrent_layers_train_as_on_the_cpu(kind, dtype, options):
+    """The CPU's own kernels: not those of oneDNN, which has a whole layer as one operator."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert all(
+            map(torch.equal, train_recurrent("sim", kind, dtype, options), train_recurrent("cpu", kind, dtype, options))
+        )
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_fused_cells_train_alike_every_time(kind):
     """An accelerator's cell adds its biases elsewhere than the CPU's: other roundings, within which they agree."""
 
     def train(device):
         torch.manual_seed(0)
-        model = Recurrent(kind).double().to(device)
-        x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
-        loss = model(x).square().mean()
+        cell = kind(8, 16).double().to(device)
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+        first = cell(x)
+        second = cell(x, first)
+        loss = (second if kind is nn.GRUCell else second[0]).square().mean()
         loss.backward()
-        return [each.cpu() for each in [loss.detach(), *(parameter.grad for parameter in model.parameters())]]
+        return [each.cpu() for each in [loss.detach(), *(parameter.grad for parameter in cell.parameters())]]
 
     found, expected = train("sim"), train("cpu")
     assert all(map(torch.equal, found, train("sim")))

@@ -1,0 +1,342 @@
+"""What exposes each ordering edge: scenarios whose accesses nothing orders where that edge is left out, and the table.
+
+Needs the extension in which guards can be left out (campaign/build.py).
+"""
+
+import inspect
+import tempfile
+import textwrap
+import threading
+from functools import cache
+from unittest import mock
+
+import torch
+from test_training import BY_HAND, assert_same, mlp, train
+from twin import sim
+
+import offload
+from offload import _core
+from offload.runtime import engine
+from offload.runtime.engine import Engine
+from offload.runtime.saved_view import SwappedView
+from offload.runtime.swapped_storage import SwappedStorage
+
+KIB, MIB = 1 << 10, 1 << 20
+SLICE_BYTES = 64 * KIB
+LARGE, SMALL = 4 * MIB, 16 * KIB
+
+
+def make_store(slabs=64, slice_bytes=SLICE_BYTES, spill_dir=""):
+    """While streams are held two transfers are in flight, and all others gather: however fast the machine is."""
+    lanes = _core.HostDriver()
+    driver = _core.cuda_driver(0, sim.LIBRARY)
+    return _core.SwapStore.slab(driver, lanes, slabs * LARGE, spill_dir, slab_bytes=LARGE, slice_bytes=slice_bytes)
+
+
+@cache
+def trained():
+    """Gradients without the engine."""
+    return train(steps=3)
+
+
+def fresh(nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8, device="sim")
+
+
+def striped(number):
+    """A block of which no two slices are alike, nor like those of another number."""
+    return (torch.arange(LARGE, device="sim") // SLICE_BYTES % 100 + 100 * number + 1).to(torch.uint8)
+
+
+# -- what exposes an edge ----------------------------------------------------------------------------------------------
+
+
+def whole_steps():
+    for options in BY_HAND:
+        assert_same(train(options, steps=3), trained())
+        assert_same(train(options, steps=3, in_flight=1), trained())
+
+
+def come_back_at_once(nbytes):
+    """The copy-in is asked for while the copy-out is under way, and the compute stream has waited for neither."""
+    store = make_store()
+    sources, targets = ([fresh(nbytes).fill_(number) for number in range(8)] for _ in range(2))
+    torch.sim.synchronize()
+    sim.hold_streams(True)
+    tickets = [store.swap_out(each.data_ptr(), nbytes, 0) for each in sources]
+    for ticket, target in zip(tickets, targets, strict=True):
+        ticket.prefetch(target.data_ptr(), 0)
+    sim.hold_streams(False)
+    store.quiesce()
+    for ticket in tickets:
+        ticket.swap_in(0)
+    torch.sim.synchronize()
+    assert all(map(torch.equal, targets, sources))
+    store.quiesce()
+
+
+def large_blocks_come_back_at_once():
+    come_back_at_once(LARGE)
+
+
+def small_blocks_come_back_at_once():
+    come_back_at_once(SMALL)
+
+
+def targets_are_in_use():
+    """The current stream still reads the target when its copy-in is asked for."""
+    for nbytes in (LARGE, SMALL):
+        store = make_store()
+        sources = [fresh(nbytes).fill_(3) for _ in range(8)]
+        targets = [fresh(nbytes).fill_(7) for _ in range(8)]
+        tickets = [store.swap_out(each.data_ptr(), nbytes, 0) for each in sources]
+        for ticket in tickets:
+            ticket.wait_out(0)
+        store.quiesce()
+        sim.hold_streams(True)
+        for ticket, target in zip(tickets, targets, strict=True):
+            target.add_(1)
+            ticket.prefetch(target.data_ptr(), 0)
+        sim.hold_streams(False)
+        store.quiesce()
+        for ticket in tickets:
+            ticket.swap_in(0)
+        torch.sim.synchronize()
+        assert all(map(torch.equal, targets, sources))
+        store.quiesce()
+
+
+def a_slot_is_dropped_while_it_is_read():
+    """Its memory goes to a block of another stream, which has not waited for the copy-in that reads it."""
+    store, side = make_store(slabs=1, slice_bytes=LARGE), torch.sim.Stream()
+    first, second, target = fresh(LARGE).fill_(1), fresh(LARGE).fill_(2), fresh(LARGE).fill_(3)
+    torch.sim.synchronize()
+    ticket = store.swap_out(first.data_ptr(), LARGE, 0)
+    ticket.wait_out(0)
+    store.quiesce()
+    sim.hold_streams(True)  # else the host may see the copy-in done, which is an order too
+    ticket.prefetch(target.data_ptr(), 0)
+    ticket.swap_in(0)
+    ticket.release()
+    sim.hold_streams(False)
+    with torch.sim.stream(side):
+        store.swap_out(second.data_ptr(), LARGE, side.native_handle).wait_out(side.native_handle)
+    torch.sim.synchronize()
+    assert torch.equal(target, first)
+    store.quiesce()
+
+
+def a_target_is_let_go_when_it_is_said_to_be_done():
+    """A block of many slices: nobody wants it any more, and `in_done` tells when its memory may go."""
+    store = make_store()
+    source, target = fresh(LARGE).fill_(1), fresh(LARGE).fill_(2)
+    ticket = store.swap_out(source.data_ptr(), LARGE, 0)
+    ticket.wait_out(0)
+    store.quiesce()
+    sim.hold_streams(True)
+    ticket.prefetch(target.data_ptr(), 0)
+    is_done = ticket.in_done()
+    sim.hold_streams(False)
+    if not is_done:
+        ticket.settle()
+    del target
+    other = fresh(LARGE).fill_(3)
+    torch.sim.synchronize()
+    store.quiesce()
+    ticket.release()
+    assert bool((other == 3).all())
+
+
+def a_block_makes_room_for_another():
+    """It is written to a file as soon as it has arrived in its slab, which is not before the streams go on."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = make_store(slabs=2, spill_dir=folder)  # of which one has the buffers of the file
+        blocks = [striped(number) for number in range(2)]
+        torch.sim.synchronize()
+        waits, writes = sim.calls("cuEventSynchronize"), sim.calls("file write")
+        sim.hold_streams(True)
+        tickets = [store.swap_out(blocks[0].data_ptr(), blocks[0].nbytes, 0)]
+        thread = threading.Thread(
+            target=lambda: tickets.append(store.swap_out(blocks[1].data_ptr(), blocks[1].nbytes, 0))
+        )
+        thread.start()
+        sim.await_calls("cuEventSynchronize", waits, "file write", writes)
+        sim.hold_streams(False)
+        thread.join()
+        torch.sim.synchronize()
+        tickets[0].prefetch(blocks[1].data_ptr(), 0)
+        tickets[0].swap_in(0)
+        torch.sim.synchronize()
+        assert torch.equal(*blocks)
+        store.quiesce()
+
+
+def a_block_comes_back_from_a_file():
+    """Piece by piece, through two buffers: what reads one of them goes on when the streams do."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = make_store(slabs=2, spill_dir=folder)
+        blocks = [striped(number) for number in range(2)]
+        torch.sim.synchronize()
+        tickets = [store.swap_out(each.data_ptr(), each.nbytes, 0) for each in blocks]
+        for ticket in tickets:
+            ticket.wait_out(0)
+        torch.sim.synchronize()
+        assert tickets[0].state == "on_disk"
+        waits, reads = sim.calls("cuEventSynchronize"), sim.calls("file read")
+        sim.hold_streams(True)
+        tickets[0].prefetch(blocks[1].data_ptr(), 0)
+        sim.await_calls("cuEventSynchronize", waits, "file read", reads + 2)
+        sim.hold_streams(False)
+        tickets[0].swap_in(0)
+        torch.sim.synchronize()
+        assert torch.equal(*blocks)
+        store.quiesce()
+
+
+def a_source_of_another_stream():
+    side = torch.sim.Stream()
+    model = mlp().to("sim")
+    with offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1) as handle:
+        handle._engine.in_flight_bytes_max = 1
+        with torch.sim.stream(side):
+            x = torch.ones(32, 64, device="sim")
+        torch.sim.synchronize()
+        sim.hold_streams(True)
+        loss = model(x).sum()
+        del x
+        with torch.sim.stream(side):
+            torch.full((32, 64), 7.0, device="sim")
+        sim.hold_streams(False)
+        loss.backward()
+        torch.sim.synchronize()
+    found = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    model(torch.ones(32, 64, device="sim")).sum().backward()
+    assert_same(found, [each.grad for each in model.parameters()])
+
+
+def on_a_side_stream():
+    side = torch.sim.Stream()
+    model = mlp().to("sim")
+    torch.sim.synchronize()
+    with offload.enable(model, n_tensors=-1, lb=8, min_tensor_bytes=1), torch.sim.stream(side):
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(32, 64, device="sim")).square().mean().backward()
+        torch.sim.synchronize()
+    found = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    model(torch.ones(32, 64, device="sim")).square().mean().backward()
+    assert_same(found, [each.grad for each in model.parameters()])
+
+
+def prefetched_on_one_stream_and_used_on_another():
+    """The memory that the first stream prefetched into goes back to it while the other still reads."""
+    its_engine, streams = Engine(make_store(), torch.device("sim", 0)), [torch.sim.Stream() for _ in range(2)]
+    x = fresh(SMALL).fill_(1)
+    slot = its_engine.swap_out(x, its_engine.look(x, x.nbytes)[0], 0)
+    view = SwappedView(x, slot)
+    torch.sim.synchronize()
+    its_engine.drain()
+    del x
+    with torch.sim.stream(streams[0]):
+        slot.record.prefetch()
+    with torch.sim.stream(streams[1]):
+        torch.sim._sleep(3_000_000)  # 2 ms
+        total = view.restore().sum()
+    with torch.sim.stream(streams[0]):
+        fresh(SMALL).fill_(2)
+    torch.sim.synchronize()
+    assert total.item() == SMALL
+
+
+def abandoned_while_it_comes_in():
+    """What was prefetched for a graph that is dropped is still being written."""
+    its_engine, x = Engine(make_store(), torch.device("sim", 0)), fresh(SMALL).fill_(1)
+    slot = its_engine.swap_out(x, its_engine.look(x, x.nbytes)[0], 0)
+    torch.sim.synchronize()
+    its_engine.drain()
+    del x
+    sim.hold_streams(True)  # else the host may see the copy-in done, which is an order too
+    slot.record.prefetch()
+    slot.record.ticket.swap_in(torch.sim.Stream().native_handle)  # issues the copy-in, for a stream that does nothing
+    del slot
+    its_engine.collect()
+    sim.hold_streams(False)
+    kept = [fresh(SMALL).fill_(2) for _ in range(2)]
+    torch.sim.synchronize()
+    assert all(bool((each == 2).all()) for each in kept)
+    its_engine.drain()
+
+
+# -- the edges ---------------------------------------------------------------------------------------------------------
+
+NATIVE = {
+    "copy-out waits for compute": [whole_steps],
+    "copy-in waits for compute": [targets_are_in_use],
+    "copy-in waits for its copy-out": [large_blocks_come_back_at_once],
+    "batch waits for compute": [targets_are_in_use],
+    "batch waits for its copy-outs": [small_blocks_come_back_at_once],
+    "consumer waits for copy-in": [whole_steps],
+    "source outlives its copy-out": [whole_steps],
+    "slot waits for its last read": [a_slot_is_dropped_while_it_is_read],
+    "event is recycled after its last waiter": [whole_steps],
+    "spill waits for copy-out": [a_block_makes_room_for_another],
+    "bounce waits for its last read": [a_block_comes_back_from_a_file],
+    "in_done counts every slice": [a_target_is_let_go_when_it_is_said_to_be_done],
+}
+
+
+def without(owner, name, text, instead):
+    """A method with a part of its source replaced."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert text in source, f"{name} does not read {text!r} any more"
+    names = dict(vars(engine))
+    exec(source.replace(text, instead), names)
+    return mock.patch.object(owner, name, names[name])
+
+
+def source_is_let_go():
+    original = Engine.swap_out
+
+    def swap_out(self, tensor, key, need):
+        slot = original(self, tensor, key, need)
+        if slot.record._copy_out is not None:
+            slot.record._copy_out.source = None
+        return slot
+
+    return mock.patch.object(Engine, "swap_out", swap_out)
+
+
+def forget(self, ticket, storage):
+    """Hold nothing."""
+
+
+def let_go_without_a_wait():
+    def finish_copy_out(self, copy_out):
+        copy_out.ticket.wait_out(torch.sim.Stream().native_handle)  # issues it
+        self._release_source(copy_out)
+
+    return mock.patch.object(Engine, "finish_copy_out", finish_copy_out)
+
+
+PYTHON = {
+    "source is held": (source_is_let_go, whole_steps),
+    "the current stream orders": (
+        lambda: mock.patch.object(Engine, "current_stream", return_value=0),
+        on_a_side_stream,
+    ),
+    "record_stream on sources": (
+        lambda: without(Engine, "swap_out", "self._device.record_use(tensor)", "pass"),
+        a_source_of_another_stream,
+    ),
+    "abandoned targets are kept": (
+        lambda: mock.patch.object(Engine, "retire", forget),
+        abandoned_while_it_comes_in,
+    ),
+    "a prefetch for another stream is not used": (
+        lambda: without(SwappedStorage, "swap_in", "self._storage is not None and self._stream != stream", "False"),
+        prefetched_on_one_stream_and_used_on_another,
+    ),
+    "compute waits where a source is let go": (let_go_without_a_wait, whole_steps),
+}

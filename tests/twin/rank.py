@@ -1,0 +1,78 @@
+"""One rank of two, each with a simulated device of its own; torchrun starts it.
+
+Arguments: a folder, and "plain" or "offloaded".
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import accelerator  # noqa: F401
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+
+
+class ThroughTheHost(dist.ProcessGroup):
+    """Gloo, which knows no such device: tensors go by way of the host's memory."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def _call(self, call, tensors, options):
+        there = [each.cpu() for each in tensors]
+        call(there, options).wait()
+        for each, found in zip(tensors, there, strict=True):
+            each.copy_(found)
+        done = torch.futures.Future()
+        done.set_result(tensors)
+        return _create_work_from_future(done)
+
+    def allreduce(self, tensors, options=None):
+        return self._call(self.gloo.allreduce, tensors, options or dist.AllreduceOptions())
+
+    def broadcast(self, tensors, options=None):
+        return self._call(self.gloo.broadcast, tensors, options or dist.BroadcastOptions())
+
+    def allgather(self, gathered, tensors, options=None):
+        there = [[each.cpu() for each in row] for row in gathered]
+        self.gloo.allgather(there, [each.cpu() for each in tensors]).wait()
+        for row, found in zip(gathered, there, strict=True):
+            for each, one in zip(row, found, strict=True):
+                each.copy_(one)
+        done = torch.futures.Future()
+        done.set_result(gathered)
+        return _create_work_from_future(done)
+
+
+def main():
+    folder, kind = Path(sys.argv[1]), sys.argv[2]
+    rank = int(os.environ["RANK"])
+    dist.Backend.register_backend("host", ThroughTheHost, devices=["sim"])
+    dist.init_process_group("host")
+    device = torch.device("sim", rank)
+    torch.sim.set_device(device)
+    torch.manual_seed(rank)  # the first rank's weights are everybody's
+    net = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU()))).to(device)
+    model = DistributedDataParallel(net)
+    handle = offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1) if kind == "offloaded" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    torch.save([each.detach().cpu() for each in net.parameters()], folder / f"{kind}-{rank}.pt")
+    if handle is not None:
+        assert handle.report().swapped.tensors > 0
+        handle.disable()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

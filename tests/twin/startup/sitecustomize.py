@@ -1,0 +1,3 @@
+"""On PYTHONPATH, this gives a Python process the simulated accelerator: for commands that start others."""
+
+import accelerator  # noqa: F401
