@@ -1,4 +1,4 @@
-"""Executes a schedule during a step: starts what is due, and measures how long nodes and hooks really take.
+"""Executes a schedule during a step: starts what is due and measures the durations of nodes and hooks.
 
 On the data path: hooks report every pack and unpack; the executor waits for copy-outs and starts copy-ins in time.
 """
@@ -42,7 +42,7 @@ class StepObserver(Protocol):
         """Whether the engine's limit on sources held for their copy-out applies."""
 
     def begin(self) -> None:
-        """A hook that may wait begins."""
+        """A hook begins; it may wait."""
 
     def pass_by(self, pack_index: int) -> None:
         """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
@@ -51,13 +51,13 @@ class StepObserver(Protocol):
         """Why this storage is kept; None: it is swapped."""
 
     def need(self, pack_index: int) -> int:
-        """Rank for the disk: the larger, the later it is needed."""
+        """Spill priority: larger if the tensor is needed later."""
 
     def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
 
     def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
-        """Another view was saved of a storage whose copy-out has been started."""
+        """Another view was saved; the copy-out of its storage has already started."""
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return."""
@@ -66,7 +66,7 @@ class StepObserver(Protocol):
         """Backward asks for the tensor of this pack."""
 
     def unpacked(self, pack_index: int) -> None:
-        """It is on the device; the hook is about to return."""
+        """The tensor of this pack is on the device; the hook is about to return."""
 
 
 class SwapOnDemand:
@@ -87,7 +87,7 @@ class SwapOnDemand:
         return None
 
     def need(self, pack_index: int) -> int:
-        """The later saved, the sooner needed, as a guess."""
+        """A guess: tensors that are saved later are needed sooner."""
         return 2**32 - pack_index
 
     def begin(self) -> None: ...
@@ -110,8 +110,8 @@ class Measured:
     starts: tuple[float, ...]  # by node
     node_seconds: tuple[float, ...]  # by node, without the time that hooks took
     waits: dict[int, float]  # by pack index: how long backward waited for it
-    stall_seconds: float  # that hooks took in all
-    hook_seconds: float  # of the processor that hooks took, waiting not included; zero on a CUDA device
+    stall_seconds: float  # total time in hooks
+    hook_seconds: float  # CPU time of the hooks, without waits; zero on a CUDA device
     step_seconds: float
 
 
@@ -138,7 +138,7 @@ class DeviceClock:
         self._nodes.setdefault(node, self._engine.mark())
 
     def arrive(self, node: int) -> None:
-        """A node begins, at the beginning of the present hook."""
+        """A node begins; its start time is that of the current hook."""
         self._node = node
         self._nodes.setdefault(node, self._begin)
 
@@ -181,7 +181,7 @@ class Stopwatch:
         self.end = self.clock.end
 
     def listen_for_the_end(self) -> None:
-        """Have the end of the backward pass noted, where one is running."""
+        """Record the end of the backward pass, if one is running."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
             call_at_end_of_backward(self._finish)
@@ -235,20 +235,20 @@ class ScheduleExecutor:
         self._slots: dict[int, weakref.ref[SlotHandle]] = {}
         self._next_release = 0
         self._next_prefetch = 0
-        self._acted = False  # in the present hook: what hooks of tensors that stay take is the step's own
+        self._acted = False  # in this hook; the time of hooks that start nothing counts as computation
         self._look_ahead()
 
     @property
     def caps_in_flight(self) -> bool:
-        """A plan says itself when each has to have left."""
+        """False under a plan: its releases bound the copy-outs in flight."""
         return self.schedule.plan is None or not self.on_schedule
 
     def watches(self, pack_index: int) -> bool:
-        """Whether the unpack of a tensor that stayed moves the schedule on."""
+        """Whether the unpack of a kept tensor advances the schedule."""
         return self.cursor.watches(pack_index)
 
     def begin(self) -> None:
-        """A hook that may wait begins."""
+        """A hook begins; it may wait."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
 
@@ -266,7 +266,7 @@ class ScheduleExecutor:
             self.cursor.node = node
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Why this storage is kept; None: it is swapped, by the schedule or because the step has left it."""
+        """Why this storage is kept; None: it is swapped, by the schedule or because the step has deviated."""
         if not self.on_schedule:
             return None
         entry = self._swapped_bytes.get(pack_index)
@@ -276,12 +276,12 @@ class ScheduleExecutor:
         if pack_index in schedule.order.duplicates:
             return self.reason
         if not schedule.matches(pack_index, nbytes):
-            self._leave_schedule()  # another branch than the recorded one: go on by demand
+            self._leave_schedule()  # another branch than the recorded one: continue on demand
             return None
         return None if pack_index in schedule.swapped else self.reason
 
     def need(self, pack_index: int) -> int:
-        """Rank for the disk: the larger, the later it is needed."""
+        """Spill priority: larger if the tensor is needed later."""
         entry = self._swapped_bytes.get(pack_index)
         return entry[1] if entry is not None else self.schedule.need(pack_index)
 
@@ -290,7 +290,7 @@ class ScheduleExecutor:
         self._slots[pack_index] = weakref.ref(slot)
 
     def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
-        """Another view of it was saved: nothing is due."""
+        """Another view of a swapped storage was saved: nothing is due."""
 
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return: do what is due at the node that now begins."""
@@ -319,7 +319,7 @@ class ScheduleExecutor:
             self._start_over(self._watched[pack_index], pack_index)
             asked = cursor.ask(pack_index)
         if asked == _UNWATCHED:
-            if self._acted:  # the recorded backward saw a part of the graph only
+            if self._acted:  # the recorded backward ran only part of the graph
                 self._deviate()
             return
         if clock is not None and cursor.node > before:
@@ -328,7 +328,7 @@ class ScheduleExecutor:
             self._act(cursor.node)
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is there."""
+        """The tensor of this pack is on the device."""
         if self._acted and self.stopwatch is not None:
             self.stopwatch.end(pack_index)
 
@@ -363,7 +363,7 @@ class ScheduleExecutor:
         self.cursor.next_due = min(due, default=_NEVER)
 
     def _start_over(self, node: int, pack_index: int) -> None:
-        """Backward went back: a second pass over a retained graph, or another order than the recorded one."""
+        """Backward reached an earlier node: a second pass over a retained graph, or another order than recorded."""
         if not self.cursor.has_used(pack_index):
             self._deviate()
         self.cursor.forget_uses()
@@ -381,7 +381,7 @@ class ScheduleExecutor:
             if slot.record.prefetch():
                 self._counts.prefetched += 1
         except (torch.OutOfMemoryError, MemoryError):
-            self._counts.prefetches_without_memory += 1  # asked for again on demand, when there may be room
+            self._counts.prefetches_without_memory += 1  # loaded on demand later, when there may be room
 
     def _leave_schedule(self) -> None:
         self.on_schedule = self.cursor.is_on_schedule = False

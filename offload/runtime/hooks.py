@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of a step. They decide nothing: the session says what may move, the engine moves it.
+"""The saved-tensor hooks of a step. The session decides which tensors may be swapped, the engine swaps them.
 
 On the data path: a `StepHooks` serves one forward pass and the backward passes over it. Every graph node that the pass
 creates holds what its `pack` returned; backward passes that to its `unpack`.
@@ -37,16 +37,16 @@ class Policy(Protocol):
         """Whether the engine can move tensors of this kind."""
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """Who holds this storage anyway, so that moving it would free nothing; None where nobody is known to."""
+        """What else holds this storage, so that swapping it would free nothing; None if nothing is known to."""
 
     def is_excluded(self) -> bool:
-        """Whether the module now running in this thread is to be left alone."""
+        """Whether the module that runs in this thread is excluded."""
 
     def warn_once(self, error: Exception) -> None:
         """Say that the store could not take a tensor."""
 
     def explain(self, error: BaseException) -> None:
-        """Note on `error`, where it says that memory ran out, why."""
+        """Add a note to an out-of-memory `error` that explains it."""
 
 
 class StepHooks(HookCore):
@@ -69,7 +69,7 @@ class StepHooks(HookCore):
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
-        """Tell `observer` of every pack and unpack from here on; packs are numbered from here."""
+        """Report every later pack and unpack to `observer`; the next pack gets number 0."""
         self.attached = True
         self._observer = observer
         follow(self, observer, observer.cursor, observer.reason)
@@ -105,7 +105,7 @@ class StepHooks(HookCore):
         OSError
             Its bytes could not be read back; a later call tries again.
         """
-        self._engine.collect()  # before anything comes back: graph nodes that are done have left room
+        self._engine.collect()  # before a swap-in: finished graph nodes have freed memory
         self._observer.unpacking(view.index)
         try:
             tensor = view.restore()
@@ -138,7 +138,7 @@ class StepHooks(HookCore):
         reason = policy.why_held(tensor, key[4]) or ("excluded" if policy.is_excluded() else None)
         reason = reason or self._observer.reason_to_keep(index, key[3])
         if reason is not None:
-            again = key in self._kept  # a storage that is saved twice takes its bytes once
+            again = key in self._kept  # count the bytes of a storage once, even if it is saved twice
             self._kept.add(key)
             return self.keep(tensor, index, reason, 0 if again else nbytes)
         try:
@@ -166,14 +166,14 @@ class StepHooks(HookCore):
 
 
 def innermost_step_hooks() -> StepHooks | None:
-    """The `StepHooks` that are innermost in this thread; None where other hooks are, or none."""
+    """This thread's innermost saved-tensor hooks, if they are a `StepHooks`; else None."""
     top = innermost_hooks(while_tracing=True)
     current = getattr(top[0], "__self__", None) if top is not None else None
     return current if isinstance(current, StepHooks) else None
 
 
 class HookContext(saved_tensors_hooks):
-    """Installs the hooks of a step; they may be removed before its end, where nothing moves and they only cost time."""
+    """Installs the hooks of a step; they may be removed before the step ends, if it swaps nothing."""
 
     def __init__(self, current: StepHooks) -> None:
         super().__init__(current.pack, current.unpack)
@@ -181,12 +181,12 @@ class HookContext(saved_tensors_hooks):
         self.is_removed = False
 
     def remove(self) -> None:
-        """Have autograd save as it does by itself from here on; these hooks must be the innermost."""
+        """Remove the hooks: autograd saves tensors itself from now on. They must be the innermost."""
         self.is_removed = True
         super().__exit__()
 
     def __exit__(self, *args: object) -> None:
-        # They are not where they were removed before, or where an interrupt kept them from being installed.
+        # False if the hooks have been removed, or if an interrupt prevented their installation.
         if innermost_step_hooks() is self._hooks:
             super().__exit__(*args)
         self.is_removed = False
