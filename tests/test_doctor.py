@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_the_drivers_entry_points_are_counted(
     missing = finding.value["missing_required"] + finding.value["missing_optional"]
     assert missing == list(without)
     assert finding.value["found"] + len(missing) == len(_core.cuda_symbols(str(library)))
+
+
+def test_a_driver_that_does_not_load_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libcuda.so.1"
+    library.write_bytes(b"no library")
+    monkeypatch.setattr(checks, "LIBCUDA", str(library))
+    (finding,) = checks._driver()
+    assert finding.status == "failed"
+    assert re.search(r"does not load: .*(file too short|invalid ELF header)", finding.text)
 
 
 def test_no_driver_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Beside the data path: `offload doctor` prints what is found here.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -113,7 +114,11 @@ def _versions() -> Iterator[Finding]:
 def _driver() -> Iterator[Finding]:
     symbols = _core.cuda_symbols(LIBCUDA)
     if not symbols:
-        yield Finding("driver", LIBCUDA, "not installed; the host driver serves the CPU", None)
+        error = _load_error(LIBCUDA)
+        if error is None:
+            yield Finding("driver", LIBCUDA, "not installed; the host driver serves the CPU", None)
+        else:
+            yield Finding("driver", LIBCUDA, f"does not load: {error}", None, "failed", "reinstall the NVIDIA driver")
         return
     absent = {kind: [name for name, required, found in symbols if not found and required == kind] for kind in (1, 0)}
     found = sum(found for _, _, found in symbols)
@@ -132,6 +137,15 @@ def _driver() -> Iterator[Finding]:
     version = _driver_version()
     if version:
         yield Finding("driver", "version", version, version)
+
+
+def _load_error(library: str) -> str | None:
+    """Why a shared library does not load; None where it is not installed."""
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return None if "No such file" in str(error) else str(error)
+    return None
 
 
 def _driver_version() -> str:
