@@ -82,7 +82,7 @@ void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
 }
 
 void CopyOutQueue::copy(const SlabRef* slots, size_t count) {
-  for (size_t each = 0; each < count; ++each) {  // of adjacent slots of one stream, the last event covers the others
+  for (size_t each = 0; each < count; ++each) {  // adjacent slots of one stream need one wait: for the last event
     const bool covered = each + 1 < count && slots[each + 1]->compute == slots[each]->compute;
     if (!covered)
       OFFLOAD_EDGE("copy-out waits for compute",

@@ -1,11 +1,11 @@
 // The copy-outs of the slab tier: device → slab on the store's copy-out stream.
 //
-// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. The feed lane issues all queued
-// blocks as one transfer whenever fewer than two are in flight, so an idle link starts at once and a busy link gets
-// batches. A large block, wait_out and a full pool issue everything at once.
+// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. A
+// lane issues all queued blocks as one transfer when fewer than two transfers are in flight, so an idle link starts at
+// once and a busy link gets batches. A large block, wait_out and a full pool issue everything at once.
 //
-// Callers hold the store's lock. If a lane runs out of memory, only the blocks it works on fail; it throws nothing but
-// DriverError.
+// Callers hold the store's lock. If memory runs out on a lane, only the blocks that it works on fail; the
+// lane throws nothing but DriverError.
 #pragma once
 
 #include <deque>

@@ -94,8 +94,8 @@ class InFlight {
   explicit InFlight(SlabParts& parts) : parts_(parts) {}
   // Waits until fewer than kMax are in flight; releases the lock meanwhile.
   void await_room(std::unique_lock<std::mutex>& lock);
-  // Counts what has been issued on `stream` so far. If no event can be recorded, the next transfer is issued early and
-  // reports the device's error itself.
+  // Records an event on `stream` and counts what was issued before it as one transfer. If no event can be recorded,
+  // nothing is counted, so the next transfer is issued early and reports the device's error itself.
   void note(Stream stream);
 
  private:

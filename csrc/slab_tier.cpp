@@ -47,7 +47,8 @@ SlotRef SlabStore::queue_copy_out(const void* source, size_t bytes, Stream compu
   return slot;
 }
 
-// Waits for fenced blocks, then for spills of the coldest blocks; throws when there is nothing left to wait for.
+// Waits for freed blocks whose last copy has not ended, then for spills of the blocks that are needed last. Throws if
+// there is nothing to wait for.
 Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) {
   std::exception_ptr failure;  // of a spill
   for (;;) {
@@ -82,7 +83,7 @@ bool SlabStore::out_done(Slot& base) {
   std::lock_guard lock(mutex_);
   auto& slot = static_cast<SlabSlot&>(base);
   if (slot.state == State::queued) return false;
-  // A copy-in may be queued before the copy-out has ended.
+  // The state may be past copying_out: a copy-in may be queued before the copy-out has ended.
   if (slot.out_event != nullptr && !device_->event_done(slot.out_event.get())) return false;
   if (slot.state == State::copying_out) {
     parts_.count_out(slot);

@@ -124,7 +124,7 @@ class PlanController:
                 larger = self._larger(signature, state)
                 return self._record(state, model, held()) if larger is None else self._borrow(signature, larger, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
-                return self._record(state, model, held())  # this profile may be complete
+                return self._record(state, model, held())  # profile again: temporaries may be recorded now
             self._judge(state, planned, held)
             if state.phase is Phase.PLANNING:
                 self._plan(planned, held())
@@ -134,7 +134,7 @@ class PlanController:
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
 
-        A limit is hard: a step that deviates from the recorded one must be noticed as it begins.
+        With a limit the hooks stay: a step that deviates must be noticed at its first deviation.
         """
         with self._lock:
             state = self._states.get(signature)
@@ -242,9 +242,8 @@ class PlanController:
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
         """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
 
-        Such a plan keeps the limit.
-
-        Without it, a loader with a new sequence length at every step would cause every step to be profiled.
+        A smaller step that follows this plan keeps the limit too. If a loader gives a new sequence length at every
+        step, most steps borrow a plan in this way and need no profile.
         """
         planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
         if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):

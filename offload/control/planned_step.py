@@ -44,7 +44,7 @@ class PlannedStep:
     plan, schedule
         What its steps follow; None until the first plan is made.
     incomplete_profiles
-        How many profiles so far, with this one, lack the step's temporaries; 0 if this one has them.
+        Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
     steps, replans
         Number of steps that followed a plan; number of new plans after the first one.
     executors
@@ -201,7 +201,7 @@ def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
 
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
-    """Durations minus `slowed`, the time that copies added: in proportion to each, and at most half of the total."""
+    """Subtract `slowed`, the time that copies added, in proportion to each duration; at most half of their total."""
     total = sum(seconds)
     share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
     return tuple(each * share for each in seconds)

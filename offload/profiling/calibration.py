@@ -76,7 +76,7 @@ class Calibration:
     processor_seconds: float
 
     def link(self, *, slows: bool = False) -> Link:
-        """The link to plan with, with the bandwidths of both directions busy, so that plans are not optimistic.
+        """The link for the planner; its bandwidths are those with both directions busy, so plans are not optimistic.
 
         Parameters
         ----------
@@ -139,7 +139,8 @@ def calibrate(
     spill_dir
         Folder of the spill file; empty where there is no disk tier.
     fresh
-        Measure even if a result is cached. This process uses the new result; other processes do if it can be cached.
+        Measure even if a result is cached. This process uses the new result; other processes use it only if it
+        is cached.
     cache_dir
         Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. If it
         cannot be written, the next process measures again. A result is not written if other programs used more than

@@ -20,7 +20,7 @@ from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62
-_DUE, _UNWATCHED, _BACK = 1, 2, 3  # what `ScheduleCursor.ask` answers, beside 0: nothing to do
+_DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; 0 means that nothing is to be done
 
 
 class StepObserver(Protocol):
@@ -45,7 +45,7 @@ class StepObserver(Protocol):
         """A hook begins; it may wait."""
 
     def pass_by(self, pack_index: int) -> None:
-        """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
+        """The schedule keeps the tensor of this pack, but the cursor alone cannot advance the schedule here."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Why this storage is kept; None: it is swapped."""
@@ -116,7 +116,7 @@ class Measured:
 
 
 class DeviceClock:
-    """What `NodeClock` notes, in marks on a device's stream. The device computes, and hooks take none of its time."""
+    """Records what `NodeClock` records, with events on a device's stream. Hooks take no time of the device."""
 
     hook_seconds = 0.0
 
@@ -129,11 +129,11 @@ class DeviceClock:
         self._node = 0
 
     def begin(self) -> None:
-        """A hook begins that may do something."""
+        """A hook begins that may wait or start a copy."""
         self._begin = self._engine.mark()
 
     def pass_by(self, node: int) -> None:
-        """A node begins in a hook that does nothing."""
+        """A node begins in a hook that neither waits nor starts a copy."""
         self._node = node
         self._nodes.setdefault(node, self._engine.mark())
 
@@ -147,7 +147,7 @@ class DeviceClock:
         self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
 
     def measure(self, end: Any, node_count: int) -> StepTimes | None:
-        """What the step took that ended at this mark; None while the device has not come that far."""
+        """The times of the step that ended at the mark `end`; None if the device has not reached this mark yet."""
         marks = [*self._nodes.values(), end]
         for _, _, begin, until in self._pauses:
             marks += (begin, until)
@@ -161,14 +161,14 @@ class DeviceClock:
 
 
 class Stopwatch:
-    """Notes when nodes begin and how long hooks hold them up.
+    """Measures when nodes begin and how long hooks delay them.
 
     Attributes
     ----------
     clock
-        Notes them.
+        Takes the measurements.
     begin, pass_by, arrive, end
-        The clock's.
+        Methods of `clock`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -195,7 +195,7 @@ class Stopwatch:
         return self._end is not None
 
     def measured(self, node_count: int) -> Measured | None:
-        """The durations of `node_count` nodes; None where the step is not over. A node not seen took no time."""
+        """The durations of `node_count` nodes; None if the step has not ended. A node that did not run has 0 s."""
         if self._end is None:
             return None
         found = self.clock.measure(self._end, node_count)
@@ -235,7 +235,7 @@ class ScheduleExecutor:
         self._slots: dict[int, weakref.ref[SlotHandle]] = {}
         self._next_release = 0
         self._next_prefetch = 0
-        self._acted = False  # in this hook; the time of hooks that start nothing counts as computation
+        self._acted = False  # whether this hook waits or starts a copy; if not, its time counts as computation
         self._look_ahead()
 
     @property
@@ -253,7 +253,7 @@ class ScheduleExecutor:
             self.stopwatch.begin()
 
     def pass_by(self, pack_index: int) -> None:
-        """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
+        """The schedule keeps the tensor of this pack, but the cursor alone cannot advance the schedule here."""
         node = self._node_after_pack.get(pack_index)
         if node is None:
             return
@@ -308,7 +308,7 @@ class ScheduleExecutor:
             self.stopwatch.begin()
             if not self.stopwatch.clock.is_listening:
                 self.stopwatch.listen_for_the_end()
-        # Another view of a storage that was swapped out waits for it as the first one does.
+        # Every view of a swapped storage may wait for the storage, so a duplicate counts as a swapped tensor.
         self._acted = self.schedule.order.duplicates.get(pack_index, pack_index) in self._swapped_bytes
         if not self.on_schedule:
             return

@@ -37,7 +37,7 @@ class Policy(Protocol):
         """Whether the engine can move tensors of this kind."""
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """What else holds this storage, so that swapping it would free nothing; None if nothing is known to."""
+        """What else holds this storage, so that swapping it would free nothing; None if no other holder is known."""
 
     def is_excluded(self) -> bool:
         """Whether the module that runs in this thread is excluded."""
@@ -53,8 +53,8 @@ class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
     `pack` and `unpack` are those of the base class, in C++: they handle kept tensors and call `pack_due`,
-    `pack_candidate`, `unpack_watched`, `unpack_swapped` and `refuse` for everything else. Until `attach` tensors are
-    swapped, but nothing is prefetched.
+    `pack_candidate`, `unpack_watched`, `unpack_swapped` and `refuse` for everything else. Before `attach` is
+    called, tensors are swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -75,7 +75,7 @@ class StepHooks(HookCore):
         follow(self, observer, observer.cursor, observer.reason)
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
-        """Keep a tensor that the schedule keeps, where the observer has to act."""
+        """Report a tensor that the schedule keeps to the observer, which has to act at this pack, and keep it."""
         self._observer.pass_by(index)
         return self.keep(tensor, index, self._observer.reason, nbytes)
 
@@ -88,15 +88,15 @@ class StepHooks(HookCore):
         return packed
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
-        """A kept tensor whose unpack the observer wants to know of."""
-        self._engine.collect()  # before anything comes back: graph nodes that are done have left room
+        """Report the unpack of a kept tensor to the observer, and return the tensor."""
+        self._engine.collect()  # before a copy-in: finished graph nodes have freed memory
         self._observer.unpacking(kept.index)
         tensor = self.checked(kept)
         self._observer.unpacked(kept.index)
         return tensor
 
     def unpack_swapped(self, view: SwappedView) -> Tensor:
-        """A tensor that was swapped, as it was.
+        """Return a swapped tensor as it was saved.
 
         Raises
         ------
