@@ -51,7 +51,23 @@ def test_every_field_is_read():
     assert trace.base_bytes == (1, 2, 3, 4)
     assert trace.tensors[0] == SavedTensor(0, 8, 0, 0, 1, 2, 3)
     assert trace.tensors[1].recompute == Recompute(0.25, (0,))
+    assert trace.tensors[1].recompute.bound_seconds == 0.25
     assert trace.source == "by hand"
+
+
+def test_a_recipe_may_tell_its_workspace_and_its_share_of_what_is_shared():
+    recipe = {"seconds": 0.25, "from": [0], "workspace": 7, "least_seconds": 0.125}
+    data = changed("tensors", 1, "recompute", recipe)
+    trace = Trace.from_dict(data)
+    assert trace.tensors[1].recompute == Recompute(0.25, (0,), 7, 0.125)
+    assert trace.tensors[1].recompute.bound_seconds == 0.125
+    assert trace.to_dict() == data
+
+
+def test_tensors_that_would_be_made_from_one_another_are_refused():
+    data = changed("tensors", 0, "recompute", {"seconds": 0.25, "from": [5]})
+    with pytest.raises(ValueError, match=r"recompute.from: tensors \[0, 5\] would have to be made from one another"):
+        Trace.from_dict(data)
 
 
 def test_what_is_written_is_what_was_read(tmp_path):
@@ -131,6 +147,26 @@ def test_unknown_keys_and_whole_floats_are_accepted():
         (changed("tensors", 1, "recompute", 1), r"tensors\[1\].recompute: expected an object"),
         (changed("tensors", 1, "recompute", "seconds", ...), r"tensors\[1\].recompute.seconds: missing"),
         (changed("tensors", 1, "recompute", "seconds", -1), r"tensors\[1\].recompute.seconds: -1.0 is not"),
+        (
+            changed("tensors", 1, "recompute", "workspace", -1),
+            r"tensors\[1\].recompute.workspace: -1 is negative; write at least 0",
+        ),
+        (
+            changed("tensors", 1, "recompute", "workspace", "1"),
+            r"tensors\[1\].recompute.workspace: expected an integer",
+        ),
+        (
+            changed("tensors", 1, "recompute", "least_seconds", 0.3),
+            r"tensors\[1\].recompute.least_seconds: 0.3 is no part of seconds 0.25; write at least 0 and no more",
+        ),
+        (
+            changed("tensors", 1, "recompute", "least_seconds", -0.1),
+            r"tensors\[1\].recompute.least_seconds: -0.1 is no part",
+        ),
+        (
+            changed("tensors", 1, "recompute", "least_seconds", []),
+            r"tensors\[1\].recompute.least_seconds: expected a number",
+        ),
         (changed("tensors", 1, "recompute", "from", ...), r"tensors\[1\].recompute.from: missing"),
         (
             changed("tensors", 1, "recompute", "from", [9]),

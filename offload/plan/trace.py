@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from offload.plan.json_fields import kind_of, read_field, read_float, read_int, read_list, read_mapping
 
 FORMAT = "offload-trace/1"
 
@@ -39,18 +42,30 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """How a saved tensor can be recomputed instead of swapped.
+    """How a saved tensor can be recomputed instead of swapped: its recipe.
 
     Parameters
     ----------
     seconds : float
-        Duration of the computation, in seconds.
+        Duration of the operators between the sources and the tensor, in seconds.
     inputs : tuple of int
-        Ids of the saved tensors that the computation needs (``from`` in the JSON form).
+        Ids of the saved tensors that the operators start from, its sources (``from`` in the JSON form).
+    workspace_bytes : int, default 0
+        Bytes that the operators need besides, while they run (``workspace``).
+    least_seconds : float, optional
+        The part of `seconds` that counts in lower bounds: an operator that m recipes share counts 1/m in each. All of
+        them where it is not given.
     """
 
     seconds: float
     inputs: tuple[int, ...]
+    workspace_bytes: int = 0
+    least_seconds: float | None = None
+
+    @property
+    def bound_seconds(self) -> float:
+        """What the tensor adds to a lower bound on the step time, in seconds."""
+        return self.seconds if self.least_seconds is None else self.least_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +197,17 @@ class Trace:
         for i, tensor in enumerate(self.tensors):
             if tensor.recompute is not None:
                 _check_recompute(tensor.recompute, f"tensors[{i}].recompute", tensor.id, index_of)
+        self._check_order(index_of)
+
+    def _check_order(self, index_of: Mapping[int, int]) -> None:
+        """Raise if tensors are sources of each other."""
+        sources = {tensor.id: tensor.recompute.inputs for tensor in self.tensors if tensor.recompute is not None}
+        try:
+            TopologicalSorter(sources).prepare()
+        except CycleError as error:
+            ids = error.args[1]
+            where = f"tensors[{index_of[ids[-1]]}].recompute.from"
+            raise ValueError(f"{where}: tensors {sorted(set(ids))} would have to be made from one another") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -230,18 +256,20 @@ class Trace:
             If a field is missing or invalid; the message names it with its index.
         """
         if not isinstance(data, Mapping):
-            raise ValueError(f"trace: expected an object, got {_kind(data)}")
+            raise ValueError(f"trace: expected an object, got {kind_of(data)}")
         if data.get("format") != FORMAT:
             raise ValueError(f"format: expected {FORMAT!r}, got {data.get('format')!r}")
         source = data.get("source", "")
         if not isinstance(source, str):
-            raise ValueError(f"source: expected a string, got {_kind(source)}")
+            raise ValueError(f"source: expected a string, got {kind_of(source)}")
         return cls(
-            nodes=tuple(_read_node(x, f"nodes[{i}]") for i, x in enumerate(_list(data, "nodes", "nodes"))),
+            nodes=tuple(_read_node(x, f"nodes[{i}]") for i, x in enumerate(read_list(data, "nodes", "nodes"))),
             base_bytes=tuple(
-                _as_int(x, f"base_bytes[{i}]") for i, x in enumerate(_list(data, "base_bytes", "base_bytes"))
+                read_int(x, f"base_bytes[{i}]") for i, x in enumerate(read_list(data, "base_bytes", "base_bytes"))
             ),
-            tensors=tuple(_read_tensor(x, f"tensors[{i}]") for i, x in enumerate(_list(data, "tensors", "tensors"))),
+            tensors=tuple(
+                _read_tensor(x, f"tensors[{i}]") for i, x in enumerate(read_list(data, "tensors", "tensors"))
+            ),
             source=source,
             link=None if data.get("link") is None else _read_link(data["link"]),
         )
@@ -258,6 +286,7 @@ class Trace:
         }
 
 
+_ROUNDING = 1e-9  # relative: shares of a recipe's operators are added in any order
 _LINK_FIELDS = ("out_bandwidth", "in_bandwidth", "latency")
 _NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_use")
 
@@ -266,7 +295,12 @@ def _tensor_to_dict(tensor: SavedTensor) -> dict[str, Any]:
     row: dict[str, Any] = {"id": tensor.id, "bytes": tensor.bytes}
     row.update({field: getattr(tensor, field) for field in _NODE_NUMBERS})
     if tensor.recompute is not None:
-        row["recompute"] = {"seconds": tensor.recompute.seconds, "from": list(tensor.recompute.inputs)}
+        recipe = tensor.recompute
+        row["recompute"] = {"seconds": recipe.seconds, "from": list(recipe.inputs)}
+        if recipe.workspace_bytes:
+            row["recompute"]["workspace"] = recipe.workspace_bytes
+        if recipe.least_seconds is not None:
+            row["recompute"]["least_seconds"] = recipe.least_seconds
     return row
 
 
@@ -287,6 +321,13 @@ def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
 def _check_recompute(recompute: Recompute, where: str, own_id: int, index_of: Mapping[int, int]) -> None:
     if not (math.isfinite(recompute.seconds) and recompute.seconds >= 0):
         raise ValueError(f"{where}.seconds: {recompute.seconds} is not a duration; write a finite number of at least 0")
+    if recompute.workspace_bytes < 0:
+        raise ValueError(f"{where}.workspace: {recompute.workspace_bytes} is negative; write at least 0")
+    if not 0 <= recompute.bound_seconds <= recompute.seconds * (1 + _ROUNDING):
+        raise ValueError(
+            f"{where}.least_seconds: {recompute.least_seconds} is no part of seconds {recompute.seconds}; "
+            "write at least 0 and no more than seconds"
+        )
     for i, source in enumerate(recompute.inputs):
         if source == own_id:
             raise ValueError(f"{where}.from[{i}]: {source} is the tensor itself")
@@ -295,19 +336,19 @@ def _check_recompute(recompute: Recompute, where: str, own_id: int, index_of: Ma
 
 
 def _read_node(data: Any, where: str) -> Node:
-    row = _mapping(data, where)
-    name = _field(row, "name", where)
+    row = read_mapping(data, where)
+    name = read_field(row, "name", where)
     if not isinstance(name, str):
-        raise ValueError(f"{where}.name: expected a string, got {_kind(name)}")
-    backward = _field(row, "backward", where)
+        raise ValueError(f"{where}.name: expected a string, got {kind_of(name)}")
+    backward = read_field(row, "backward", where)
     if not isinstance(backward, bool):
-        raise ValueError(f"{where}.backward: expected true or false, got {_kind(backward)}")
-    return Node(name, _as_float(_field(row, "seconds", where), f"{where}.seconds"), backward)
+        raise ValueError(f"{where}.backward: expected true or false, got {kind_of(backward)}")
+    return Node(name, read_float(read_field(row, "seconds", where), f"{where}.seconds"), backward)
 
 
 def _read_link(data: Any) -> Link:
-    row = {"latency": 0.0, **_mapping(data, "link")}
-    values = [_as_float(_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS]
+    row = {"latency": 0.0, **read_mapping(data, "link")}
+    values = [read_float(read_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS]
     try:
         return Link(*values)
     except ValueError as error:
@@ -315,62 +356,20 @@ def _read_link(data: Any) -> Link:
 
 
 def _read_tensor(data: Any, where: str) -> SavedTensor:
-    row = _mapping(data, where)
+    row = read_mapping(data, where)
     fields = {
-        field: _as_int(_field(row, field, where), f"{where}.{field}") for field in ("id", "bytes", *_NODE_NUMBERS)
+        field: read_int(read_field(row, field, where), f"{where}.{field}") for field in ("id", "bytes", *_NODE_NUMBERS)
     }
-    recompute = None
-    if row.get("recompute") is not None:
-        inner = _mapping(row["recompute"], f"{where}.recompute")
-        recompute = Recompute(
-            _as_float(_field(inner, "seconds", f"{where}.recompute"), f"{where}.recompute.seconds"),
-            tuple(
-                _as_int(x, f"{where}.recompute.from[{i}]")
-                for i, x in enumerate(_list(inner, "from", f"{where}.recompute.from"))
-            ),
-        )
+    recompute = None if row.get("recompute") is None else _read_recompute(row["recompute"], f"{where}.recompute")
     return SavedTensor(**fields, recompute=recompute)
 
 
-def _mapping(data: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where}: expected an object, got {_kind(data)}")
-    return data
-
-
-def _field(row: Mapping[str, Any], field: str, where: str) -> Any:
-    if field not in row:
-        raise ValueError(f"{where}.{field}: missing")
-    return row[field]
-
-
-def _list(row: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
-    if field not in row:
-        raise ValueError(f"{where}: missing")
-    if not isinstance(row[field], (list, tuple)):
-        raise ValueError(f"{where}: expected a list, got {_kind(row[field])}")
-    values: Sequence[Any] = row[field]
-    return values
-
-
-def _as_int(value: Any, where: str) -> int:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)  # 4096.0: other JSON writers know no integers
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{where}: expected an integer, got {_kind(value)}")
-    return value
-
-
-def _as_float(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{where}: expected a number, got {_kind(value)}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{where}: the number is too large") from None
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+def _read_recompute(data: Any, where: str) -> Recompute:
+    row = read_mapping(data, where)
+    least = row.get("least_seconds")
+    return Recompute(
+        read_float(read_field(row, "seconds", where), f"{where}.seconds"),
+        tuple(read_int(x, f"{where}.from[{i}]") for i, x in enumerate(read_list(row, "from", f"{where}.from"))),
+        read_int(row.get("workspace", 0), f"{where}.workspace"),
+        None if least is None else read_float(least, f"{where}.least_seconds"),
+    )

@@ -1,0 +1,61 @@
+"""Fields of JSON objects, read with messages that name the field: `trace` reads its files with these.
+
+Place on the data path: under the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["kind_of", "read_field", "read_float", "read_int", "read_list", "read_mapping"]
+
+
+def read_mapping(data: Any, where: str) -> Mapping[str, Any]:
+    """Return `data`, which has to be an object."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected an object, got {kind_of(data)}")
+    return data
+
+
+def read_field(row: Mapping[str, Any], field: str, where: str) -> Any:
+    """Return a field of an object, which has to have it."""
+    if field not in row:
+        raise ValueError(f"{where}.{field}: missing")
+    return row[field]
+
+
+def read_list(row: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
+    """Return a field of an object that has to be a list; `where` names the field itself."""
+    if field not in row:
+        raise ValueError(f"{where}: missing")
+    if not isinstance(row[field], (list, tuple)):
+        raise ValueError(f"{where}: expected a list, got {kind_of(row[field])}")
+    values: Sequence[Any] = row[field]
+    return values
+
+
+def read_int(value: Any, where: str) -> int:
+    """Return an integer; one that is written as a float is one too."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # 4096.0: other JSON writers know no integers
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{where}: expected an integer, got {kind_of(value)}")
+    return value
+
+
+def read_float(value: Any, where: str) -> float:
+    """Return a number as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where}: expected a number, got {kind_of(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{where}: the number is too large") from None
+
+
+def kind_of(value: Any) -> str:
+    """Return what a message calls a value."""
+    if value is None:
+        return "null"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
