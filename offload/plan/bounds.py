@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from offload.plan.cover_trees import CopyQueue
 from offload.plan.simulate import Link, unswapped_bytes
 from offload.plan.trace import SavedTensor, Trace
 from offload.units import format_bytes, round_up_bytes
@@ -265,50 +266,10 @@ def _cut(
 def _copy_bounds(
     excess: Sequence[int], order: Sequence[SavedTensor], offsets: Sequence[float], bandwidth: float
 ) -> list[float]:
-    """Return for each node the max over q, A_q < E, of offsets[q] + (E - A_q) / bandwidth, up to rounding.
-
-    q runs over the tensors of `order` that cover the node, A_q is the sum of their bytes before q, and E is the node's
-    excess. Infinite where the covering tensors have fewer than E bytes. A segment tree over `order` stores for each
-    range of tensors their covering bytes, and the maximum over the range with A_q counted from its first tensor.
-    """
-    width = 1 << max(1, (len(order) - 1).bit_length())
-    covering, best = [0] * (2 * width), [-math.inf] * (2 * width)
-    covers_from: list[list[int]] = [[] for _ in range(len(excess) + 1)]
-    covers_until: list[list[int]] = [[] for _ in range(len(excess) + 1)]
-    for q, tensor in enumerate(order):
-        covers_from[tensor.last_forward + 1].append(q)
-        covers_until[tensor.first_backward].append(q)
-
-    def update(leaf: int, count: int, value: float) -> None:
-        at = width + leaf
-        covering[at], best[at] = count, value
-        at >>= 1
-        while at:
-            left, right = 2 * at, 2 * at + 1
-            covering[at] = covering[left] + covering[right]
-            best[at] = max(best[left], best[right] - covering[left] / bandwidth)
-            at >>= 1
-
-    def query(needed: int) -> float:
-        if covering[1] < needed:
-            return math.inf
-        at, before, value = 1, 0, -math.inf
-        while at < width:
-            left = 2 * at
-            if before + covering[left] < needed:
-                value = max(value, best[left] - before / bandwidth)
-                before += covering[left]
-                at = left + 1
-            else:
-                at = left
-        return max(value, best[at] - before / bandwidth) + needed / bandwidth
-
+    """Return for each node the bound of a `CopyQueue` over the tensors that cover it, for the node's excess."""
+    queue = CopyQueue(order, offsets, bandwidth, len(excess))
     result = []
     for k, needed in enumerate(excess):
-        for q in covers_until[k]:
-            update(q, 0, -math.inf)
-        for q in covers_from[k]:
-            if order[q].first_backward > k:
-                update(q, order[q].bytes, offsets[q])
-        result.append(query(needed) if needed else 0.0)
+        queue.move_to(k)
+        result.append(queue.bound(needed) if needed else 0.0)
     return result
