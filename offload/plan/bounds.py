@@ -83,7 +83,7 @@ def least_feasible_limit(trace: Trace) -> int:
         The peak in bytes if every tensor is released right after `last_forward` and prefetched at `first_backward`. No
         plan has fewer bytes resident during any node.
     """
-    return max(_unavoidable_bytes(trace), default=0)
+    return max(unavoidable_bytes(trace), default=0)
 
 
 def check_limit(trace: Trace, limit_bytes: int) -> None:
@@ -101,7 +101,7 @@ def check_limit(trace: Trace, limit_bytes: int) -> None:
     InfeasibleLimitError
         If no plan keeps the limit; it has the least feasible limit and the three largest reasons.
     """
-    unavoidable = _unavoidable_bytes(trace)
+    unavoidable = unavoidable_bytes(trace)
     least_bytes = max(unavoidable, default=0)
     if least_bytes <= limit_bytes:
         return
@@ -221,7 +221,7 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
     return CutBounds(single, double)
 
 
-def _unavoidable_bytes(trace: Trace) -> list[int]:
+def unavoidable_bytes(trace: Trace) -> list[int]:
     """Return the bytes resident during each node if every tensor is swapped out for as long as is allowed."""
     change = np.zeros(len(trace.nodes) + 1, dtype=np.int64)
     for tensor in trace.tensors:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offload.plan.placement import Ints, Stall, Step, SwapPlacement
 
-__all__ = ["SearchBudget", "delay_prefetches", "improve"]
+__all__ = ["Neighbourhood", "SearchBudget", "delay_prefetches", "improve"]
 
 _EARLY = 4.0  # a safety factor at which copy-ins are queued well before they have to be
 _SAFETY_FACTORS = (1.0, 1.0, _EARLY)
@@ -71,7 +71,7 @@ def improve(
     delays a prefetch instead, so that another tensor can be prefetched earlier. A placement that is not slower is
     accepted: equal step times let the search cross plateaus.
     """
-    near = _Neighbourhood(step, limit_bytes, random.Random(seed))
+    near = Neighbourhood(step, limit_bytes, random.Random(seed))
     near.move_to(placement)
     seen = {placement.indices}
     idle = 0
@@ -158,7 +158,7 @@ def _delays(step: Step, placement: SwapPlacement, stalls: Sequence[Stall]) -> It
                 yield {**placement.not_before, i: k + 1}
 
 
-class _Neighbourhood:
+class Neighbourhood:
     """Proposes sets that differ a little from the current one."""
 
     def __init__(self, step: Step, limit_bytes: int, rng: random.Random) -> None:
@@ -201,6 +201,17 @@ class _Neighbourhood:
         if self.random.random() < 0.5:
             self._prune(headroom, swapped, added)
         return tuple(np.flatnonzero(swapped).tolist())
+
+    def adapted(self, indices: Iterable[int]) -> list[int] | None:
+        """Return a set close to another one that keeps the limit; None where this attempt found none."""
+        swapped = np.zeros(self.step.count, dtype=bool)
+        swapped[list(indices)] = True
+        headroom = self.step.headroom(np.flatnonzero(swapped).tolist(), self.limit_bytes)
+        if not self._repair(headroom, swapped, ()):
+            return None
+        self._prune(headroom, swapped, ())
+        found: list[int] = np.flatnonzero(swapped).tolist()
+        return found
 
     def _candidates(self, stalls: Sequence[Stall]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the swapped tensors that may be removed and the kept ones that may be added."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from offload.plan.trace import Recompute, SavedTensor, Trace
 
-__all__ = ["Recomputation", "first_uses", "recomputations", "recomputed"]
+__all__ = ["Recomputation", "first_uses", "has_recipes", "recomputations", "recomputed"]
 
 
 class Recomputation(NamedTuple):
@@ -29,6 +29,11 @@ class Recomputation(NamedTuple):
 
     id: int
     at: int
+
+
+def has_recipes(trace: Trace) -> bool:
+    """Return whether any tensor can be recomputed."""
+    return any(tensor.recompute is not None for tensor in trace.tensors)
 
 
 def first_uses(trace: Trace, dropped: Collection[int]) -> dict[int, int]:

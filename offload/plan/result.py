@@ -5,13 +5,15 @@ Place on the data path: the planner's result. The executor follows it; the repor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from offload.plan.bounds import cut_bound
+from offload.plan.joint_bound import joint_bound
+from offload.plan.recompute import Recomputation, recomputations, recomputed
 from offload.plan.simulate import Link, Swap, Timing, simulate, unswapped_bytes
 from offload.plan.trace import SavedTensor, Trace
 from offload.units import format_bytes, format_seconds
@@ -23,7 +25,7 @@ _NO_SWAPS = "nothing is worth swapping"
 
 @dataclass(frozen=True)
 class Plan:
-    """A swap-only plan with its certificate: a lower bound on the step time and the gap to it.
+    """A plan with its certificate: a lower bound on the step time and the gap to it.
 
     Parameters
     ----------
@@ -32,9 +34,10 @@ class Plan:
     step_seconds : float
         Predicted step time by `simulate`, in seconds.
     compute_seconds : float
-        Step time without swaps, in seconds.
+        Step time without swaps and recomputation, in seconds.
     bound_seconds : float
-        Lower bound on the step time of every swap-only plan within `limit_bytes`, in seconds: `cut_bound`.
+        Lower bound on the step time of every plan within `limit_bytes`, in seconds: `joint_bound`, or `cut_bound`
+        where the plan swaps alone.
     gap : float
         ``step_seconds / bound_seconds - 1``.
     peak_bytes, unswapped_peak_bytes : int
@@ -48,6 +51,10 @@ class Plan:
         The step.
     link : Link
         The link that was assumed.
+    recomputes : tuple of Recomputation
+        The tensors that are recomputed, sorted by id.
+    swap_only : bool
+        Whether recomputation was left out, and of the bound too.
     """
 
     swaps: tuple[Swap, ...]
@@ -61,11 +68,24 @@ class Plan:
     limit_bytes: int
     trace: Trace = field(repr=False)
     link: Link = field(repr=False)
+    recomputes: tuple[Recomputation, ...] = ()
+    swap_only: bool = True
+
+    @cached_property
+    def recomputed_trace(self) -> Trace:
+        """The step with the recomputations in it: what the swaps are swaps of."""
+        return recomputed(self.trace, (row.id for row in self.recomputes)) if self.recomputes else self.trace
 
     @cached_property
     def timing(self) -> Timing:
         """Predicted timing of the step, by `simulate`."""
-        return simulate(self.trace, self.swaps, self.link)
+        return simulate(self.recomputed_trace, self.swaps, self.link)
+
+    @cached_property
+    def recompute_seconds(self) -> float:
+        """Time that the recomputations take, in seconds."""
+        chosen = {row.id for row in self.recomputes}
+        return sum(x.recompute.seconds for x in self.trace.tensors if x.recompute is not None and x.id in chosen)
 
     @cached_property
     def overhead_seconds(self) -> float:
@@ -88,40 +108,60 @@ class Plan:
             "peak_bytes": self.peak_bytes,
             "unswapped_peak_bytes": self.unswapped_peak_bytes,
             "swaps": [swap._asdict() for swap in self.swaps],
-            "recomputes": [],
+            "recomputes": [row._asdict() for row in self.recomputes],
         }
 
     def summary(self) -> str:
         """Return step time, bound and peak as two lines of text."""
-        stalls = self.step_seconds - self.compute_seconds
+        stalls = self.step_seconds - self.compute_seconds - self.recompute_seconds
+        again = f"recomputing {format_seconds(self.recompute_seconds)}, " if self.recomputes else ""
         slowed = f", slowed by swaps {format_seconds(self.overhead_seconds)}" if self.overhead_seconds else ""
+        size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
+        dropped = sum(size[row.id] for row in self.recomputes)
+        made = f"; {len(self.recomputes)} are recomputed, {format_bytes(dropped)}" if self.recomputes else ""
         return (
-            f"step {format_seconds(self.expected_seconds)}: compute {format_seconds(self.compute_seconds)}, waiting "
-            f"{format_seconds(stalls)}{slowed}; no swap-only plan within {format_bytes(self.limit_bytes)} takes less "
+            f"step {format_seconds(self.expected_seconds)}: compute {format_seconds(self.compute_seconds)}, {again}"
+            f"waiting {format_seconds(max(0.0, stalls) if again else stalls)}{slowed}; no "
+            f"{'swap-only ' if self.swap_only else ''}plan within {format_bytes(self.limit_bytes)} takes less "
             f"than {format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
             f"peak {format_bytes(self.peak_bytes)} instead of {format_bytes(self.unswapped_peak_bytes)}; "
-            f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, up to {format_bytes(self.host_bytes)}"
+            f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, up to {format_bytes(self.host_bytes)}{made}"
         )
 
     def explain(self) -> str:
-        """Return the summary, then one line for each swap in copy-out order.
+        """Return the summary, then one line for each swap in copy-out order and one for each recomputed tensor.
 
         Returns
         -------
         str
-            Lines of text. Where nothing swaps, the second part is the reason.
+            Lines of text. Where nothing swaps and nothing is recomputed, the second part is the reason.
         """
         lines = [self.summary()]
-        if not self.swaps:
+        if not self.swaps and not self.recomputes:
             reason = "every tensor stays in device memory"
             if self.unswapped_peak_bytes <= self.limit_bytes:
                 reason = f"the step fits as it is: {format_bytes(self.unswapped_peak_bytes)} at its peak"
             lines.append(f"{_NO_SWAPS}: {reason}")
-        tensors = {tensor.id: tensor for tensor in self.trace.tensors}
+        tensors = {tensor.id: tensor for tensor in self.recomputed_trace.tensors}
         late = self.late_seconds()
         for swap in sorted(self.swaps, key=lambda swap: (tensors[swap.id].packed, swap.id)):
             lines.append(self._sentence(tensors[swap.id], swap, *late[swap.id]))
+        tensors = {tensor.id: tensor for tensor in self.trace.tensors}
+        lines += [
+            self._recompute_sentence(tensors[row.id], row.at) for row in sorted(self.recomputes, key=lambda x: x.at)
+        ]
         return "\n".join(lines)
+
+    def _recompute_sentence(self, tensor: SavedTensor, at: int) -> str:
+        nodes = self.trace.nodes
+        recipe = tensor.recompute
+        assert recipe is not None
+        sources = ", ".join(str(i) for i in recipe.inputs)
+        return (
+            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: dropped after node "
+            f"{tensor.last_forward} ({nodes[tensor.last_forward].name}), recomputed at node {at} ({nodes[at].name}) in "
+            f"{format_seconds(recipe.seconds)}" + (f" from {sources}" if sources else "")
+        )
 
     def _sentence(self, tensor: SavedTensor, swap: Swap, late_out: float, late_in: float) -> str:
         nodes = self.trace.nodes
@@ -141,7 +181,7 @@ class Plan:
     def late_seconds(self) -> dict[int, tuple[float, float]]:
         """Return for each swapped tensor's id the seconds by which its copy-out and its copy-in are late."""
         timing = self.timing
-        first_backward = {tensor.id: tensor.first_backward for tensor in self.trace.tensors}
+        first_backward = {tensor.id: tensor.first_backward for tensor in self.recomputed_trace.tensors}
         out_end = {copy.id: copy.end for copy in timing.copy_outs}
         in_end = {copy.id: copy.end for copy in timing.copy_ins}
         late = {}
@@ -159,8 +199,9 @@ def make_plan(
     limit_bytes: int | None = None,
     *,
     bound_seconds: float | None = None,
+    recomputes: Iterable[int] | None = None,
 ) -> Plan:
-    """Return the plan for given swaps, with its predicted timing and its bound.
+    """Return the plan for given swaps and recomputations, with its predicted timing and its bound.
 
     Parameters
     ----------
@@ -173,22 +214,30 @@ def make_plan(
     limit_bytes : int, optional
         Limit that the bound refers to, in bytes; the plan's own peak if not given.
     bound_seconds : float, optional
-        `cut_bound` at that limit, in seconds, where it is known already.
+        The bound at that limit, in seconds, where it is known already.
+    recomputes : iterable of int, optional
+        Ids of the tensors that are recomputed. Where it is given, even empty, the bound is that of all plans that swap
+        and recompute; else it is that of those that swap alone.
 
     Returns
     -------
     Plan
-        With its step time by `simulate` and its bound by `cut_bound`.
+        With its step time by `simulate` and its bound by `joint_bound` or `cut_bound`.
 
     Raises
     ------
     ValueError
-        If a swap's id is unknown or occurs twice, or its nodes are out of order.
+        If a swap's id is unknown, occurs twice or is that of a recomputed tensor, or its nodes are out of order. If a
+        tensor to recompute has no recipe.
     """
-    timing = simulate(trace, swaps, link)
+    rows = recomputations(trace, recomputes or ())
+    step = recomputed(trace, (row.id for row in rows)) if rows else trace
+    timing = simulate(step, swaps, link)
     limit_bytes = timing.peak_bytes if limit_bytes is None else limit_bytes
     # The bound adds the same durations in another order, so it may exceed the step time by rounding.
-    bound = cut_bound(trace, limit_bytes, link) if bound_seconds is None else bound_seconds
+    bound = bound_seconds
+    if bound is None:
+        bound = (cut_bound if recomputes is None else joint_bound)(trace, limit_bytes, link)
     bound = min(bound, timing.step_seconds)
     return Plan(
         swaps=tuple(sorted(swaps)),
@@ -198,10 +247,12 @@ def make_plan(
         gap=timing.step_seconds / bound - 1 if bound else 0.0,
         peak_bytes=timing.peak_bytes,
         unswapped_peak_bytes=max(unswapped_bytes(trace), default=0),
-        host_bytes=_host_bytes(trace, swaps),
+        host_bytes=_host_bytes(step, swaps),
         limit_bytes=limit_bytes,
         trace=trace,
         link=link,
+        recomputes=rows,
+        swap_only=recomputes is None,
     )
 
 

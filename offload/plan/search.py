@@ -2,40 +2,43 @@
 
 Place on the data path: trace and link in, plan out. Deterministic: the same trace and options give the same plan.
 
-The search chooses the set of tensors to swap; `placement` chooses their nodes. The first sets come from a few rankings
-of the tensors (by lifetime, by pack order, by first use in backward, by idle time times bytes, by bytes). Each ranking
-gives its shortest prefix that keeps the limit, longer prefixes, and a minimal set that keeps the limit. Local search
-then improves the fastest. With few tensors, every set is tried.
+`swap_search` chooses the set of tensors to swap and `placement` their nodes. Where tensors have recipes, `joint_search`
+chooses beside these the set to recompute; a plan is never slower for it.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
-from offload.plan.local_search import SearchBudget, delay_prefetches, improve
+from offload.plan.joint_bound import joint_bound
+from offload.plan.joint_search import JointPlacement, fastest_joint
+from offload.plan.local_search import SearchBudget, improve
 from offload.plan.placement import Step, SwapPlacement
+from offload.plan.recompute import has_recipes
 from offload.plan.result import Plan, make_plan
 from offload.plan.simulate import Link, Swap
+from offload.plan.swap_search import ROUNDING, fastest_placement, rankings
 from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
 _BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors and at least once
 _PROBE_SECONDS = 0.03  # the same, for each limit of a bisection
-_STARTS = 2  # independent runs of the local search
+_JOINT_SECONDS = 1.2  # nominal, for the tensors to recompute; grows with the root of the tensors above 1,000
+_JOINT_PROBE_SECONDS = 0.1  # the same, for each limit of a bisection
 _EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
 _EXHAUSTIVE_PROBE_MAX = 8
 _LIMITS_MAX = 16  # limits tried by bisection
 _LOWER_LIMITS = (0.02, 0.005, 0.001)  # tried after the bisection: this share of the way down to the least limit
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement
-_ROUNDING = 1e-12  # relative
 
 
-def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
+def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool = True) -> Plan:
     """Return the fastest plan found that keeps a limit.
 
     Parameters
@@ -46,18 +49,20 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
         Bandwidths and latency.
     limit_bytes : int
         Hard limit on the resident bytes, in bytes.
+    recompute : bool, default True
+        Whether tensors that have a recipe may be recomputed. Not: plan by swapping alone.
 
     Returns
     -------
     Plan
-        Without swaps where the step fits without them.
+        Without swaps where the step fits without them. With tensors to recompute only where that is faster.
 
     Raises
     ------
     ValueError
         If the limit is not positive.
     InfeasibleLimitError
-        If no swap-only plan keeps the limit.
+        If no plan keeps the limit. Recomputation does not lower the least feasible limit.
 
     Examples
     --------
@@ -73,13 +78,21 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int) -> Plan:
     step = Step(trace, link)
     bounds = cut_bounds(trace, limit_bytes, link)
     target = max(bounds.double, step.compute_seconds)
-    placement = _fastest(step, limit_bytes, target, SearchBudget(_budget_seconds(step)), _EXHAUSTIVE_MAX)
+    placement = fastest_placement(step, limit_bytes, target, SearchBudget(_budget_seconds(step)), _EXHAUSTIVE_MAX)
     assert placement is not None  # by check_limit, the set of all tensors keeps the limit
-    swaps = step.swaps(_prefetch_earlier(step, placement, limit_bytes))
-    return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bounds.single)
+    if not (recompute and has_recipes(trace)):
+        swaps = step.swaps(_prefetch_earlier(step, placement, limit_bytes))
+        return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bounds.single)
+    bound = joint_bound(trace, limit_bytes, link)
+    best = JointPlacement(frozenset(), step, placement)
+    best = fastest_joint(trace, link, limit_bytes, best, bound, SearchBudget(_joint_seconds(step, _JOINT_SECONDS)))
+    swaps = best.step.swaps(_prefetch_earlier(best.step, best.placement, limit_bytes))
+    return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bound, recomputes=best.dropped)
 
 
-def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes: int | None = None) -> Plan:
+def least_memory_plan(
+    trace: Trace, link: Link, max_slowdown: float, limit_bytes: int | None = None, *, recompute: bool = True
+) -> Plan:
     """Return the plan of least peak memory found whose step is at most a given share longer than the unswapped one.
 
     Parameters
@@ -89,10 +102,12 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
     link : Link
         Bandwidths and latency.
     max_slowdown : float
-        0.05 allows a step that is 5 % longer than without swaps, waits and overhead included.
+        0.05 allows a step that is 5 % longer than without swaps: waits, overhead and recomputation included.
     limit_bytes : int, optional
         Hard limit on the resident bytes, in bytes. Where keeping it takes a larger slowdown, the fastest plan within
         the limit is returned, with a warning.
+    recompute : bool, default True
+        Whether tensors that have a recipe may be recomputed. Not: plan by swapping alone.
 
     Returns
     -------
@@ -104,7 +119,7 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
     ValueError
         If `max_slowdown` is negative or not finite, or the limit is not positive.
     InfeasibleLimitError
-        If no swap-only plan keeps `limit_bytes`.
+        If no plan keeps `limit_bytes`.
     """
     if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
         raise ValueError(f"max_slowdown: {max_slowdown} is not understood; write a fraction of at least 0 such as 0.05")
@@ -112,10 +127,12 @@ def least_memory_plan(trace: Trace, link: Link, max_slowdown: float, limit_bytes
         _check_positive(limit_bytes)
         check_limit(trace, limit_bytes)
     step = Step(trace, link)
-    allowed = step.compute_seconds * (1 + max_slowdown) * (1 + _ROUNDING)
-    plan = make_plan(trace, link, step.swaps(_least_memory(step, allowed)))
+    allowed = step.compute_seconds * (1 + max_slowdown) * (1 + ROUNDING)
+    recompute = recompute and has_recipes(trace)
+    best = _least_memory(step, allowed, recompute=recompute)
+    plan = make_plan(trace, link, best.step.swaps(best.placement), recomputes=best.dropped if recompute else None)
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
-        plan = fastest_plan(trace, link, limit_bytes)
+        plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
         slowdown = plan.expected_seconds / plan.compute_seconds - 1
         warnings.warn(f"max_slowdown: {max_slowdown:.3g} asked, memory_limit needs {slowdown:.3g}", stacklevel=2)
     return plan
@@ -162,7 +179,7 @@ def manual_plan(
     step = Step(trace, link)
     count = step.count if n_tensors == -1 else min(n_tensors, step.count)
     unlimited = int(step.unswapped_bytes.max(initial=0)) + 1
-    chosen = _rankings(step)[0][:count]
+    chosen = rankings(step)[0][:count]
     if lead_nodes == "auto":
         placement = step.place(chosen, unlimited)
         assert placement is not None  # the limit is above the unswapped peak, and there is no cutoff
@@ -193,121 +210,43 @@ def _fixed_lead(step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: i
     return tuple(sorted(swaps))
 
 
-def _least_memory(step: Step, allowed: float) -> SwapPlacement:
+def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacement:
     """Return the placement of least memory within `allowed` seconds: bisect the limit, then search below the result."""
     low, high = least_feasible_limit(step.trace), int(step.unswapped_bytes.max(initial=0))
-    best = SwapPlacement(step.compute_seconds, (), (), (), ())
+    best = JointPlacement(frozenset(), step, SwapPlacement(step.compute_seconds, (), (), (), ()))
     weight = max(1.0, step.count / 1000)
     floor = low
+
+    def fastest(limit: int, seconds: float) -> JointPlacement:
+        placement = fastest_placement(step, limit, allowed, SearchBudget(seconds), _EXHAUSTIVE_PROBE_MAX)
+        assert placement is not None  # no limit is below the least feasible one
+        found = JointPlacement(frozenset(), step, placement)
+        if not recompute or found.step_seconds <= allowed:
+            return found
+        budget = SearchBudget(_joint_seconds(step, _JOINT_PROBE_SECONDS))
+        return fastest_joint(step.trace, step.link, limit, found, allowed, budget, guess=sorted(best.dropped))
+
     for _ in range(_LIMITS_MAX):
         if high - floor <= max(1, high // 2000):
             break
         limit = floor if high - floor < 2 else (floor + high) // 2
-        found = _fastest(step, limit, allowed, SearchBudget(_PROBE_SECONDS * weight), _EXHAUSTIVE_PROBE_MAX)
-        if found is not None and found.step_seconds <= allowed:
+        found = fastest(limit, _PROBE_SECONDS * weight)
+        if found.step_seconds <= allowed:
             best, high = found, limit
         else:
             floor = limit
     share = _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
     for limit in (low, *(int(high - part * (high - low)) for part in _LOWER_LIMITS)):
         if limit < high:
-            found = _fastest(step, limit, allowed, SearchBudget(share), _EXHAUSTIVE_PROBE_MAX)
-            if found is not None and found.step_seconds <= allowed:
+            found = fastest(limit, share)
+            if found.step_seconds <= allowed:
                 best, high = found, limit
-    if high == low and best.indices:  # no plan needs less memory: use the remaining budget to reduce the step time
-        best = improve(step, low, best, step.compute_seconds, SearchBudget(share))
-    return _prefetch_earlier(step, best, high, allowed) if best.indices else best
-
-
-def _fastest(
-    step: Step, limit_bytes: int, target_seconds: float, budget: SearchBudget, exhaustive_max: int
-) -> SwapPlacement | None:
-    """Return the fastest placement found; the search ends at one within `target_seconds`."""
-    if step.unswapped_bytes.max(initial=0) <= limit_bytes:
-        return SwapPlacement(step.compute_seconds, (), (), (), ())
-    target_seconds *= 1 + _ROUNDING
-    small = step.count <= exhaustive_max
-    best: SwapPlacement | None = None
-    for indices in _subsets(step.count) if small else _first_sets(step, limit_bytes):
-        cutoff = best.step_seconds if best else math.inf
-        found = step.place(indices, limit_bytes, cutoff)
-        if found is not None and small:
-            found = delay_prefetches(step, limit_bytes, found, cutoff, budget)
-        budget.spend(step, len(indices))
-        if found is not None and (best is None or found.step_seconds < best.step_seconds):
-            best = found
-            if best.step_seconds <= target_seconds:
-                break
-        if not small and best is not None and budget.seconds < 0:
-            break
-    if best is None or small:
+    if not best.placement.indices:
         return best
-    start, share = best, budget.seconds / _STARTS
-    for seed in range(_STARTS):
-        if best.step_seconds <= target_seconds:
-            break
-        improved = improve(step, limit_bytes, start, target_seconds, SearchBudget(share), seed=seed)
-        best = min(best, improved, key=lambda placement: placement.step_seconds)
-    return best
-
-
-def _subsets(count: int) -> Iterator[list[int]]:
-    """Yield every set of tensors, in the order of binary counting."""
-    for mask in range(1 << count):
-        yield [i for i in range(count) if mask >> i & 1]
-
-
-def _first_sets(step: Step, limit_bytes: int) -> Iterator[Sequence[int]]:
-    """Yield the sets that the search begins with, the most promising first."""
-    prefixes = []
-    for ranking in _rankings(step):
-        length = _least_prefix(step, ranking, limit_bytes)
-        prefixes.append((ranking, length))
-        yield ranking[:length]
-    for ranking, length in prefixes:
-        yield _minimal_set(step, ranking, limit_bytes)
-        rest = step.count - length
-        for more in sorted({2, 5, 10, rest // 8, rest // 3}):
-            if 0 < more <= rest:
-                yield ranking[: length + more]
-
-
-def _rankings(step: Step) -> list[list[int]]:
-    """Return the tensors in the order of several criteria, the longest-lived first in the first one."""
-    everything = range(step.count)
-    idle = [step.clock[step.first_backward[i]] - step.clock[step.packed[i] + 1] for i in everything]
-    return [
-        sorted(everything, key=lambda i: (step.release_min[i] - step.first_backward[i], i)),
-        list(everything),
-        sorted(everything, key=lambda i: (-step.first_backward[i], i)),
-        sorted(everything, key=lambda i: (-idle[i] * step.bytes[i], i)),
-        sorted(everything, key=lambda i: (-step.bytes[i], i)),
-    ]
-
-
-def _least_prefix(step: Step, ranking: Sequence[int], limit_bytes: int) -> int:
-    """Return the length of the shortest prefix that keeps the limit; the whole length where none does."""
-    low, high = 0, len(ranking)
-    while low < high:
-        middle = (low + high) // 2
-        if int(step.headroom(ranking[:middle], limit_bytes).min()) >= 0:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _minimal_set(step: Step, ranking: Sequence[int], limit_bytes: int) -> list[int]:
-    """Start from the set of all tensors; in reverse ranking, remove each whose bytes fit within the limit."""
-    headroom = step.headroom(ranking, limit_bytes)
-    needed = []
-    for i in reversed(ranking):
-        span = headroom[step.release_min[i] : step.first_backward[i]]
-        if span.size and int(span.min()) < step.bytes[i]:
-            needed.append(i)
-        else:
-            span -= step.bytes[i]
-    return needed
+    placement = best.placement
+    if high == low:  # no plan needs less memory: use the remaining budget to reduce the step time
+        placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(share))
+    return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 
 
 def _prefetch_earlier(
@@ -323,6 +262,10 @@ def _prefetch_earlier(
 
 def _budget_seconds(step: Step) -> float:
     return _BUDGET_SECONDS * max(1.0, step.count / 1000)
+
+
+def _joint_seconds(step: Step, seconds: float) -> float:
+    return float(seconds * max(1.0, step.count / 1000) ** 0.5)
 
 
 def _check_positive(limit_bytes: int) -> None:

@@ -1,0 +1,291 @@
+"""The search for the set of tensors to recompute, around the search for the set to swap.
+
+Place on the data path: between `swap_search`, which plans the swaps of a step, and `search`, which makes plans.
+
+A set of dropped tensors makes another step (`recompute`), whose swaps are planned as ever. Few candidates are tried in
+every set. Otherwise the cheapest per byte are dropped first, as many as the limit allows, and prefixes of
+that order are compared: one order takes first what leans on nothing else that is dropped. Local search then drops,
+keeps and exchanges tensors, mostly close to a stall.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from offload.plan.drop_set import DropSet
+from offload.plan.local_search import Neighbourhood, SearchBudget, improve
+from offload.plan.placement import Step, SwapPlacement
+from offload.plan.recompute import recomputed
+from offload.plan.simulate import Link, unswapped_bytes
+from offload.plan.swap_search import ROUNDING, fastest_placement, minimal_set, rankings
+from offload.plan.trace import SavedTensor, Trace
+
+__all__ = ["JointPlacement", "fastest_joint"]
+
+_ALL_SETS_MAX = 8  # candidates; 256 sets
+_EXHAUSTIVE_MAX = 8  # tensors that may swap beside them, for every set of which swaps are tried too
+_PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors and at least once
+_PREFIX_SHARE = 0.25  # of the budget, for each order
+_FLIP_SHARE = 0.8  # of what is left then; the rest improves the swaps of the best set
+_FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
+_RANKINGS = 3  # whose minimal sets a changed set is tried with
+_NEAR = 0.1  # of the nodes: so far from a stall a tensor counts as close to it
+_IDLE_MAX = 600  # consecutive changes that are no improvement; then the search ends
+
+
+@dataclass(frozen=True, slots=True)
+class JointPlacement:
+    """Tensors to recompute, the step in which they are, and the placement of its swaps.
+
+    Parameters
+    ----------
+    dropped : frozenset of int
+        Ids of the tensors that are recomputed.
+    step : Step
+        The step with them recomputed.
+    placement : SwapPlacement
+        Its swaps.
+    """
+
+    dropped: frozenset[int]
+    step: Step
+    placement: SwapPlacement
+
+    @property
+    def step_seconds(self) -> float:
+        """Step time, including the overhead of the swaps."""
+        return self.placement.step_seconds
+
+    @property
+    def swapped(self) -> list[int]:
+        """Ids of the swapped tensors."""
+        return [self.step.ids[i] for i in self.placement.indices]
+
+
+def fastest_joint(
+    trace: Trace,
+    link: Link,
+    limit_bytes: int,
+    start: JointPlacement,
+    target_seconds: float,
+    budget: SearchBudget,
+    *,
+    guess: Collection[int] = (),
+) -> JointPlacement:
+    """Return a placement that is at least as fast as one that keeps the limit.
+
+    Parameters
+    ----------
+    trace : Trace
+        The step.
+    link : Link
+        Bandwidths, latency and overheads.
+    limit_bytes : int
+        Limit on the resident bytes, in bytes.
+    start : JointPlacement
+        Keeps the limit; the fastest with nothing recomputed.
+    target_seconds : float
+        Step time at which the search ends, in seconds.
+    budget : SearchBudget
+        Reduced by what the search uses.
+    guess : collection of int, optional
+        Ids of tensors that are tried first, for example those of a similar limit.
+    """
+    target_seconds *= 1 + ROUNDING
+    search = _JointSearch(trace, link, limit_bytes, target_seconds)
+    if not search.candidates or start.step_seconds <= target_seconds:
+        return start
+    best = start
+    if guess:
+        best = search.placed(search.grown(guess), best.step_seconds, budget) or best
+    if len(search.candidates) <= _ALL_SETS_MAX:
+        best = search.every_set(best, budget)
+    else:
+        share = _PREFIX_SHARE * budget.seconds
+        for order in search.orders():
+            part = SearchBudget(share)
+            best = search.prefixes(best, order, part)
+            budget.seconds -= share - part.seconds
+        flips = SearchBudget(_FLIP_SHARE * budget.seconds)
+        budget.seconds -= flips.seconds
+        best = search.flips(best, flips)
+    return best if best is start else search.polished(best, budget)
+
+
+class _JointSearch:
+    """The search for one step, link and limit."""
+
+    def __init__(self, trace: Trace, link: Link, limit_bytes: int, target_seconds: float) -> None:
+        self.trace, self.link, self.limit_bytes, self.target_seconds = trace, link, limit_bytes, target_seconds
+        self.tensors = {tensor.id: tensor for tensor in trace.tensors}
+        over = [k for k, count in enumerate(unswapped_bytes(trace)) if count > limit_bytes]
+        first, last = (over[0], over[-1]) if over else (0, -1)
+        self.candidates = [
+            tensor.id
+            for tensor in sorted(trace.tensors, key=lambda x: (_seconds(x) / max(x.bytes, 1), x.produced, x.id))
+            if tensor.recompute and tensor.bytes and tensor.last_forward < last and tensor.first_backward > first
+        ]
+        self.random = random.Random(0)
+        self._probe_seconds = _PROBE_SECONDS * max(1.0, len(trace.tensors) / 1000)
+
+    def grown(self, order: Iterable[int]) -> frozenset[int]:
+        """Return the tensors of an order that can be dropped one after the other within the limit."""
+        drops = DropSet(self.trace, self.limit_bytes)
+        return frozenset(i for i in order if drops.add(i))
+
+    def orders(self) -> Iterator[list[int]]:
+        """Yield the candidates, the cheapest per byte first; then with those before that lean on nothing dropped."""
+        yield self.candidates
+        dropped: set[int] = set()
+        sources: set[int] = set()
+        for i in self.candidates:
+            inputs = _inputs(self.tensors[i])
+            if i not in sources and dropped.isdisjoint(inputs):
+                dropped.add(i)
+                sources.update(inputs)
+        yield [i for i in self.candidates if i in dropped] + [i for i in self.candidates if i not in dropped]
+
+    def placed(self, dropped: frozenset[int], cutoff_seconds: float, budget: SearchBudget) -> JointPlacement | None:
+        """Return the fastest placement found with a set dropped; None where it is not faster than the cutoff."""
+        step = self._step(dropped, budget)
+        if step is None or step.compute_seconds >= cutoff_seconds:
+            return None
+        probe = SearchBudget(self._probe_seconds)
+        found = fastest_placement(step, self.limit_bytes, self.target_seconds, probe, _EXHAUSTIVE_MAX)
+        budget.seconds -= self._probe_seconds - probe.seconds
+        return JointPlacement(dropped, step, found) if found and found.step_seconds < cutoff_seconds else None
+
+    def every_set(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
+        """Try every set of candidates, those that take the least time first."""
+        sets = [each for count in range(1, len(self.candidates) + 1) for each in combinations(self.candidates, count)]
+        sets.sort(key=lambda ids: sum(_seconds(self.tensors[i]) for i in ids))
+        for ids in sets:
+            best = self.placed(frozenset(ids), best.step_seconds, budget) or best
+            if best.step_seconds <= self.target_seconds:
+                break
+        return best
+
+    def prefixes(self, best: JointPlacement, order: Sequence[int], budget: SearchBudget) -> JointPlacement:
+        """Try prefixes of an order: a few, then the ones halfway from the fastest to its neighbours."""
+        drops = DropSet(self.trace, self.limit_bytes)
+        chain = [i for i in order if drops.add(i)]
+        seconds = {0: best.step_seconds}
+        waiting = [round(part * len(chain)) for part in _FIRST_PREFIXES]
+        while waiting:
+            for count in waiting:
+                found = self.placed(frozenset(chain[:count]), math.inf, budget) if budget.seconds > 0 else None
+                seconds[count] = found.step_seconds if found else math.inf
+                best = found if found and found.step_seconds < best.step_seconds else best
+            if budget.seconds <= 0 or best.step_seconds <= self.target_seconds:
+                break
+            tried = sorted(seconds)
+            at = tried.index(min(tried, key=seconds.__getitem__))
+            beside = [(tried[i] + tried[i + 1]) // 2 for i in (at - 1, at) if 0 <= i < len(tried) - 1]
+            waiting = [count for count in beside if count not in seconds]
+        return best
+
+    def flips(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
+        """Change the set a little, again and again, as long as no change is for the worse."""
+        seen = {best.dropped}
+        idle = 0
+        while budget.seconds > 0 and best.step_seconds > self.target_seconds and idle < _IDLE_MAX:
+            budget.seconds -= 3e-5
+            idle += 1
+            dropped = self._changed(best)
+            if dropped in seen:
+                continue
+            seen.add(dropped)
+            found = self._adapted(best, dropped, budget)
+            if found is not None:
+                idle = 0 if found.step_seconds < best.step_seconds else idle
+                best = found
+        return best
+
+    def polished(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
+        """Improve the swaps of a set."""
+        placements = [best.placement]
+        for _ in range(2):
+            share = SearchBudget(budget.seconds / 2)
+            if len(placements) == 1:
+                placements.append(improve(best.step, self.limit_bytes, best.placement, self.target_seconds, share))
+            elif (found := fastest_placement(best.step, self.limit_bytes, self.target_seconds, share, 0)) is not None:
+                placements.append(found)
+        fastest = min(placements, key=lambda placement: placement.step_seconds)
+        return JointPlacement(best.dropped, best.step, fastest)
+
+    def _step(self, dropped: frozenset[int], budget: SearchBudget) -> Step | None:
+        """Return the step with a set dropped; None where no plan of it keeps the limit."""
+        step = Step(recomputed(self.trace, dropped), self.link)
+        budget.seconds -= 1.5e-6 * step.node_count + 3e-6 * step.count
+        return step if int(step.headroom(range(step.count), self.limit_bytes).min()) >= 0 else None
+
+    def _changed(self, best: JointPlacement) -> frozenset[int]:
+        """Return a set that differs by one or two tensors."""
+        rng = self.random
+        dropped = set(best.dropped)
+        more = self._addable(best)
+        kind = rng.random()
+        if kind < 0.35:
+            if more:
+                dropped.add(rng.choice(more))
+        elif kind < 0.9:
+            if dropped:
+                gone = rng.choice(sorted(dropped))
+                dropped.remove(gone)
+                if more and kind >= 0.6:
+                    dropped.add(self._beside(gone, more) if rng.random() < 0.5 else rng.choice(more))
+        else:
+            dropped ^= set(rng.sample(self.candidates, 2))
+        return frozenset(dropped)
+
+    def _addable(self, best: JointPlacement) -> list[int]:
+        """Return tensors that may be dropped besides: those that swap or all, those close to a stall or all."""
+        rng = self.random
+        among = set(best.swapped) if rng.random() < 0.6 else set(self.candidates) - best.dropped
+        pool = [i for i in self.candidates if i in among]
+        stalls = best.placement.stalls
+        if stalls and rng.random() < 0.5:
+            stall = rng.choices(stalls, weights=[stall.seconds for stall in stalls])[0]
+            use = best.step.first_backward[stall.tensor]
+            far = _NEAR * len(self.trace.nodes)
+            near = [i for i in pool if abs(self.tensors[i].first_backward - use) < far]
+            pool = near or pool
+        return pool
+
+    def _beside(self, gone: int, pool: Iterable[int]) -> int:
+        """Return a tensor of the pool that is made close to where another is."""
+        at = self.tensors[gone].produced
+        return min(pool, key=lambda i: (abs(self.tensors[i].produced - at) + 3 * self.random.random(), i))
+
+    def _adapted(self, best: JointPlacement, dropped: frozenset[int], budget: SearchBudget) -> JointPlacement | None:
+        """Return a placement with a set dropped that swaps about what `best` does; None where it is slower."""
+        step = self._step(dropped, budget)
+        if step is None or step.compute_seconds > best.step_seconds:
+            return None
+        cutoff = best.step_seconds
+        place = {tensor_id: i for i, tensor_id in enumerate(step.ids)}
+        near = Neighbourhood(step, self.limit_bytes, self.random)
+        sets = [near.adapted([place[i] for i in best.swapped if i in place])]
+        if self.random.random() < 0.3:
+            sets += [minimal_set(step, each, self.limit_bytes) for each in rankings(step)[:_RANKINGS]]
+        found = None
+        for indices in sets:
+            if indices is None:
+                continue
+            budget.spend(step, len(indices))
+            placement = step.place(indices, self.limit_bytes, cutoff)
+            if placement is not None and placement.step_seconds <= cutoff:
+                found, cutoff = JointPlacement(dropped, step, placement), placement.step_seconds
+        return found
+
+
+def _inputs(tensor: SavedTensor) -> tuple[int, ...]:
+    return tensor.recompute.inputs if tensor.recompute else ()
+
+
+def _seconds(tensor: SavedTensor) -> float:
+    return tensor.recompute.seconds if tensor.recompute else math.inf
