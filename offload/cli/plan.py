@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from offload.cli.plan_tables import options_json, print_options, print_plan
 from offload.plan import (
     InfeasibleLimitError,
     Link,
@@ -27,24 +28,22 @@ from offload.plan import (
     make_plan,
     manual_plan,
 )
+from offload.plan.recompute import has_recipes
 from offload.plan.trace import Trace
 from offload.units import (
     check_slowdown,
-    format_bandwidth,
     format_bytes,
-    format_seconds,
     parse_bandwidth,
     parse_bytes,
     parse_seconds,
 )
 
-__all__ = ["HELP", "add_parser", "options", "print_options", "run", "run_script"]
+__all__ = ["HELP", "add_parser", "options", "run", "run_script"]
 
 HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
 _LINK = ("out_bandwidth", "in_bandwidth", "latency")
-_ROWS_MAX = 20
 _INFEASIBLE = 3
 _REFUSED = 2
 
@@ -87,6 +86,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
     wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
     wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
+    wish.add_argument(
+        "--no-recompute",
+        dest="recompute",
+        action="store_false",
+        help="plan by swapping alone, where the trace tells how tensors are recomputed",
+    )
     link = parser.add_argument_group("the link", "by default the one that the trace was recorded with")
     for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
         link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
@@ -185,14 +190,16 @@ def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: in
         except OSError as error:
             return _refuse(error)
     if args.json:
-        rows = {} if host_bytes_max is None else {"options": _options_json(options(trace, link), host_bytes_max)}
+        rows = {}
+        if host_bytes_max is not None:
+            rows["options"] = options_json(options(trace, link, recompute=args.recompute), host_bytes_max)
         print(json.dumps({**plan.to_dict(), **rows}))
     elif args.explain:
         print(plan.explain())
     elif _undecided(args):
-        print_options(options(trace, link), host_bytes_max)
+        print_options(options(trace, link, recompute=args.recompute), host_bytes_max)
     else:
-        _print_plan(plan, title)
+        print_plan(plan, title)
     return 0
 
 
@@ -201,7 +208,7 @@ def _refuse(error: Exception) -> int:
     return _REFUSED
 
 
-def options(trace: Trace, link: Link) -> list[tuple[str, Plan]]:
+def options(trace: Trace, link: Link, *, recompute: bool = True) -> list[tuple[str, Plan]]:
     """Return the plans worth comparing: none, three slowdowns, least memory.
 
     Parameters
@@ -210,6 +217,8 @@ def options(trace: Trace, link: Link) -> list[tuple[str, Plan]]:
         The step.
     link : Link
         Bandwidths and latency.
+    recompute : bool, default True
+        Whether tensors that have a recipe may be recomputed.
 
     Returns
     -------
@@ -217,42 +226,10 @@ def options(trace: Trace, link: Link) -> list[tuple[str, Plan]]:
         Name and plan, in the order of falling memory.
     """
     plans = [("unswapped", make_plan(trace, link, ()))]
-    plans += [(f"{slowdown:.0%} slowdown", least_memory_plan(trace, link, slowdown)) for slowdown in _SLOWDOWNS]
+    for slowdown in _SLOWDOWNS:
+        plans.append((f"{slowdown:.0%} slowdown", least_memory_plan(trace, link, slowdown, recompute=recompute)))
     least = least_feasible_limit(trace)
-    return [*plans, ("least memory", fastest_plan(trace, link, least) if least else plans[0][1])]
-
-
-def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None = None) -> None:
-    """Print plans side by side, one a row, on standard output.
-
-    Parameters
-    ----------
-    plans : sequence of (str, Plan)
-        Name and plan.
-    host_bytes_max : int, optional
-        Most that the host's memory takes, in bytes; the rest goes to disk. Not given: no such split is shown.
-    """
-    head = ["", "peak", "step", "slowdown", "swapped out", "tensors", "gap"]
-    rows = [list(_row(name, plan)) for name, plan in plans]
-    if host_bytes_max is not None:
-        head[4:5] = ["in host memory", "on disk"]
-        for row, (_, plan) in zip(rows, plans, strict=True):
-            row[4:5] = [format_bytes(nbytes) for nbytes in _tiers(plan, host_bytes_max)]
-    _print_table(head, rows)
-
-
-def _tiers(plan: Plan, host_bytes_max: int) -> tuple[int, int]:
-    in_memory = min(plan.host_bytes, host_bytes_max)
-    return in_memory, plan.host_bytes - in_memory
-
-
-def _options_json(plans: Sequence[tuple[str, Plan]], host_bytes_max: int) -> list[dict[str, Any]]:
-    rows = []
-    for name, plan in plans:
-        in_memory, on_disk = _tiers(plan, host_bytes_max)
-        about = {key: value for key, value in plan.to_dict().items() if key not in ("swaps", "recomputes")}
-        rows.append({"name": name, **about, "host_bytes": in_memory, "disk_bytes": on_disk})
-    return rows
+    return [*plans, ("least memory", fastest_plan(trace, link, least, recompute=recompute) if least else plans[0][1])]
 
 
 def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str]:
@@ -264,13 +241,16 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
             raise ValueError(f"--n-tensors and {name} contradict each other; write one of them")
     if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
         raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
+    if args.exact and args.recompute and has_recipes(trace):
+        raise ValueError("--exact proves plans that swap alone; write --exact --no-recompute")
     if args.n_tensors is not None:
         lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
         return manual_plan(trace, link, args.n_tensors, lead), "by hand"
     if args.memory_limit is None or args.max_slowdown is not None:
         slowdown = DEFAULT_SLOWDOWN if args.max_slowdown is None else args.max_slowdown
-        return least_memory_plan(trace, link, slowdown, args.memory_limit), f"{slowdown:.3g} slowdown"
-    plan = fastest_plan(trace, link, args.memory_limit)
+        plan = least_memory_plan(trace, link, slowdown, args.memory_limit, recompute=args.recompute)
+        return plan, f"{slowdown:.3g} slowdown"
+    plan = fastest_plan(trace, link, args.memory_limit, recompute=args.recompute)
     if not args.exact:
         return plan, "this plan"
     exact = fastest_swaps(trace, link, args.memory_limit, plan.swaps)
@@ -304,61 +284,6 @@ def _infeasible(error: InfeasibleLimitError, *, as_json: bool) -> int:
         reasons = [{"bytes": reason.bytes, "text": reason.text} for reason in error.reasons]
         print(json.dumps({"error": "infeasible", "least_feasible_bytes": error.least_limit_bytes, "reasons": reasons}))
     return _INFEASIBLE
-
-
-def _print_plan(plan: Plan, title: str) -> None:
-    link = plan.link
-    print(
-        f"{len(plan.trace.nodes)} nodes, {len(plan.trace.tensors)} tensors saved for backward; link "
-        f"{format_bandwidth(link.out_bandwidth)} out, {format_bandwidth(link.in_bandwidth)} in\n"
-    )
-    print_options([("unswapped", make_plan(plan.trace, link, ())), (title, plan)])
-    print()
-    if not plan.swaps:
-        print(plan.explain())
-        return
-    print(plan.summary())
-    print()
-    tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
-    late = plan.late_seconds()
-    swaps = sorted(plan.swaps, key=lambda swap: (-tensors[swap.id].bytes, swap.id))
-    rows = []
-    for swap in swaps[:_ROWS_MAX]:
-        tensor = tensors[swap.id]
-        waits = sum(late[swap.id])
-        rows.append(
-            (
-                f"{tensor.id}",
-                plan.trace.nodes[tensor.produced].name,
-                format_bytes(tensor.bytes),
-                f"{swap.release}",
-                f"{swap.prefetch}",
-                f"{tensor.first_backward - swap.prefetch}",
-                f"late by {format_seconds(waits)}" if waits else "hidden",
-            )
-        )
-    _print_table(("tensor", "of", "bytes", "release", "prefetch", "lead", ""), rows)
-    if len(swaps) > _ROWS_MAX:
-        print(f"… and {len(swaps) - _ROWS_MAX} more; --explain lists all")
-
-
-def _row(name: str, plan: Plan) -> tuple[str, ...]:
-    slowdown = plan.expected_seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
-    return (
-        name,
-        format_bytes(plan.peak_bytes),
-        format_seconds(plan.expected_seconds),
-        f"{slowdown:.2%}",
-        format_bytes(plan.host_bytes),
-        f"{len(plan.swaps)}",
-        f"{plan.gap:.3%}",
-    )
-
-
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from offload.diagnostics.table import write_table
-
-    write_table(sys.stdout, rows, head=head)
 
 
 def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:

@@ -14,6 +14,8 @@ from offload.plan.bounds import (
 )
 from offload.plan.certify.exact import ExactSwaps, fastest_swaps
 from offload.plan.certify.proof import Proof, prove
+from offload.plan.joint_bound import joint_bound
+from offload.plan.recompute import Recomputation, recomputations, recomputed
 from offload.plan.result import Plan, make_plan
 from offload.plan.search import fastest_plan, least_memory_plan, manual_plan
 from offload.plan.simulate import Copy, Link, Swap, Timing, resident_bytes, simulate, unswapped_bytes
@@ -27,6 +29,7 @@ __all__ = [
     "Plan",
     "Proof",
     "Reason",
+    "Recomputation",
     "Swap",
     "Timing",
     "check_limit",
@@ -34,11 +37,14 @@ __all__ = [
     "cut_bounds",
     "fastest_plan",
     "fastest_swaps",
+    "joint_bound",
     "least_feasible_limit",
     "least_memory_plan",
     "make_plan",
     "manual_plan",
     "prove",
+    "recomputations",
+    "recomputed",
     "resident_bytes",
     "simulate",
     "unswapped_bytes",
