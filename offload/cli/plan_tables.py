@@ -30,9 +30,9 @@ def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None 
     head = ["", "peak", "step", "slowdown", "swapped out", "tensors", "gap"]
     rows = [list(_row(name, plan)) for name, plan in plans]
     if any(plan.recomputes for _, plan in plans):
-        head[6:6] = ["recomputed", "tensors"]
+        head.insert(6, "recomputed")
         for row, (_, plan) in zip(rows, plans, strict=True):
-            row[6:6] = [format_bytes(_recomputed_bytes(plan)), f"{len(plan.recomputes)}"]
+            row.insert(6, format_bytes(_recomputed_bytes(plan)))
     if host_bytes_max is not None:
         head[4:5] = ["in host memory", "on disk"]
         for row, (_, plan) in zip(rows, plans, strict=True):

@@ -26,7 +26,9 @@ class DropSet:
     Notes
     -----
     Dropping a tensor avoids no bytes that swapping it for as long as is allowed does not avoid. But its sources have to
-    be there when it is recomputed, and the recipe needs its workspace: the least feasible limit can only rise.
+    be there when it is recomputed, and the recipe needs its workspace: the least feasible limit can only rise. A source
+    that an earlier recomputation kept for longer stays counted so where that recomputation has moved to an earlier node
+    since; then a tensor may be turned away that would fit.
     """
 
     def __init__(self, trace: Trace, limit_bytes: int) -> None:

@@ -31,6 +31,7 @@ _BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors and at least once
 _PROBE_SECONDS = 0.03  # the same, for each limit of a bisection
 _JOINT_SECONDS = 1.2  # nominal, for the tensors to recompute; grows with the root of the tensors above 1,000
 _JOINT_PROBE_SECONDS = 0.1  # the same, for each limit of a bisection
+_JOINT_LOWER_SECONDS = 0.4  # the same, for each limit after it
 _EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
 _EXHAUSTIVE_PROBE_MAX = 8
 _LIMITS_MAX = 16  # limits tried by bisection
@@ -217,20 +218,20 @@ def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacem
     weight = max(1.0, step.count / 1000)
     floor = low
 
-    def fastest(limit: int, seconds: float) -> JointPlacement:
+    def fastest(limit: int, seconds: float, joint_seconds: float) -> JointPlacement:
         placement = fastest_placement(step, limit, allowed, SearchBudget(seconds), _EXHAUSTIVE_PROBE_MAX)
         assert placement is not None  # no limit is below the least feasible one
         found = JointPlacement(frozenset(), step, placement)
         if not recompute or found.step_seconds <= allowed:
             return found
-        budget = SearchBudget(_joint_seconds(step, _JOINT_PROBE_SECONDS))
+        budget = SearchBudget(_joint_seconds(step, joint_seconds))
         return fastest_joint(step.trace, step.link, limit, found, allowed, budget, guess=sorted(best.dropped))
 
     for _ in range(_LIMITS_MAX):
         if high - floor <= max(1, high // 2000):
             break
         limit = floor if high - floor < 2 else (floor + high) // 2
-        found = fastest(limit, _PROBE_SECONDS * weight)
+        found = fastest(limit, _PROBE_SECONDS * weight, _JOINT_PROBE_SECONDS)
         if found.step_seconds <= allowed:
             best, high = found, limit
         else:
@@ -238,7 +239,7 @@ def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacem
     share = _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
     for limit in (low, *(int(high - part * (high - low)) for part in _LOWER_LIMITS)):
         if limit < high:
-            found = fastest(limit, share)
+            found = fastest(limit, share, _JOINT_LOWER_SECONDS)
             if found.step_seconds <= allowed:
                 best, high = found, limit
     if not best.placement.indices:

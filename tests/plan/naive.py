@@ -6,16 +6,33 @@ A copy takes latency + bytes / bandwidth. All functions take a trace; `swaps` is
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
 
-from offload.plan.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
 
-def timing(trace, swaps, out_bandwidth, in_bandwidth, latency):
+def first_uses(trace, dropped):
+    """Return the node at which each tensor is first used after forward, where some are dropped."""
+    use = {x.id: x.first_backward for x in trace.tensors}
+    for _ in range(len(dropped) + 1):  # of tensors made at the same node any may be a source: go over them again
+        for x in sorted(trace.tensors, key=lambda x: -x.produced):
+            if x.id in dropped:
+                use.update({i: min(use[i], use[x.id]) for i in x.recompute.inputs})
+    return use
+
+
+def timing(trace, swaps, out_bandwidth, in_bandwidth, latency, dropped=()):
     """Return the lists ready, start, finish and the dictionaries of copy intervals, out and in."""
     tensor = {x.id: x for x in trace.tensors}
+    use = first_uses(trace, dropped)
+    longer = [
+        sum(x.recompute.seconds for x in trace.tensors if x.id in dropped and use[x.id] == k)
+        for k in range(len(trace.nodes))
+    ]
     release = {i: k for i, k, _ in swaps}
     prefetch = {i: k for i, _, k in swaps}
     ready, start, finish, outs, ins = [], [], [], {}, {}
@@ -24,12 +41,12 @@ def timing(trace, swaps, out_bandwidth, in_bandwidth, latency):
         before = finish[k - 1] if k else 0.0
         ready.append(max([before] + [outs[i][1] for i in release if release[i] == k]))
         queue = [i for i in prefetch if prefetch[i] == k]
-        for i in sorted(queue, key=lambda i: (tensor[i].first_backward, i)):
+        for i in sorted(queue, key=lambda i: (use[i], i)):
             begin = max(ready[k], in_free, outs[i][1])
             in_free = begin + (latency + tensor[i].bytes / in_bandwidth)
             ins[i] = (begin, in_free)
-        start.append(max([ready[k]] + [ins[i][1] for i in prefetch if tensor[i].first_backward == k]))
-        finish.append(start[k] + trace.nodes[k].seconds)
+        start.append(max([ready[k]] + [ins[i][1] for i in prefetch if use[i] == k]))
+        finish.append(start[k] + (trace.nodes[k].seconds + longer[k]))
         for i in sorted(i for i in release if tensor[i].packed == k):
             begin = max(finish[k], out_free)
             out_free = begin + (latency + tensor[i].bytes / out_bandwidth)
@@ -44,6 +61,66 @@ def resident(trace, swaps):
         base + sum(x.bytes for x in trace.tensors if x.produced <= k <= x.last_use and k not in away.get(x.id, ()))
         for k, base in enumerate(trace.base_bytes)
     ]
+
+
+def joint_resident(trace, swaps, dropped):
+    """Return the bytes resident during each node where some tensors are dropped."""
+    use = first_uses(trace, dropped)
+    away = {i: range(release, prefetch) for i, release, prefetch in swaps}
+    away |= {x.id: range(x.last_forward + 1, use[x.id]) for x in trace.tensors if x.id in dropped}
+    last = {x.id: x.last_use for x in trace.tensors}
+    counts = list(trace.base_bytes)
+    for x in trace.tensors:
+        if x.id in dropped:
+            counts[use[x.id]] += x.recompute.workspace_bytes
+            for i in x.recompute.inputs:
+                last[i] = max(last[i], use[x.id])
+    for x in trace.tensors:
+        for k in range(x.produced, last[x.id] + 1):
+            counts[k] += x.bytes if k not in away.get(x.id, ()) else 0
+    return counts
+
+
+def joint_cut(trace, k, e, dropped_bytes, out_bandwidth, in_bandwidth):
+    """Return, for e bytes to be away at node k of which some are dropped: start, copies in, least recomputation."""
+    c = [0.0]
+    for node in trace.nodes:
+        c.append(c[-1] + node.seconds)
+    n, moved = len(trace.nodes), e - dropped_bytes
+    covering = [x for x in trace.tensors if x.last_forward < k < x.first_backward]
+    start, copies, a = c[k], -math.inf, 0
+    for x in sorted(covering, key=lambda x: x.packed):
+        if a < moved:
+            start = max(start, c[x.packed + 1] + (moved - a) / out_bandwidth)
+        a += x.bytes
+    a = 0
+    for x in sorted(covering, key=lambda x: -x.first_backward):
+        if a < moved:
+            copies = max(copies, trace.nodes[k].seconds + (moved - a) / in_bandwidth + c[n] - c[x.first_backward])
+        a += x.bytes
+    cost, left = 0.0, dropped_bytes
+    priced = [(x.recompute.bound_seconds / x.bytes, x.bytes) for x in covering if x.recompute and x.bytes]
+    for price, count in sorted(priced):
+        cost += price * min(left, count)
+        left -= min(left, count)
+    return start, copies, cost if left <= 0 else math.inf
+
+
+def joint_bounds(trace, limit_bytes, out_bandwidth, in_bandwidth, cells=64):
+    """Return the joint bound from below, by cells of dropped bytes, and from above, by the points between them."""
+    total = sum(node.seconds for node in trace.nodes)
+    low = high = total
+    for k, count in enumerate(resident(trace, [])):
+        e = count - limit_bytes
+        if e <= 0:
+            continue
+        if sum(x.bytes for x in trace.tensors if x.last_forward < k < x.first_backward) < e:
+            return math.inf, math.inf
+        rest = total - sum(node.seconds for node in trace.nodes[:k])
+        cuts = [joint_cut(trace, k, e, e * i / cells, out_bandwidth, in_bandwidth) for i in range(cells + 1)]
+        high = max(high, min(start + max(rest + cost, copies) for start, copies, cost in cuts))
+        low = max(low, min(right[0] + max(rest + left[2], right[1]) for left, right in pairwise(cuts)))
+    return low, high
 
 
 def bound(trace, limit_bytes, out_bandwidth, in_bandwidth):
@@ -88,6 +165,19 @@ def random_trace(seed, node_count=40, tensor_count=25):
         if c < d:
             tensors.append(SavedTensor(i, int(rng.integers(1, 100)), a, b, c, d, e))
     return Trace(nodes, tuple(rng.integers(0, 50, node_count).tolist()), tuple(tensors), f"seed {seed}")
+
+
+def with_recipes(trace, seed, share=0.7):
+    """Return the trace with a recipe for most tensors, from some that are made before."""
+    rng = np.random.default_rng(seed)
+    tensors = []
+    for x in trace.tensors:
+        before = [y.id for y in trace.tensors if (y.produced, y.id) < (x.produced, x.id)]
+        sources = tuple(i for i in before if rng.random() < min(0.5, 2 / len(before)))
+        seconds = float(rng.choice([0.0, 0.1, 0.4, 1.5]))
+        recipe = Recompute(seconds, sources, int(rng.integers(0, 4)), seconds / 2 if rng.random() < 0.2 else None)
+        tensors.append(replace(x, recompute=recipe if rng.random() < share else None))
+    return replace(trace, tensors=tuple(tensors))
 
 
 def random_swaps(trace, seed):
