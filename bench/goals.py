@@ -277,6 +277,16 @@ ROWS = {
         "≤ 1 s and ≤ 10 s",
         lambda bench: planner_goals.planning_time(bench.quick),
     ),
+    "planner-joint": Row(
+        "recorded traces with recipes, slowdown at a tenth of the room; median and largest gap",
+        "≤ +6 %, ≤ 1 % and ≤ 5 %",
+        lambda bench: planner_goals.joint_shared(),
+    ),
+    "planner-joint-unseen": Row(
+        "unseen traces with recipes, median and largest gap",
+        "≤ 2 % and ≤ 10 %",
+        lambda bench: planner_goals.joint_unseen(bench.quick),
+    ),
     "predicted-step": Row(
         "step time, measured over predicted",
         f"within {collected.STEP_OFF_MAX:.0%}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import joint_rows
 from collected import Finding
 from planner_table import (
     GAP_SHARED_MAX,
@@ -71,3 +72,33 @@ def planning_time(quick: bool) -> Finding:
     words = ", ".join(f"{figures[f'planning_s_max_{count}']:.2f} s for {count:,}" for count in counts)
     met = all(figures[f"planning_s_max_{count}"] <= PLANNING_SECONDS_MAX[count] for count in counts)
     return Finding(words, met, {**figures, "rows": rows})
+
+
+def joint_shared() -> Finding:
+    """Plans of recorded traces that swap and recompute.
+
+    Raises
+    ------
+    RuntimeError
+        There are no recorded traces.
+    """
+    rows = list(joint_rows.shared_joint_rows(traces_folder()))
+    if not rows:
+        raise RuntimeError("no recorded traces: name their folder in OFFLOAD_TRACES")
+    figures = joint_rows.figures(rows)
+    slowest, middle, most = figures["slowdown_max"], figures["gap_median"], figures["gap_max"]
+    alone = max(row["swap_only_slowdown"] for row in rows)
+    words = f"{slowest:+.1%} at most (by swapping alone {alone:+.1%}), gaps {middle:.2%} and {most:.2%}"
+    median_max, gap_max = joint_rows.GAP_SHARED_MAX
+    met = slowest <= joint_rows.SLOWDOWN_MAX and middle <= median_max and most <= gap_max
+    return Finding(words, met, {**figures, "rows": rows})
+
+
+def joint_unseen(quick: bool) -> Finding:
+    """Plans of shapes that nothing was tuned on, that swap and recompute."""
+    rows = list(joint_rows.unseen_joint_rows(quick=quick))
+    figures = joint_rows.figures(rows)
+    middle, most = figures["gap_median"], figures["gap_max"]
+    words = f"{middle:.2%} and {most:.1%}; {figures['above']:.0f} of {len(rows)} above 10 %"
+    median_max, gap_max = joint_rows.GAP_UNSEEN_MAX
+    return Finding(words, middle <= median_max and most <= gap_max, {**figures, "rows": rows})
