@@ -34,7 +34,9 @@ _FLIP_SHARE = 0.8  # of what is left then; the rest improves the swaps of the be
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
 _RANKINGS = 3  # whose minimal sets a changed set is tried with
 _NEAR = 0.1  # of the nodes: so far from a stall a tensor counts as close to it
-_IDLE_MAX = 600  # consecutive changes that are no improvement; then the search ends
+_IDLE_MAX = 300  # consecutive changes that are no improvement; then the search begins anew
+_KICKS = 6  # changes from the best set to the one that it begins anew with
+_KICK_SLOWDOWN = 1.1  # by which that one may be slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +191,33 @@ class _JointSearch:
         return best
 
     def flips(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
-        """Change the set a little, again and again, as long as no change is for the worse."""
+        """Change the set a little, again and again, as long as no change is for the worse; then begin anew close by."""
         seen = {best.dropped}
-        idle = 0
-        while budget.seconds > 0 and best.step_seconds > self.target_seconds and idle < _IDLE_MAX:
+        current, idle = best, 0
+        while budget.seconds > 0 and best.step_seconds > self.target_seconds:
             budget.seconds -= 3e-5
             idle += 1
-            dropped = self._changed(best)
+            if idle > _IDLE_MAX:
+                current, idle = self._kicked(best, budget), 0
+            dropped = self._changed(current)
             if dropped in seen:
                 continue
             seen.add(dropped)
-            found = self._adapted(best, dropped, budget)
+            found = self._adapted(current, dropped, current.step_seconds, budget)
             if found is not None:
-                idle = 0 if found.step_seconds < best.step_seconds else idle
-                best = found
+                idle = 0 if found.step_seconds < current.step_seconds else idle
+                current = found
+                best = current if current.step_seconds < best.step_seconds else best
         return best
+
+    def _kicked(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
+        """Return a placement some random changes away."""
+        kicked = best
+        for _ in range(_KICKS):
+            dropped = self._changed(kicked)
+            if dropped != kicked.dropped:
+                kicked = self._adapted(kicked, dropped, _KICK_SLOWDOWN * best.step_seconds, budget) or kicked
+        return kicked
 
     def polished(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
         """Improve the swaps of a set."""
@@ -261,15 +275,16 @@ class _JointSearch:
         at = self.tensors[gone].produced
         return min(pool, key=lambda i: (abs(self.tensors[i].produced - at) + 3 * self.random.random(), i))
 
-    def _adapted(self, best: JointPlacement, dropped: frozenset[int], budget: SearchBudget) -> JointPlacement | None:
-        """Return a placement with a set dropped that swaps about what `best` does; None where it is slower."""
+    def _adapted(
+        self, near: JointPlacement, dropped: frozenset[int], cutoff_seconds: float, budget: SearchBudget
+    ) -> JointPlacement | None:
+        """Return a placement with a set dropped that swaps about what `near` does; None where it exceeds the cutoff."""
         step = self._step(dropped, budget)
-        if step is None or step.compute_seconds > best.step_seconds:
+        if step is None or step.compute_seconds > cutoff_seconds:
             return None
-        cutoff = best.step_seconds
         place = {tensor_id: i for i, tensor_id in enumerate(step.ids)}
-        near = Neighbourhood(step, self.limit_bytes, self.random)
-        sets = [near.adapted([place[i] for i in best.swapped if i in place])]
+        beside = Neighbourhood(step, self.limit_bytes, self.random)
+        sets = [beside.adapted([place[i] for i in near.swapped if i in place])]
         if self.random.random() < 0.3:
             sets += [minimal_set(step, each, self.limit_bytes) for each in rankings(step)[:_RANKINGS]]
         found = None
@@ -277,9 +292,9 @@ class _JointSearch:
             if indices is None:
                 continue
             budget.spend(step, len(indices))
-            placement = step.place(indices, self.limit_bytes, cutoff)
-            if placement is not None and placement.step_seconds <= cutoff:
-                found, cutoff = JointPlacement(dropped, step, placement), placement.step_seconds
+            placement = step.place(indices, self.limit_bytes, cutoff_seconds)
+            if placement is not None and placement.step_seconds <= cutoff_seconds:
+                found, cutoff_seconds = JointPlacement(dropped, step, placement), placement.step_seconds
         return found
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from offload.plan.trace import Recompute, SavedTensor, Trace
 
@@ -56,9 +55,10 @@ def first_uses(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
     waiting = sorted(dropped, key=lambda i: (tensors[i].produced, i))
     while waiting:  # the last produced first: a source is mostly visited after all that is made from it
         i = waiting.pop()
+        at = uses[i]
         for source in _recipe(tensors[i]).inputs:
-            if uses[i] < uses[source]:
-                uses[source] = uses[i]
+            if at < uses[source]:
+                uses[source] = at
                 if source in dropped:
                     waiting.append(source)
     return uses
@@ -79,12 +79,7 @@ def recomputations(trace: Trace, dropped: Iterable[int]) -> tuple[Recomputation,
     ValueError
         If an id is unknown or its tensor has no recipe.
     """
-    dropped = set(dropped)
-    known = {tensor.id: tensor for tensor in trace.tensors}
-    for i in sorted(dropped):
-        if i not in known:
-            raise ValueError(f"recomputes: no tensor has the id {i}")
-        _recipe(known[i])
+    dropped = _checked(trace, dropped)
     uses = first_uses(trace, dropped)
     return tuple(Recomputation(i, uses[i]) for i in sorted(dropped))
 
@@ -126,36 +121,49 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
     >>> step.base_bytes, step.nodes[4].seconds, step.tensors[0].first_backward
     ((0, 10, 0, 0, 10, 0), 1.5, 4)
     """
-    at = {row.id: row.at for row in recomputations(trace, dropped)}
-    uses = first_uses(trace, at)
-    last_uses = {tensor.id: tensor.last_use for tensor in trace.tensors}
+    dropped = _checked(trace, dropped)
+    uses = first_uses(trace, dropped)
+    last_uses: dict[int, int] = {}
     seconds: dict[int, float] = {}
-    change = np.zeros(len(trace.nodes) + 1, dtype=np.int64)
+    change = [0] * (len(trace.nodes) + 1)
     for tensor in trace.tensors:
-        if tensor.id in at:
-            recipe, node = _recipe(tensor), at[tensor.id]
+        if tensor.id in dropped:
+            recipe, node = _recipe(tensor), uses[tensor.id]
             seconds[node] = seconds.get(node, 0.0) + recipe.seconds
             change[node] += recipe.workspace_bytes
             change[node + 1] -= recipe.workspace_bytes
             for source in recipe.inputs:
-                last_uses[source] = max(last_uses[source], node)
+                last_uses[source] = max(last_uses.get(source, -1), node)
     kept = []
     for tensor in trace.tensors:
-        if tensor.id not in at:
+        last_use = max(tensor.last_use, last_uses.get(tensor.id, -1))
+        if tensor.id in dropped:
+            change[tensor.produced] += tensor.bytes
+            change[last_use + 1] -= tensor.bytes
+            if tensor.last_forward + 1 < uses[tensor.id]:
+                change[tensor.last_forward + 1] -= tensor.bytes
+                change[uses[tensor.id]] += tensor.bytes
+        else:
             first = max(uses[tensor.id], tensor.last_forward + 1)  # used before: it cannot be away at all
-            kept.append(replace(tensor, first_backward=first, last_use=last_uses[tensor.id], recompute=None))
-            continue
-        away = range(tensor.last_forward + 1, at[tensor.id])
-        change[tensor.produced] += tensor.bytes
-        change[last_uses[tensor.id] + 1] -= tensor.bytes
-        if away:
-            change[away.start] -= tensor.bytes
-            change[away.stop] += tensor.bytes
-    nodes = list(trace.nodes)
+            nodes = (tensor.produced, tensor.packed, tensor.last_forward, first, last_use)
+            kept.append(SavedTensor(tensor.id, tensor.bytes, *nodes))
+    base = [count + more for count, more in zip(trace.base_bytes, accumulate(change), strict=False)]
+    longer = list(trace.nodes)
     for k, more in seconds.items():
-        nodes[k] = replace(nodes[k], seconds=nodes[k].seconds + more)
-    base = np.asarray(trace.base_bytes, dtype=np.int64) + np.cumsum(change[:-1])
-    return Trace(tuple(nodes), tuple(base.tolist()), tuple(kept), trace.source, trace.link)
+        longer[k] = replace(longer[k], seconds=longer[k].seconds + more)
+    return Trace(tuple(longer), tuple(base), tuple(kept), trace.source, trace.link)
+
+
+def _checked(trace: Trace, dropped: Iterable[int]) -> set[int]:
+    """Return ids as a set, each of which has to be that of a tensor with a recipe."""
+    dropped = set(dropped)
+    for tensor in trace.tensors:
+        if tensor.id in dropped:
+            _recipe(tensor)
+    unknown = dropped.difference(tensor.id for tensor in trace.tensors)
+    if unknown:
+        raise ValueError(f"recomputes: no tensor has the id {min(unknown)}")
+    return dropped
 
 
 def _recipe(tensor: SavedTensor) -> Recompute:

@@ -29,7 +29,7 @@ __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
 _BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors and at least once
 _PROBE_SECONDS = 0.03  # the same, for each limit of a bisection
-_JOINT_SECONDS = 1.2  # nominal, for the tensors to recompute; grows with the root of the tensors above 1,000
+_JOINT_SECONDS = 2.0  # nominal, for the tensors to recompute; above 1,000 tensors it grows more slowly than they do
 _JOINT_PROBE_SECONDS = 0.1  # the same, for each limit of a bisection
 _JOINT_LOWER_SECONDS = 0.4  # the same, for each limit after it
 _EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
@@ -79,16 +79,14 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
     step = Step(trace, link)
     bounds = cut_bounds(trace, limit_bytes, link)
     target = max(bounds.double, step.compute_seconds)
-    placement = fastest_placement(step, limit_bytes, target, SearchBudget(_budget_seconds(step)), _EXHAUSTIVE_MAX)
-    assert placement is not None  # by check_limit, the set of all tensors keeps the limit
-    if not (recompute and has_recipes(trace)):
-        swaps = step.swaps(_prefetch_earlier(step, placement, limit_bytes))
-        return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bounds.single)
-    bound = joint_bound(trace, limit_bytes, link)
-    best = JointPlacement(frozenset(), step, placement)
-    best = fastest_joint(trace, link, limit_bytes, best, bound, SearchBudget(_joint_seconds(step, _JOINT_SECONDS)))
-    swaps = best.step.swaps(_prefetch_earlier(best.step, best.placement, limit_bytes))
-    return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bound, recomputes=best.dropped)
+    if recompute and has_recipes(trace):
+        bound = joint_bound(trace, limit_bytes, link)
+        best = _fastest_joint(step, limit_bytes, target, bound, bounds.double)
+        swaps = best.step.swaps(_prefetch_earlier(best.step, best.placement, limit_bytes))
+        return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bound, recomputes=best.dropped)
+    placement = _fastest_swaps(step, limit_bytes, target, _budget_seconds(step))
+    swaps = step.swaps(_prefetch_earlier(step, placement, limit_bytes))
+    return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bounds.single)
 
 
 def least_memory_plan(
@@ -219,8 +217,7 @@ def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacem
     floor = low
 
     def fastest(limit: int, seconds: float, joint_seconds: float) -> JointPlacement:
-        placement = fastest_placement(step, limit, allowed, SearchBudget(seconds), _EXHAUSTIVE_PROBE_MAX)
-        assert placement is not None  # no limit is below the least feasible one
+        placement = _fastest_swaps(step, limit, allowed, seconds, _EXHAUSTIVE_PROBE_MAX)
         found = JointPlacement(frozenset(), step, placement)
         if not recompute or found.step_seconds <= allowed:
             return found
@@ -250,6 +247,34 @@ def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacem
     return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 
 
+def _fastest_swaps(
+    step: Step, limit_bytes: int, target_seconds: float, seconds: float, exhaustive_max: int = _EXHAUSTIVE_MAX
+) -> SwapPlacement:
+    placement = fastest_placement(step, limit_bytes, target_seconds, SearchBudget(seconds), exhaustive_max)
+    assert placement is not None  # the limit is feasible: the set of all tensors keeps it
+    return placement
+
+
+def _fastest_joint(
+    step: Step, limit_bytes: int, target_seconds: float, bound_seconds: float, swap_bound_seconds: float
+) -> JointPlacement:
+    """Return the fastest placement found, with or without recomputation.
+
+    The search begins with a quick plan that swaps alone. A thorough one follows unless what has been found is faster
+    than any such plan can be; so the result is never slower than the plan by swapping alone.
+    """
+    seconds = _PROBE_SECONDS * max(1.0, step.count / 1000)
+    quick = _fastest_swaps(step, limit_bytes, target_seconds, seconds, _EXHAUSTIVE_PROBE_MAX)
+    best = JointPlacement(frozenset(), step, quick)
+    budget = SearchBudget(_joint_seconds(step, _JOINT_SECONDS))
+    best = fastest_joint(step.trace, step.link, limit_bytes, best, bound_seconds, budget)
+    if best.step_seconds > swap_bound_seconds:
+        thorough = _fastest_swaps(step, limit_bytes, target_seconds, _budget_seconds(step))
+        if thorough.step_seconds <= best.step_seconds:
+            best = JointPlacement(frozenset(), step, thorough)
+    return best
+
+
 def _prefetch_earlier(
     step: Step, placement: SwapPlacement, limit_bytes: int, allowed_seconds: float = 0.0
 ) -> SwapPlacement:
@@ -266,7 +291,7 @@ def _budget_seconds(step: Step) -> float:
 
 
 def _joint_seconds(step: Step, seconds: float) -> float:
-    return float(seconds * max(1.0, step.count / 1000) ** 0.5)
+    return float(seconds * max(1.0, step.count / 1000) ** 0.4)
 
 
 def _check_positive(limit_bytes: int) -> None:

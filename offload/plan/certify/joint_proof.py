@@ -1,0 +1,274 @@
+"""A tighter lower bound on the step time of plans that swap and recompute.
+
+Place on the data path: none. The bench compares plans and the joint bound with it, as with `proof` for plans that swap
+alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from offload.plan.bounds import check_limit
+from offload.plan.certify.program import Program
+from offload.plan.certify.proof import add_copy_out_rows, overfull_nodes, stall_nodes
+from offload.plan.joint_bound import joint_bound
+from offload.plan.placement import Ints, Step
+from offload.plan.recompute import recomputed
+from offload.plan.result import Plan, make_plan
+from offload.plan.simulate import Link
+from offload.plan.swap_search import minimal_set, rankings
+from offload.plan.trace import Trace
+
+__all__ = ["JointProof", "prove_joint"]
+
+_UNITS = 100.0  # the incumbent's step time in the program's unit of time
+_SPARE = 1e-6  # relative: the program admits plans this much slower than the incumbent, against rounding
+_RANKINGS = 3  # whose minimal sets a solution's drops are placed with
+
+
+@dataclass(frozen=True, slots=True)
+class JointProof:
+    """A plan and a proven lower bound.
+
+    Parameters
+    ----------
+    plan : Plan
+        The incumbent, or a faster plan that was found on the way.
+    bound_seconds : float
+        Lower bound on the step time of every plan within the limit that swaps and recomputes, in seconds; at least
+        `joint_bound`.
+    """
+
+    plan: Plan
+    bound_seconds: float
+
+    @property
+    def gap(self) -> float:
+        """Relative difference between step time and bound."""
+        return self.plan.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+
+def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) -> JointProof:
+    """Return a lower bound on the step time of every plan within a limit that swaps and recomputes.
+
+    It is tighter than `joint_bound`: tensors are swapped and dropped as a whole, and sources have to be there.
+
+    Parameters
+    ----------
+    plan : Plan
+        A plan within its own limit.
+    gap : float, default 0.001
+        Relative difference between plan and bound at which the refinement stops.
+    seconds_max : float, default 60.0
+        Time limit, in seconds; at the limit the best bound so far is returned.
+
+    Returns
+    -------
+    JointProof
+        The bound, and the fastest plan that was found on the way.
+
+    Raises
+    ------
+    ImportError
+        If scipy is not installed.
+    InfeasibleLimitError
+        If no plan keeps the limit.
+    ValueError
+        If the plan exceeds its limit.
+
+    Notes
+    -----
+    The program is that of `prove`, with a binary variable for each tensor that can be dropped. It enforces the limit at
+    some nodes only, the cuts, so its optimum is a valid lower bound. What holds in every plan besides:
+
+    1. A tensor is swapped, dropped or kept.
+    2. A tensor is in use again at a cut if something is dropped that is made from it and that is used by then, or is in
+       use again itself. What is in use is neither swapped out nor away for being dropped.
+    3. What is away at a cut for being dropped is recomputed after it, at its own first use at the latest.
+    4. A dropped tensor from which nothing can be made is recomputed at its first use; any other one between the first
+       use of what can be made from it and its own.
+    """
+    trace, link, limit_bytes = plan.trace, plan.link, plan.limit_bytes
+    check_limit(trace, limit_bytes)
+    if plan.peak_bytes > limit_bytes:
+        raise ValueError(
+            f"the incumbent takes {plan.peak_bytes} bytes, the limit is {limit_bytes}; give a plan within it"
+        )
+    recipes = _Recipes(trace, link)
+    step = recipes.step
+    bound = min(plan.step_seconds, max(step.compute_seconds, joint_bound(trace, limit_bytes, link)))
+    excess = step.unswapped_bytes - limit_bytes
+    cuts = _nodes_of(plan, excess)
+    end = time.monotonic() + seconds_max
+    while plan.step_seconds > bound * (1 + gap) and time.monotonic() < end:
+        left = end - time.monotonic()
+        dropped, value = _solve_relaxation(recipes, excess, sorted(cuts), plan.step_seconds, gap / 10, left)
+        bound = min(plan.step_seconds, max(bound, value))
+        import os
+
+        if os.environ.get("DBG"):
+            print(
+                len(cuts),
+                value / step.compute_seconds - 1,
+                None if dropped is None else len(dropped),
+                plan.step_seconds / step.compute_seconds - 1,
+                left,
+                flush=True,
+            )
+        if dropped is None:
+            break
+        more, found = _placed(trace, link, limit_bytes, dropped)
+        if found is not None:
+            more |= _nodes_of(found, excess)
+            plan = min(plan, found, key=lambda each: each.step_seconds)
+        more = {k for k in more if excess[k] > 0}
+        if more <= cuts:
+            beside = {k + side for k in cuts for side in (-1, 1)}
+            more = {k for k in beside if 0 <= k < step.node_count and excess[k] > 0}
+        if more <= cuts:
+            break
+        cuts |= more
+    return JointProof(plan, bound)
+
+
+class _Recipes:
+    """The step, and what is made from what, by index."""
+
+    def __init__(self, trace: Trace, link: Link) -> None:
+        self.step = step = Step(trace, link)
+        place = {tensor_id: i for i, tensor_id in enumerate(step.ids)}
+        self.seconds: dict[int, float] = {}
+        self.makes: dict[int, list[int]] = {}
+        for tensor in trace.tensors:
+            if tensor.recompute is not None:
+                i = place[tensor.id]
+                self.seconds[i] = tensor.recompute.seconds
+                for source in set(tensor.recompute.inputs):
+                    self.makes.setdefault(place[source], []).append(i)
+        self.earliest = list(step.first_backward)  # node at which each can be recomputed at the earliest
+        sources = {i: [j for j, made in self.makes.items() if i in made] for i in self.seconds}
+        waiting = sorted(self.seconds, key=lambda i: -step.first_backward[i])
+        while waiting:
+            i = waiting.pop()
+            for source in sources[i]:
+                if self.earliest[i] < self.earliest[source]:
+                    self.earliest[source] = self.earliest[i]
+                    if source in sources:
+                        waiting.append(source)
+
+
+def _nodes_of(plan: Plan, excess: Ints) -> set[int]:
+    """Return the nodes over the limit at which a plan waits or recomputes, and the fullest."""
+    nodes = stall_nodes(plan.recomputed_trace, plan.link, plan.swaps, excess)
+    nodes |= {int(excess.argmax())}
+    return {k for k in nodes if excess[k] > 0}
+
+
+def _placed(trace: Trace, link: Link, limit_bytes: int, dropped: Collection[int]) -> tuple[set[int], Plan | None]:
+    """Return the nodes at which a set of drops needs too much, and the fastest plan found where there are none."""
+    step = Step(recomputed(trace, dropped), link)
+    more = overfull_nodes(step, range(step.count), limit_bytes)
+    if more:
+        return more, None
+    found = [step.place(minimal_set(step, each, limit_bytes), limit_bytes) for each in rankings(step)[:_RANKINGS]]
+    placed = [placement for placement in found if placement is not None]
+    if not placed:
+        return more, None
+    best = min(placed, key=lambda placement: placement.step_seconds)
+    return more, make_plan(trace, link, step.swaps(best), limit_bytes, recomputes=dropped)
+
+
+def _solve_relaxation(
+    recipes: _Recipes, excess: Ints, cuts: Sequence[int], best: float, gap: float, seconds_max: float
+) -> tuple[set[int] | None, float]:
+    """Return the ids dropped in the best solution with these cuts, and the lower bound in seconds."""
+    step, unit = recipes.step, best / _UNITS
+    delay_max = (best * (1 + _SPARE) - step.compute_seconds) / unit
+    program = Program()
+    ready = [program.variable(at / unit, at / unit + delay_max) for at in step.clock]
+    start = [program.variable(at / unit, at / unit + delay_max) for at in step.clock[:-1]]
+    swapped = [program.variable(0.0, 1.0, integer=True) for _ in range(step.count)]
+    dropped = {i: program.variable(0.0, 1.0, integer=True) for i in recipes.seconds}
+    for i, column in dropped.items():
+        program.require([(-1.0, swapped[i]), (-1.0, column)], -1.0)
+    _add_node_rows(program, recipes, dropped, ready, start, unit)
+    released: dict[int, int] = {}  # by tensor, at the last cut that it covers
+    prefetched: dict[int, int] = {}
+    for k in cuts:
+        covering = [i for i in range(step.count) if step.release_min[i] <= k < step.first_backward[i]]
+        used = _used(program, recipes, dropped, k, covering)
+        away: list[tuple[float, int]] = []
+        gone: dict[int, int] = {}
+        scale = float(max(step.bytes, default=1)) or 1.0
+        for i in covering:
+            here = [program.variable(0.0, 1.0, integer=True) for _ in range(2)]
+            program.require([(1.0, swapped[i]), (-1.0, here[0])], 0.0)
+            program.require([(1.0, here[0]), (-1.0, here[1])], 0.0)
+            if i in released:
+                program.require([(1.0, here[0]), (-1.0, released[i])], 0.0)
+                program.require([(1.0, here[1]), (-1.0, prefetched[i])], 0.0)
+            released[i], prefetched[i] = here
+            away += [(step.bytes[i] / scale, here[0]), (-step.bytes[i] / scale, here[1])]
+            if i in used:
+                program.require([(-1.0, here[0]), (1.0, here[1]), (-1.0, used[i])], -1.0)
+            if i in dropped:
+                gone[i] = program.variable(0.0, 1.0)
+                program.require([(1.0, dropped[i]), (-1.0, gone[i])], 0.0)
+                if i in used:
+                    program.require([(-1.0, gone[i]), (-1.0, used[i])], -1.0)
+                away.append((step.bytes[i] / scale, gone[i]))
+        program.require(away, int(excess[k]) / scale)
+        add_copy_out_rows(program, step, k, {i: released[i] for i in covering}, swapped, (ready[k], start), unit)
+        for use in sorted({step.first_backward[i] for i in covering}):
+            back = [i for i in covering if step.first_backward[i] <= use]
+            terms = [(-step.in_seconds[i] / unit, released[i]) for i in back]
+            terms += [(step.in_seconds[i] / unit, prefetched[i]) for i in back]
+            program.require([(1.0, start[use]), (-1.0, start[k]), *terms], step.seconds[k] / unit)
+            made = [(-recipes.seconds[i] / unit, gone[i]) for i in back if i in gone]
+            elapsed = (step.clock[use + 1] - step.clock[k]) / unit
+            program.require([(1.0, ready[use + 1]), (-1.0, start[k]), *made], elapsed * (1 - 1e-12))
+    solution = program.minimize(ready[-1], seconds_max, gap)
+    if solution.values is None:
+        return None, solution.bound * unit
+    chosen = {step.ids[i] for i, column in dropped.items() if solution.values[column] > 0.5}
+    return chosen, solution.bound * unit
+
+
+def _add_node_rows(
+    program: Program,
+    recipes: _Recipes,
+    dropped: dict[int, int],
+    ready: Sequence[int],
+    start: Sequence[int],
+    unit: float,
+) -> None:
+    """Add constraint 4: nodes run one after another, each for its time and that of what is recomputed there."""
+    step = recipes.step
+    spans: dict[tuple[int, int], list[int]] = {(k, k): [] for k in range(step.node_count)}
+    spans[0, step.node_count - 1] = []
+    for i in dropped:
+        spans.setdefault((recipes.earliest[i], step.first_backward[i]), [])
+    for (first, last), inside in spans.items():
+        inside += [i for i in dropped if first <= recipes.earliest[i] and step.first_backward[i] <= last]
+        seconds = step.seconds[first] if first == last else (step.clock[last + 1] - step.clock[first]) * (1 - 1e-12)
+        made = [(-recipes.seconds[i] / unit, dropped[i]) for i in inside]
+        program.require([(1.0, ready[last + 1]), (-1.0, start[first]), *made], seconds / unit)
+    for k in range(step.node_count):
+        program.require([(1.0, start[k]), (-1.0, ready[k])], 0.0)
+
+
+def _used(
+    program: Program, recipes: _Recipes, dropped: dict[int, int], k: int, covering: Iterable[int]
+) -> dict[int, int]:
+    """Add constraint 2 for the cut k; return for covering tensors whether they are in use again."""
+    uses = recipes.step.first_backward
+    used = {i: program.variable(0.0, 1.0) for i in covering if i in recipes.makes}
+    for i, column in used.items():
+        for made in recipes.makes[i]:
+            if uses[made] <= k:
+                program.require([(1.0, column), (-1.0, dropped[made])], 0.0)
+            elif made in used:
+                program.require([(1.0, column), (-1.0, dropped[made]), (-1.0, used[made])], -1.0)
+    return used
