@@ -13,6 +13,7 @@ from offload.plan.bounds import (
     least_feasible_limit,
 )
 from offload.plan.certify.exact import ExactSwaps, fastest_swaps
+from offload.plan.certify.joint_proof import JointProof, prove_joint
 from offload.plan.certify.proof import Proof, prove
 from offload.plan.joint_bound import joint_bound
 from offload.plan.recompute import Recomputation, recomputations, recomputed
@@ -25,6 +26,7 @@ __all__ = [
     "CutBounds",
     "ExactSwaps",
     "InfeasibleLimitError",
+    "JointProof",
     "Link",
     "Plan",
     "Proof",
@@ -43,6 +45,7 @@ __all__ = [
     "make_plan",
     "manual_plan",
     "prove",
+    "prove_joint",
     "recomputations",
     "recomputed",
     "resident_bytes",

@@ -106,17 +106,7 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
         left = end - time.monotonic()
         dropped, value = _solve_relaxation(recipes, excess, sorted(cuts), plan.step_seconds, gap / 10, left)
         bound = min(plan.step_seconds, max(bound, value))
-        import os
 
-        if os.environ.get("DBG"):
-            print(
-                len(cuts),
-                value / step.compute_seconds - 1,
-                None if dropped is None else len(dropped),
-                plan.step_seconds / step.compute_seconds - 1,
-                left,
-                flush=True,
-            )
         if dropped is None:
             break
         more, found = _placed(trace, link, limit_bytes, dropped)

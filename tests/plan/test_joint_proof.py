@@ -1,0 +1,72 @@
+"""The proof of how good a joint plan is: against every set of drops of small steps."""
+
+import math
+import sys
+
+import pytest
+from test_joint_bound import drop_sets, instances
+
+from offload.plan import (
+    Link,
+    fastest_plan,
+    joint_bound,
+    least_feasible_limit,
+    make_plan,
+    prove_joint,
+    recomputed,
+    resident_bytes,
+    simulate,
+    unswapped_bytes,
+)
+from offload.plan.trace import Node, Recompute, SavedTensor, Trace
+
+pytest.importorskip("scipy", reason="the exact planner needs scipy")
+
+
+def test_no_plan_is_below_it_and_it_is_not_below_the_joint_bound():
+    for trace, link, limit in instances(24):
+        best = math.inf
+        for dropped in drop_sets(trace):
+            step = recomputed(trace, dropped)
+            if least_feasible_limit(step) <= limit:
+                best = min(best, fastest_plan(step, link, limit).step_seconds)
+        plan = fastest_plan(trace, link, limit)
+        proof = prove_joint(plan, gap=0.0, seconds_max=20.0)
+        assert joint_bound(trace, limit, link) * (1 - 1e-9) <= proof.bound_seconds <= best * (1 + 1e-5)
+        assert proof.plan.step_seconds <= plan.step_seconds
+
+
+def whole():
+    """Return a step in which 1 of 14 bytes must be away, 12 of them in one tensor that takes long to make."""
+    nodes = tuple(Node(str(k), 1.0, k > 2) for k in range(6))
+    large = SavedTensor(1, 12, 1, 1, 1, 4, 4, Recompute(3.0, ()))
+    return Trace(nodes, (0, 0, 1, 1, 0, 0), (SavedTensor(0, 1, 0, 0, 0, 5, 5), large))
+
+
+def test_it_counts_that_a_tensor_is_dropped_whole():
+    plan = fastest_plan(whole(), Link(0.1, 0.1), 13)
+    proof = prove_joint(plan)
+    assert plan.recomputes
+    assert joint_bound(whole(), 13, plan.link) < 7.5
+    assert proof.bound_seconds == pytest.approx(plan.step_seconds, rel=0.001) == 9.0
+
+
+def test_a_poor_plan_is_replaced_by_a_better_one_that_keeps_the_limit():
+    trace, link = whole(), Link(0.1, 0.1)
+    poor = make_plan(trace, link, fastest_plan(trace, link, 13, recompute=False).swaps, 13, recomputes=())
+    proof = prove_joint(poor)
+    assert proof.plan.step_seconds < poor.step_seconds
+    step = proof.plan.recomputed_trace
+    assert proof.plan.step_seconds == simulate(step, proof.plan.swaps, link).step_seconds
+    assert max(resident_bytes(step, proof.plan.swaps)) <= 13
+
+
+def test_a_step_without_waits_needs_no_solver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    plan = fastest_plan(whole(), Link(0.1, 0.1), max(unswapped_bytes(whole())))
+    assert prove_joint(plan).gap == 0.0
+
+
+def test_a_plan_beyond_its_limit_is_refused():
+    with pytest.raises(ValueError, match="the incumbent takes 14 bytes, the limit is 12"):
+        prove_joint(make_plan(whole(), Link(1.0, 1.0), (), 12, recomputes=()))
