@@ -13,7 +13,7 @@ import pytest
 
 from offload.cli import plan as plan_cli
 from offload.plan import Link, fastest_plan, least_feasible_limit, unswapped_bytes
-from offload.plan.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
 LINK = ["--out-bandwidth", "100B/s", "--in-bandwidth", "100B/s"]
@@ -103,6 +103,57 @@ def test_the_table_is_for_people(trace, path, capsys):
     shown = capsys.readouterr().out
     for word in ("unswapped", "this plan", "no swap-only plan within", "layer0", "prefetch"):
         assert word in shown
+
+
+@pytest.fixture(name="recipes")
+def recipes_fixture(trace, tmp_path):
+    """The same step, in which all tensors but the first are made from the one before."""
+    made = [replace(x, recompute=Recompute(0.125, (x.id - 1,)) if x.id else None) for x in trace.tensors]
+    replace(trace, tensors=tuple(made)).save(tmp_path / "recipes.json")
+    return tmp_path / "recipes.json"
+
+
+SLOW = ["--out-bandwidth", "10B/s", "--in-bandwidth", "10B/s"]
+
+
+def test_a_trace_with_recipes_is_planned_with_them(recipes, capsys):
+    assert call(recipes, "--memory-limit", 150, *SLOW, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) == KEYS
+    assert data["recomputes"]
+    assert all(set(row) == {"id", "at"} for row in data["recomputes"])
+    assert {row["id"] for row in data["recomputes"]}.isdisjoint(swap["id"] for swap in data["swaps"])
+    assert data == fastest_plan(Trace.load(recipes), Link(10.0, 10.0), 150).to_dict()
+    assert call(recipes, "--memory-limit", 150, *SLOW, "--json", "--no-recompute") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["recomputes"] == []
+    assert alone["step_seconds"] > data["step_seconds"] >= data["bound_seconds"]
+
+
+def test_without_recomputation_the_plan_is_that_of_the_trace_without_recipes(recipes, path, capsys):
+    for words in (["--memory-limit", 150], ["--max-slowdown", "0.2"], []):
+        assert call(recipes, *words, *SLOW, "--no-recompute") == 0
+        alone = capsys.readouterr().out
+        assert call(path, *words, *SLOW) == 0
+        assert capsys.readouterr().out == alone
+
+
+def test_the_table_tells_what_is_recomputed(recipes, capsys):
+    assert call(recipes, "--memory-limit", 150, *SLOW) == 0
+    shown = capsys.readouterr().out
+    for words in ("recomputed at", "from", "takes", "recomputing", "; no plan within", "are recomputed,"):
+        assert words in shown
+    assert "swap-only" not in shown
+    assert call(recipes, "--memory-limit", 150, *SLOW, "--explain") == 0
+    assert "recomputed at node" in capsys.readouterr().out
+    assert call(recipes, *SLOW) == 0
+    assert "recomputed" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_exact_planner_knows_swaps_alone(recipes, capsys):
+    assert call(recipes, "--memory-limit", 150, *SLOW, "--exact") == 2
+    assert "write --exact --no-recompute" in capsys.readouterr().err
+    assert call(recipes, "--memory-limit", 150, *SLOW, "--exact", "--no-recompute") == 0
 
 
 def test_without_a_wish_the_options_stand_side_by_side(path, capsys):
