@@ -15,7 +15,7 @@ from offload.plan.bounds import (
 from offload.plan.certify.exact import ExactSwaps, fastest_swaps
 from offload.plan.certify.joint_proof import JointProof, prove_joint
 from offload.plan.certify.proof import Proof, prove
-from offload.plan.joint_bound import joint_bound
+from offload.plan.joint_bounds import joint_bound
 from offload.plan.recompute import Recomputation, recomputations, recomputed
 from offload.plan.result import Plan, make_plan
 from offload.plan.search import fastest_plan, least_memory_plan, manual_plan

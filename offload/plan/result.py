@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from offload.plan.bounds import cut_bound
-from offload.plan.joint_bound import joint_bound
+from offload.plan.joint_bounds import joint_bound
 from offload.plan.recompute import Recomputation, recomputations, recomputed
 from offload.plan.simulate import Link, Swap, Timing, simulate, unswapped_bytes
 from offload.plan.trace import SavedTensor, Trace

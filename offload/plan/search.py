@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
-from offload.plan.joint_bound import joint_bound
+from offload.plan.joint_bounds import joint_bound
 from offload.plan.joint_search import JointPlacement, fastest_joint
 from offload.plan.local_search import SearchBudget, improve
 from offload.plan.placement import Step, SwapPlacement

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from offload.plan.bounds import check_limit
 from offload.plan.certify.program import Program
 from offload.plan.certify.proof import add_copy_out_rows, overfull_nodes, stall_nodes
-from offload.plan.joint_bound import joint_bound
+from offload.plan.joint_bounds import joint_bound
 from offload.plan.placement import Ints, Step
 from offload.plan.recompute import recomputed
 from offload.plan.result import Plan, make_plan

@@ -54,31 +54,20 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     nodes need none: where any Y gives no more than the maximum so far, the minimum is no more either.
     """
     cuts = _Cuts.of(trace, limit_bytes, link)
-    nodes = [k for k, excess in enumerate(cuts.excess) if excess > 0]
-    best = max((at + (cuts.clock[-1] - at) for at in cuts.clock), default=0.0)
-    warmest = 0.0
-    by_excess = sorted(nodes, key=lambda k: cuts.excess[k])
-    for k in by_excess[:: -max(1, len(nodes) // _SAMPLES)]:
-        value, dropped = cuts.least(k)
-        if value > best:
-            best, warmest = value, dropped
-    outs, ins, prices = cuts.trees()
-    dropped = warmest
+    total = cuts.clock[-1]
+    best, dropped = max((at + (total - at) for at in cuts.clock), default=0.0), 0.0
+    fullest = sorted((k for k, excess in enumerate(cuts.excess) if excess > 0), key=lambda k: -cuts.excess[k])
+    for k in fullest[:: max(1, len(fullest) // _SAMPLES)]:
+        best, dropped = max((best, dropped), cuts.least(k))
+    walk = _Walk(cuts)
     for k, excess in enumerate(cuts.excess):
-        outs.move_to(k)
-        ins.move_to(k)
-        prices.move_to(k)
+        walk.move_to(k)
         if excess <= 0:
             continue
-        threshold = best * (1 + _TOLERANCE)
-        for guess in (dropped, excess - (cuts.excess[k - 1] - dropped), 0.0, float(excess)):
-            y = min(max(guess, 0.0), float(excess))
-            copied = excess - y
-            start = max(cuts.clock[k], outs.bound(copied) if copied > 0 else -math.inf)
-            back = cuts.seconds[k] + ins.bound(copied) if copied > 0 else -math.inf
-            value = start + max(cuts.clock[-1] - cuts.clock[k] + prices.bound(y), back)
-            if value <= threshold:
-                dropped = y
+        guesses = (dropped, excess - (cuts.excess[k - 1] - dropped), 0.0, float(excess))
+        for guess in guesses:  # first as many bytes dropped, or copied, as at the last node
+            dropped = min(max(guess, 0.0), float(excess))
+            if walk.seconds(dropped) <= best * (1 + _TOLERANCE):
                 break
         else:
             value, dropped = cuts.least(k)
@@ -141,23 +130,13 @@ class _Cuts:
             _Order.of(by_price, [_seconds(x) for x in by_price]),
         )
 
-    def trees(self) -> tuple[CopyQueue, CopyQueue, PriceList]:
-        """Return the three orders as trees, for walking through the nodes."""
-        by_pack, by_use, by_price = self.tensors
-        count = len(self.seconds)
-        return (
-            CopyQueue(by_pack, self.by_pack.values.tolist(), self.link.out_bandwidth, count),
-            CopyQueue(by_use, self.by_use.values.tolist(), self.link.in_bandwidth, count),
-            PriceList(by_price, self.by_price.values.tolist(), count),
-        )
-
     def least(self, k: int) -> tuple[float, float]:
         """Return the bound of a node over its limit, and the dropped bytes at which it is reached."""
         excess = float(self.excess[k])
-        outs, ins = _Copies(*self.by_pack.covering(k), self.link.out_bandwidth), None
+        outs = _Copies(*self.by_pack.covering(k), self.link.out_bandwidth)
+        ins = _Copies(*self.by_use.covering(k), self.link.in_bandwidth)
         if outs.total < excess:
             return math.inf, 0.0
-        ins = _Copies(*self.by_use.covering(k), self.link.in_bandwidth)
         sizes, seconds = self.by_price.covering(k)
         bytes_sum, seconds_sum = _sums(sizes), _sums(seconds)
         most = min(excess, float(bytes_sum[-1]))
@@ -193,27 +172,47 @@ class _Cuts:
         return float(values[least]), float(at[least])
 
 
-@dataclass(frozen=True, slots=True)
 class _Copies:
     """Copies of one direction at a node, in their order."""
 
-    before: Floats  # bytes before each tensor
-    latest: Floats  # max over the tensors up to each: its figure minus the time of the copies before it
-    total: float
-    bandwidth: float
-
     def __init__(self, sizes: Floats, values: Floats, bandwidth: float) -> None:
         ends = _sums(sizes)
-        object.__setattr__(self, "before", ends[:-1])
-        object.__setattr__(self, "latest", np.maximum.accumulate(values - ends[:-1] / bandwidth))
-        object.__setattr__(self, "total", float(ends[-1]))
-        object.__setattr__(self, "bandwidth", bandwidth)
+        self.before, self.total = ends[:-1], float(ends[-1])  # bytes before each tensor, and of all
+        self._latest = np.maximum.accumulate(values - self.before / bandwidth)  # of the tensors up to each
+        self._bandwidth = bandwidth
 
     def seconds(self, copied: Floats) -> Floats:
         """Return when so many bytes have been copied at the earliest; minus infinity for none."""
         last = np.searchsorted(self.before, copied, side="left") - 1
-        found: Floats = np.where(last >= 0, self.latest[last] + copied / self.bandwidth, -np.inf)
+        found: Floats = np.where(last >= 0, self._latest[last] + copied / self._bandwidth, -np.inf)
         return found
+
+
+class _Walk:
+    """The bound of one node after the other for one choice of dropped bytes each, up to rounding."""
+
+    def __init__(self, cuts: _Cuts) -> None:
+        by_pack, by_use, by_price = cuts.tensors
+        count = len(cuts.seconds)
+        self._cuts, self._node = cuts, 0
+        self._outs = CopyQueue(by_pack, cuts.by_pack.values.tolist(), cuts.link.out_bandwidth, count)
+        self._ins = CopyQueue(by_use, cuts.by_use.values.tolist(), cuts.link.in_bandwidth, count)
+        self._prices = PriceList(by_price, cuts.by_price.values.tolist(), count)
+
+    def move_to(self, k: int) -> None:
+        """Go on to the next node."""
+        self._node = k
+        for tree in (self._outs, self._ins, self._prices):
+            tree.move_to(k)
+
+    def seconds(self, dropped: float) -> float:
+        """Return the bound of the node if so many of its bytes are dropped."""
+        cuts, k = self._cuts, self._node
+        copied = cuts.excess[k] - dropped
+        rest = cuts.clock[-1] - cuts.clock[k] + self._prices.bound(dropped)
+        if copied <= 0:
+            return cuts.clock[k] + rest
+        return max(cuts.clock[k], self._outs.bound(copied)) + max(rest, cuts.seconds[k] + self._ins.bound(copied))
 
 
 def _sums(values: Floats) -> Floats:
