@@ -3,9 +3,8 @@
 Place on the data path: between `swap_search`, which plans the swaps of a step, and `search`, which makes plans.
 
 A set of dropped tensors makes another step (`recompute`), whose swaps are planned as ever. Few candidates are tried in
-every set. Otherwise the cheapest per byte are dropped first, as many as the limit allows, and prefixes of
-that order are compared: one order takes first what leans on nothing else that is dropped. Local search then drops,
-keeps and exchanges tensors, mostly close to a stall.
+every set. Otherwise the cheapest are dropped first, as many as the limit allows, and prefixes of that order compared;
+what is cheap is measured in three ways. Local search then drops, keeps and exchanges tensors, mostly close to a stall.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["JointPlacement", "fastest_joint"]
 _ALL_SETS_MAX = 8  # candidates; 256 sets
 _EXHAUSTIVE_MAX = 8  # tensors that may swap beside them, for every set of which swaps are tried too
 _PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors and at least once
-_PREFIX_SHARE = 0.25  # of the budget, for each order
+_PREFIX_SHARE = 0.2  # of the budget, for each order
 _FLIP_SHARE = 0.8  # of what is left then; the rest improves the swaps of the best set
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
 _RANKINGS = 3  # whose minimal sets a changed set is tried with
@@ -128,7 +127,7 @@ class _JointSearch:
         first, last = (over[0], over[-1]) if over else (0, -1)
         self.candidates = [
             tensor.id
-            for tensor in sorted(trace.tensors, key=lambda x: (_seconds(x) / max(x.bytes, 1), x.produced, x.id))
+            for tensor in sorted(trace.tensors, key=lambda x: (_price(x), x.produced, x.id))
             if tensor.recompute and tensor.bytes and tensor.last_forward < last and tensor.first_backward > first
         ]
         self.random = random.Random(0)
@@ -140,16 +139,11 @@ class _JointSearch:
         return frozenset(i for i in order if drops.add(i))
 
     def orders(self) -> Iterator[list[int]]:
-        """Yield the candidates, the cheapest per byte first; then with those before that lean on nothing dropped."""
+        """Yield the candidates, the cheapest first: per byte, per byte and node for which it is away, and in all."""
+        tensors = self.tensors
         yield self.candidates
-        dropped: set[int] = set()
-        sources: set[int] = set()
-        for i in self.candidates:
-            inputs = _inputs(self.tensors[i])
-            if i not in sources and dropped.isdisjoint(inputs):
-                dropped.add(i)
-                sources.update(inputs)
-        yield [i for i in self.candidates if i in dropped] + [i for i in self.candidates if i not in dropped]
+        yield sorted(self.candidates, key=lambda i: _price(tensors[i]) / _away(tensors[i]))
+        yield sorted(self.candidates, key=lambda i: _seconds(tensors[i]))
 
     def placed(self, dropped: frozenset[int], cutoff_seconds: float, budget: SearchBudget) -> JointPlacement | None:
         """Return the fastest placement found with a set dropped; None where it is not faster than the cutoff."""
@@ -298,9 +292,13 @@ class _JointSearch:
         return found
 
 
-def _inputs(tensor: SavedTensor) -> tuple[int, ...]:
-    return tensor.recompute.inputs if tensor.recompute else ()
-
-
 def _seconds(tensor: SavedTensor) -> float:
     return tensor.recompute.seconds if tensor.recompute else math.inf
+
+
+def _price(tensor: SavedTensor) -> float:
+    return _seconds(tensor) / max(tensor.bytes, 1)
+
+
+def _away(tensor: SavedTensor) -> int:
+    return tensor.first_backward - tensor.last_forward
