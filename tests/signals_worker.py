@@ -25,7 +25,7 @@ import offload
 WIDTH = 128
 ROWS = 2048  # × WIDTH × 4 bytes: 1 MiB, which is what is worth moving by default
 STEPS_PER_HANDLE = 8  # a session begins with its slow step, and ends with steps that follow a plan
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 class Block(nn.Module):
@@ -52,7 +52,8 @@ class Sender:
     def __init__(self, number):
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        if os.fork() == 0:
+        self._child = os.fork()
+        if self._child == 0:
             os.close(self._orders)
             with os.fdopen(orders) as lines:
                 for line in lines:
@@ -69,6 +70,9 @@ class Sender:
     def wait(self):
         assert os.read(self._answers, 1) == b"."
 
+    def state(self):
+        return f"its sender: waitpid says {os.waitpid(self._child, os.WNOHANG)}"
+
 
 class Alarm:
     """The process's own timer."""
@@ -78,6 +82,9 @@ class Alarm:
 
     def wait(self):
         pass
+
+    def state(self):
+        return f"its timer: {signal.getitimer(signal.ITIMER_REAL)}"
 
 
 class Training:
@@ -129,7 +136,7 @@ def interrupted(training, sender, told, seconds):
         training.step()
         sender.wait()
         ready, _, _ = select.select([told], [], [], PATIENCE_S)
-        assert ready, "the signal was never delivered"
+        assert ready, f"the signal was never delivered; {sender.state()}"
     except (KeyboardInterrupt, Terminated):
         return True
     return False

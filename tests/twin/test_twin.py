@@ -26,6 +26,7 @@ MARKED_GPU = (
     "test_gpu_planned",
     "test_oom",
     "test_timeline",
+    "test_torch_compat",
     "integrations/test_torch_refusals",
 )
 ROWS = {
