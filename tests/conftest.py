@@ -87,6 +87,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    items.sort(key=lambda item: item.path.parent.name != "twin")  # the longest first: nobody waits for it at the end
     share = config.getoption("--share")
     if share is None:
         return

@@ -152,8 +152,8 @@ def main():
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell)
-    if number != signal.SIGINT:
-        signal.signal(number, raises)
+    # Said for SIGINT too, which a shell has its background jobs ignore.
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else raises)
     chance = random.Random(seed)
     arrived, losses, longest = 0, [], 0.05
     for _ in range(count):
