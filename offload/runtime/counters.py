@@ -9,9 +9,11 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
-from offload._core import Count, Gauge
+from offload import _core  # in this form an extension that is not built is said in plain words
 
 __all__ = ["Count", "Counts", "StepRecord"]
+
+Count = _core.Count
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Counts(defaultdict[str, Count]):
         self._follows = False
         self._misses_before = 0
         self.prefetches_without_memory = 0
-        self.begun = Gauge()  # steps; what measures one of them looks whether another begins
+        self.begun = _core.Gauge()  # steps; what measures one of them looks whether another begins
         self.profiled_steps = 0
         self.borrowed_steps = 0
         self.bare_steps = 0

@@ -235,7 +235,7 @@ def prefetched_on_one_stream_and_used_on_another():
     its_engine, streams = Engine(make_store(), torch.device("sim", 0)), [torch.sim.Stream() for _ in range(2)]
     x = fresh(SMALL).fill_(1)
     slot = its_engine.swap_out(x, its_engine.look(x, x.nbytes)[0], 0)
-    view = SwappedView(x, slot)
+    view = SwappedView(x, slot, 0)
     torch.sim.synchronize()
     its_engine.drain()
     del x
