@@ -3,9 +3,8 @@
     python bench/goals.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
 
 What takes some minutes at most is measured here; what longer runs have left below --results is taken from there, the
-newest of each. Recorded traces are those of OFFLOAD_TRACES, or of shared/traces beside the repository. Each figure
-stands beside its goal, and is marked where it misses it; nothing here fails then. Contestants run in
-turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured.
+newest of each. Recorded traces are those of OFFLOAD_TRACES, or of shared/traces beside the repository. Contestants run
+in turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured, not for a missed goal.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ covers the nodes between its last use in forward and its first use in backward: 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from offload.plan.trace import SavedTensor
@@ -14,7 +15,7 @@ from offload.plan.trace import SavedTensor
 __all__ = ["CopyQueue", "PriceList"]
 
 
-class _CoverTree:
+class _CoverTree(ABC):
     """A segment tree over tensors in a fixed order: sums of the bytes of those that cover the current node."""
 
     def __init__(self, order: Sequence[SavedTensor], node_count: int) -> None:
@@ -35,8 +36,9 @@ class _CoverTree:
             if self.order[q].first_backward > k:
                 self._update(q, is_covering=True)
 
+    @abstractmethod
     def _update(self, leaf: int, *, is_covering: bool) -> None:
-        raise NotImplementedError
+        """Count a tensor in, or out."""
 
 
 class CopyQueue(_CoverTree):
