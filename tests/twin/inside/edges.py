@@ -135,12 +135,12 @@ def a_target_is_let_go_when_it_is_said_to_be_done():
     store.quiesce()
     sim.hold_streams(True)
     ticket.prefetch(target.data_ptr(), 0)
-    is_done = ticket.in_done()
-    sim.hold_streams(False)
-    if not is_done:
+    if not ticket.in_done():
+        sim.hold_streams(False)
         ticket.settle()
     del target
     other = fresh(LARGE).fill_(3)
+    sim.hold_streams(False)  # not before the fill is queued: else the host may see the copy-in done, which is an order too
     torch.sim.synchronize()
     store.quiesce()
     ticket.release()
