@@ -20,8 +20,10 @@ from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
 from offload.control.signature import Signature
+from offload.control.trial import MakeTrial, PendingTrial, Recipes, is_worth_a_trial
+from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
-from offload.plan import InfeasibleLimitError, Link, Plan, fastest_plan, least_memory_plan, manual_plan
+from offload.plan import InfeasibleLimitError, Link
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
@@ -75,6 +77,8 @@ class PlanController:
         Measures the link; called for the first plan.
     held
         What is on the device before a step begins.
+    make_trial
+        Begins a trial step, or says why none may run.
     on_profile
         Called with every profile before it is planned.
     limits
@@ -89,6 +93,7 @@ class PlanController:
         on_recorded: Callable[[StepOrder], None],
         measure_link: Callable[[], Link],
         held: Callable[[], HeldBytes],
+        make_trial: MakeTrial,
         on_profile: ProfileListener | None = None,
         limits: Limits = LIMITS,
     ) -> None:
@@ -98,6 +103,7 @@ class PlanController:
         self._on_recorded = on_recorded
         self._measure_link = measure_link
         self._held = held
+        self._make_trial = make_trial
         self._on_profile = on_profile
         self._limits = limits
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
@@ -129,7 +135,8 @@ class PlanController:
             if state.phase is Phase.PLANNING:
                 self._plan(planned, held())
                 state.enter(Phase.MEASURING)
-            return self._follow(signature, state, planned)
+            trial = self._trial(signature, state, planned, model)
+            return self._follow(signature, state, planned) if trial is None else trial
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
@@ -147,6 +154,7 @@ class PlanController:
         self._states.move_to_end(signature)
         while len(self._states) > self._limits.signatures:
             oldest = self._states.popitem(last=False)[1]
+            _stop_trial(oldest)
             if oldest.profiler is not None:
                 oldest.profiler.stop()
         return state
@@ -169,15 +177,20 @@ class PlanController:
     def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
         """Move a planned signature to the phase that its measured steps and the held memory call for."""
         planned.read_measurements(self._counts)
+        planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
         limit_bytes = self._options.memory_limit
         if planned.plan is None:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
             state.enter(Phase.PLANNING, "more memory is in use before a step")
+        elif state.phase is Phase.TRIAL:
+            if planned.trial is None:
+                has_proven = planned.recipes is not None and planned.recipes.recompute
+                state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
         elif self._is_off(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
         elif planned.is_measured or not self._measures(planned):
-            without_hooks = not planned.plan.swaps and limit_bytes is None
+            without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
     def _is_off(self, planned: PlannedStep) -> bool:
@@ -206,6 +219,29 @@ class PlanController:
         planned.executors.append(executor)
         return executor
 
+    def _trial(
+        self, signature: object, state: SignatureState, planned: PlannedStep, model: nn.Module
+    ) -> StepObserver | None:
+        """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
+        plan, weights = planned.plan, planned.weights
+        assert plan is not None
+        assert weights is not None
+        if planned.trial is not None or planned.recipes is not None:
+            return None
+        if not is_worth_a_trial(plan, self._options, self._limits):
+            return None
+        executor = MeteredExecutor(*self._about(signature, planned.schedule), Stopwatch(self._engine), weights)
+        room = self._options.memory_limit or plan.peak_bytes
+        trial = self._make_trial(model, executor, self._engine, room)
+        if isinstance(trial, str):
+            planned.recipes = Recipes(reason=trial)
+            log.info("nothing is recomputed: %s", trial)
+            return None
+        planned.trial = PendingTrial(trial, executor)
+        self._counts.trial_steps += 1
+        state.enter(Phase.TRIAL)
+        return trial
+
     def _about(
         self, signature: object, schedule: Schedule | None
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
@@ -221,23 +257,13 @@ class PlanController:
     def _plan(self, planned: PlannedStep, held: HeldBytes) -> None:
         planned.held = most(planned.held, held)
         try:
-            plan = self._wanted_plan(planned)
+            room = device_bytes(self._engine.device)
+            plan = wanted_plan(planned.trace(), planned.link, self._options, room, self._limits)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
             raise
         planned.follow(plan, self._options.memory_limit)
         self._latest = planned
-
-    def _wanted_plan(self, planned: PlannedStep) -> Plan:
-        trace, link = planned.trace(), planned.link
-        limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
-        if self._options.n_tensors is not None:
-            room = device_bytes(self._engine.device)
-            return manual_plan(trace, link, self._options.n_tensors, "auto", limit_bytes=room)
-        if limit_bytes is not None and slowdown is None:
-            return fastest_plan(trace, link, limit_bytes)
-        assert slowdown is not None
-        return least_memory_plan(trace, link, slowdown, limit_bytes)
 
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
         """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
@@ -283,6 +309,7 @@ class PlanController:
         """Record this signature again at its next step, even if a larger signature's plan would fit."""
         with self._lock:
             state = self._state(signature)
+            _stop_trial(state)
             state.planned = None
             state.deviations += 1
             if state.deviations >= self._limits.deviations:
@@ -301,8 +328,10 @@ class PlanController:
 
     def end_profiles(self) -> None:
         """Stop recording, whether steps are over or not: an optimizer steps, or the session ends."""
-        for profiler in self._profilers():
-            profiler.stop()
+        for state in list(self._states.values()):
+            if state.profiler is not None:
+                state.profiler.stop()
+            _stop_trial(state)
 
     def _read_profiles(self) -> None:
         for state in list(self._states.values()):
@@ -358,3 +387,8 @@ class PlanController:
         """Whether every profile includes the bytes of temporaries."""
         planned = [state.planned for state in self._states.values()]
         return all(each.profile.knows_temporaries for each in planned if each is not None)
+
+
+def _stop_trial(state: SignatureState) -> None:
+    if state.planned is not None and state.planned.trial is not None:
+        state.planned.trial.observer.stop()

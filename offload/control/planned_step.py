@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.control.limits import Limits
+from offload.control.trial import PendingTrial, Recipes
 from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
@@ -63,6 +64,10 @@ class PlannedStep:
         The most activations in memory in each of the last measured steps.
     refusal
         The error that says why no plan keeps the limit; None if one does.
+    trial
+        The trial step that is under way.
+    recipes
+        What the trial step has proven; None before it.
     """
 
     limits: Limits
@@ -84,6 +89,8 @@ class PlannedStep:
     late_tensors: int = 0
     weights: ActivationBytes | None = None
     refusal: InfeasibleLimitError | None = None
+    trial: PendingTrial | None = None
+    recipes: Recipes | None = None
 
     def __post_init__(self) -> None:
         self.node_seconds = deque(maxlen=self.limits.measurements)
@@ -97,7 +104,7 @@ class PlannedStep:
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
     def trace(self) -> Trace:
-        """The profile's trace with the bytes that are held now and the durations measured since."""
+        """The profile's trace with the bytes that are held now, the durations measured since, and proven recipes."""
         trace = self.profile.trace
         profile, held = self.profile, self.held
         # Where gradients exist already, those that the profiled step allocated are not allocated a second time.
@@ -107,7 +114,8 @@ class PlannedStep:
         if self.node_seconds:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
-        return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
+        trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
+        return trace if self.recipes is None else self.recipes.added_to(trace)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
@@ -116,8 +124,9 @@ class PlannedStep:
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
         self.plan, self.refusal = plan, None
-        self.weights = ActivationBytes.of_plan(plan.trace, plan.swaps)
-        self.schedule = planned_schedule(self.profile.order, plan, self.profile.members)
+        self.weights = ActivationBytes.of_plan(plan)
+        measured = self.recipes.measured if self.recipes is not None else None
+        self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
         self.step_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
@@ -126,6 +135,19 @@ class PlannedStep:
         """Whether the plan would break the limit with what is held now."""
         more = most(self.held, held).total - self.held.total
         return self.plan is not None and self.plan.peak_bytes + more > limit_bytes
+
+    def read_trial(self, counts: Counts, *, cheap: bool) -> None:
+        """Read what the trial step under way has proven, where it is over."""
+        trial = self.trial
+        found = trial.recipes(self.profile.members, self.limits, cheap=cheap) if trial is not None else None
+        if trial is None or found is None:
+            return
+        trial.observer.stop()
+        self.trial, self.recipes = None, found
+        measured = trial.executor.measured(len(self.profile.trace.nodes))
+        if measured is not None:
+            row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_trial=True)
+            counts.steps_measured.append(row)
 
     def read_measurements(self, counts: Counts) -> None:
         """Read the measurements of the last steps that the device has finished, and count these steps."""
@@ -150,10 +172,11 @@ class PlannedStep:
         if plan.swaps:
             self.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
         # If copies use CPU time while a hook runs, that time is part of the hook's duration, not of a node's.
-        waiting = plan.step_seconds - plan.compute_seconds
+        waiting = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
-        self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
+        computing = _without_recomputation(measured, plan, self.profile.members)
+        self.node_seconds.append(_without_slowing(computing, max(0.0, slowed - in_hooks)))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
         if log.isEnabledFor(logging.DEBUG):
@@ -207,9 +230,20 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
     return tuple(each * share for each in seconds)
 
 
+def _without_recomputation(
+    measured: Measured, plan: Plan, members: Mapping[int, Sequence[int]]
+) -> tuple[float, ...]:
+    """The durations of nodes without what they recompute: the trace adds that again."""
+    seconds = list(measured.node_seconds)
+    for row in plan.recomputes:
+        took = sum(measured.recompute_seconds.get(index, 0.0) for index in members[row.id])
+        seconds[row.at] = max(0.0, seconds[row.at] - took)
+    return tuple(seconds)
+
+
 def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
     """Prefetch each late tensor earlier, by the seconds it was late, as far as the limit allows."""
-    trace, starts = plan.trace, plan.timing.start
+    starts = plan.timing.start
     swaps = {swap.id: swap for swap in plan.swaps}
     for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):
         swap = swaps.get(tensor_id)
@@ -218,11 +252,12 @@ def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes:
         prefetch = swap.prefetch
         while prefetch > swap.release and starts[swap.prefetch] - starts[prefetch] < seconds:
             earlier = Swap(swap.id, swap.release, prefetch - 1)
-            if _peak(trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
+            if _peak(plan.recomputed_trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
                 break
             prefetch -= 1
         swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
-    return make_plan(trace, plan.link, tuple(swaps.values()), plan.limit_bytes)
+    recomputes = None if plan.swap_only else [row.id for row in plan.recomputes]
+    return make_plan(plan.trace, plan.link, tuple(swaps.values()), plan.limit_bytes, recomputes=recomputes)
 
 
 def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:

@@ -7,7 +7,7 @@ hold (the batch, parameters) does not count, nor does what no setting swaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from offload._core import ActivationMeter
-from offload.plan import Swap
+from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
@@ -45,13 +45,12 @@ class ActivationBytes:
     planned: tuple[int, ...] = ()
 
     @classmethod
-    def of_plan(cls, trace: Trace, swaps: Iterable[Swap]) -> ActivationBytes:
-        """Those of a step of which `swaps` are planned."""
-        planned_swaps = {swap.id: swap for swap in swaps}
-        unswapped, kept, planned = [], [], []
-        for tensor in trace.tensors:
+    def of_plan(cls, plan: Plan) -> ActivationBytes:
+        """Those of a step that follows a plan. What recomputation reads stays, or is back, until then."""
+        planned_swaps = {swap.id: swap for swap in plan.swaps}
+        kept, planned = [], list(_recomputed_spans(plan))
+        for tensor in plan.recomputed_trace.tensors:
             span = (tensor.packed + 1, tensor.last_use, tensor.bytes)
-            unswapped.append(span)
             swap = planned_swaps.get(tensor.id)
             if swap is None:
                 kept.append(span)
@@ -59,8 +58,8 @@ class ActivationBytes:
             else:
                 planned.append((tensor.packed + 1, swap.release - 1, tensor.bytes))
                 planned.append((swap.prefetch, tensor.last_use, tensor.bytes))
-        node_count = len(trace.nodes)
-        return cls(*(_by_node(node_count, spans) for spans in (unswapped, kept, planned)))
+        node_count = len(plan.trace.nodes)
+        return cls(unswapped_activations(plan.trace), *(_by_node(node_count, spans) for spans in (kept, planned)))
 
     @classmethod
     def of_manual(cls, schedule: Schedule, held: Iterable[int] = ()) -> ActivationBytes:
@@ -76,6 +75,27 @@ class ActivationBytes:
             if entry.pack_index not in schedule.swapped:
                 kept.append(span)
         return cls(_by_node(node_count, unswapped), _by_node(node_count, kept))
+
+
+def unswapped_activations(trace: Trace) -> tuple[int, ...]:
+    """Bytes of activations by node with everything kept."""
+    return _by_node(len(trace.nodes), ((x.packed + 1, x.last_use, x.bytes) for x in trace.tensors))
+
+
+def _recomputed_spans(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """Of each tensor that a plan recomputes: from its pack to its last use in forward, and from then on it is back."""
+    at = {row.id: row.at for row in plan.recomputes}
+    tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
+    last_uses = {i: tensors[i].last_use for i in at}
+    for i, node in at.items():
+        recipe = tensors[i].recompute
+        for source in recipe.inputs if recipe is not None else ():
+            if source in last_uses:
+                last_uses[source] = max(last_uses[source], node)
+    for i, node in at.items():
+        tensor = tensors[i]
+        yield tensor.packed + 1, tensor.last_forward, tensor.bytes
+        yield node, last_uses[i], tensor.bytes
 
 
 def _by_node(node_count: int, spans: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class StepRecord:
     predicted_seconds: float | None
     seconds: float
     paused_seconds: float  # of it: within the engine, waiting included
+    is_trial: bool = False  # proves how tensors can be recomputed, and computes more for it
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers."""
@@ -49,6 +50,7 @@ class Counts(defaultdict[str, Count]):
         self.prefetches_without_memory = 0
         self.begun = _core.Gauge()  # steps; what measures one of them looks whether another begins
         self.profiled_steps = 0
+        self.trial_steps = 0
         self.borrowed_steps = 0
         self.bare_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)

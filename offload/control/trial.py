@@ -1,0 +1,164 @@
+"""The trial step: when it is due, and what the planner makes of the recipes that it proves.
+
+Beside the data path: between `offload.recomputation`, which numbers storages by pack, and the planner, whose tensors
+have an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
+from typing import Protocol
+
+from torch import nn
+
+from offload.control.limits import Limits
+from offload.options import Options
+from offload.plan import Plan, least_feasible_limit
+from offload.plan.trace import Recompute, Trace
+from offload.recomputation.measured import MeasuredRecipe
+from offload.runtime.activations import MeteredExecutor
+from offload.runtime.engine import Engine
+from offload.runtime.executor import StepObserver
+
+__all__ = ["MakeTrial", "PendingTrial", "Recipes", "TrialObserver", "is_worth_a_trial", "recipes_of"]
+
+_HEAVY = 'it takes a matrix product, a convolution or attention, and recompute="cheap" leaves those out'
+_UNKNOWN = "the trial step did not see how it is made"
+_NO_BACKWARD = "the trial step left before its backward had ended"
+_CIRCLE = "it and one of its sources would have to be made from each other"
+
+
+class TrialObserver(StepObserver, Protocol):
+    """Records one step, runs each recipe once and compares the result bit for bit."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the step is over, backward included."""
+
+    def stop(self) -> None:
+        """Give up: nothing is recorded or checked any more."""
+
+    def recipes(self) -> Mapping[int, MeasuredRecipe]:
+        """What has been proven, by pack index of the entry."""
+
+    def refusals(self) -> Mapping[int, str]:
+        """Why other entries have no recipe, by pack index."""
+
+
+# Called at the beginning of a trial step with the model, what the step follows, the engine, and the most bytes that it
+# may take. A string says why no trial may run.
+MakeTrial = Callable[[nn.Module, StepObserver, Engine, int], TrialObserver | str]
+
+
+@dataclass
+class PendingTrial:
+    """A trial step whose recipes have not been read yet.
+
+    Attributes
+    ----------
+    observer
+        Proves the recipes.
+    executor
+        What the step follows, and its measurements.
+    rounds_since
+        How many steps of the signature have begun after it.
+    """
+
+    observer: TrialObserver
+    executor: MeteredExecutor
+    rounds_since: int = 0
+
+    def recipes(self, members: Mapping[int, Sequence[int]], limits: Limits, *, cheap: bool) -> Recipes | None:
+        """What it has proven; None where it is not over yet. To be asked once at every step."""
+        if self.observer.finished:
+            return recipes_of(self.observer, members, cheap=cheap)
+        self.rounds_since += 1
+        return Recipes(reason=_NO_BACKWARD) if self.rounds_since > limits.pending_steps else None
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """What a trial step has proven.
+
+    Attributes
+    ----------
+    recompute
+        How tensors are recomputed, by their id in the trace.
+    measured
+        What was found of their entries, by pack index.
+    refusals
+        Why the others cannot be, by id.
+    reason
+        Why no trial could run; empty if one has.
+    """
+
+    recompute: Mapping[int, Recompute] = field(default_factory=dict)
+    measured: Mapping[int, MeasuredRecipe] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    reason: str = ""
+
+    def added_to(self, trace: Trace) -> Trace:
+        """The trace with the recipes of its tensors."""
+        if not self.recompute:
+            return trace
+        tensors = (replace(tensor, recompute=self.recompute.get(tensor.id)) for tensor in trace.tensors)
+        return replace(trace, tensors=tuple(tensors))
+
+
+def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
+    """Whether recomputation could improve a plan that swaps alone: its step, or under `max_slowdown` its memory."""
+    if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
+        return False
+    if options.max_slowdown is None:
+        return plan.expected_seconds > (1 + limits.noise) * plan.compute_seconds
+    return plan.peak_bytes > (1 + limits.noise) * least_feasible_limit(plan.trace)
+
+
+def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, cheap: bool) -> Recipes:
+    """What a finished trial tells of the tensors of a trace.
+
+    Parameters
+    ----------
+    trial
+        The trial.
+    members
+        Pack indices of the entries that make up each tensor, by its id.
+    cheap
+        Whether to leave out recipes with matrix products, convolutions or attention.
+    """
+    found, refused = trial.recipes(), trial.refusals()
+    owner = {index: tensor for tensor, indices in members.items() for index in indices}
+    recompute: dict[int, Recompute] = {}
+    refusals: dict[int, str] = {}
+    for tensor, indices in members.items():
+        missing = [index for index in indices if index not in found]
+        rows = [found[index] for index in indices if index in found]
+        if missing:
+            refusals[tensor] = next((refused[index] for index in missing if index in refused), _UNKNOWN)
+        elif cheap and any(row.is_heavy for row in rows):
+            refusals[tensor] = _HEAVY
+        else:
+            # A source without an owner is no tensor of the trace: something else holds it, and it stays.
+            sources = {owner[index] for row in rows for index in row.sources if index in owner} - {tensor}
+            seconds = sum(row.seconds for row in rows)
+            recompute[tensor] = Recompute(seconds, tuple(sorted(sources)), max(row.workspace_bytes for row in rows))
+    for tensor in _in_circles(recompute):
+        del recompute[tensor]
+        refusals[tensor] = _CIRCLE
+    return Recipes(recompute, found, refusals)
+
+
+def _in_circles(recompute: Mapping[int, Recompute]) -> list[int]:
+    """Tensors without whose recipes none leans on itself: a tensor's entries may be another's sources and results."""
+    left = {tensor: recipe.inputs for tensor, recipe in recompute.items()}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            found.append(max(error.args[1]))
+            del left[found[-1]]
+        else:
+            return found
