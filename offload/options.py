@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -34,6 +35,7 @@ class Options:
     host_limit: int
     spill_dir: str  # empty: no disk tier
     host_limit_is_given: bool = False
+    recompute: Literal["auto", "cheap"] | None = None  # None: nothing is recomputed
 
 
 def check_options(

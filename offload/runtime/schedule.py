@@ -15,6 +15,7 @@ from functools import cached_property
 
 from offload._core import PackTable
 from offload.plan import Plan
+from offload.recomputation.measured import MeasuredRecipe
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Schedule:
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
+    recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and made again
+    recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of those, as the trial found them
 
     @cached_property
     def table(self) -> PackTable:
@@ -133,7 +136,12 @@ def manual_schedule(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> S
     )
 
 
-def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
+def planned_schedule(
+    order: StepOrder,
+    plan: Plan,
+    members: Mapping[int, Sequence[int]],
+    recipes: Mapping[int, MeasuredRecipe] | None = None,
+) -> Schedule:
     """The schedule that a plan means.
 
     Parameters
@@ -144,7 +152,10 @@ def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequenc
         Its plan; node numbers are those of `order`.
     members
         Pack indices of the entries that make up each tensor of the plan, by the tensor's id.
+    recipes
+        What a trial has found, by pack index of the entry.
     """
+    dropped = frozenset(pack_index for row in plan.recomputes for pack_index in members[row.id])
     releases, prefetches = [], []
     for swap in plan.swaps:
         for pack_index in members[swap.id]:
@@ -159,8 +170,10 @@ def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequenc
         swapped=swapped,
         releases=tuple(sorted(releases)),
         prefetches=tuple(prefetches),
-        watched=_watched(order, swapped, order.backward_nodes),
+        watched=_watched(order, swapped | dropped, order.backward_nodes),
         plan=plan,
+        recomputed=dropped,
+        recipes={pack_index: recipes[pack_index] for pack_index in dropped} if recipes is not None else {},
     )
 
 
