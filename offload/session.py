@@ -22,6 +22,7 @@ from offload.control.device_session import DeviceSession
 from offload.control.enabled_model import EnabledModel
 from offload.control.limits import LIMITS
 from offload.control.manual import ManualController
+from offload.control.trial import make_trial
 from offload.devices.memory import peak_bytes, watch_refusals
 from offload.diagnostics import oom
 from offload.diagnostics.assessment import wish

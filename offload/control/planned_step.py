@@ -230,9 +230,7 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
     return tuple(each * share for each in seconds)
 
 
-def _without_recomputation(
-    measured: Measured, plan: Plan, members: Mapping[int, Sequence[int]]
-) -> tuple[float, ...]:
+def _without_recomputation(measured: Measured, plan: Plan, members: Mapping[int, Sequence[int]]) -> tuple[float, ...]:
     """The durations of nodes without what they recompute: the trace adds that again."""
     seconds = list(measured.node_seconds)
     for row in plan.recomputes:

@@ -22,7 +22,7 @@ from offload.runtime.activations import MeteredExecutor
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver
 
-__all__ = ["MakeTrial", "PendingTrial", "Recipes", "TrialObserver", "is_worth_a_trial", "recipes_of"]
+__all__ = ["MakeTrial", "PendingTrial", "Recipes", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
 
 _HEAVY = 'it takes a matrix product, a convolution or attention, and recompute="cheap" leaves those out'
 _UNKNOWN = "the trial step did not see how it is made"
@@ -50,6 +50,11 @@ class TrialObserver(StepObserver, Protocol):
 # Called at the beginning of a trial step with the model, what the step follows, the engine, and the most bytes that it
 # may take. A string says why no trial may run.
 MakeTrial = Callable[[nn.Module, StepObserver, Engine, int], TrialObserver | str]
+
+
+def make_trial(model: nn.Module, observer: StepObserver, engine: Engine, limit_bytes: int) -> TrialObserver | str:
+    """Begin a trial step; a string says why none may run."""
+    return "operators are not recorded"
 
 
 @dataclass
