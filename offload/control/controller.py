@@ -383,6 +383,12 @@ class PlanController:
         return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
 
     @property
+    def why_nothing_recomputed(self) -> str:
+        """Why no trial step could run for the signature with the most steps; empty if one has, or none was due."""
+        planned = self.main
+        return planned.recipes.reason if planned is not None and planned.recipes is not None else ""
+
+    @property
     def knows_temporaries(self) -> bool:
         """Whether every profile includes the bytes of temporaries."""
         planned = [state.planned for state in self._states.values()]

@@ -121,6 +121,8 @@ class PlannedStep:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
         if self.late:
             plan = _with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
+        if self.recipes is not None:
+            plan = replace(plan, refusals=self.recipes.refusals)
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
         self.plan, self.refusal = plan, None

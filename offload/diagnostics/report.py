@@ -99,6 +99,10 @@ class Report:
         Scheduled steps that were not measured: on a CUDA device and by hand all but the first few.
     profiled_steps : int
         Steps that were profiled, which is slow: the first one of each shape.
+    trial_steps : int
+        Steps that proved how tensors can be recomputed, which is slow: at most one of each shape.
+    recomputed : dict of str to float
+        What was dropped and recomputed in backward: tensors, bytes, seconds.
     borrowed_steps : int
         Steps that followed the plan of a larger shape.
     bare_steps : int
@@ -126,6 +130,8 @@ class Report:
     prefetched_late: int = 0
     unmeasured_steps: int = 0
     profiled_steps: int = 0
+    trial_steps: int = 0
+    recomputed: dict[str, float] = field(default_factory=dict)
     borrowed_steps: int = 0
     bare_steps: int = 0
     steps_measured: tuple[StepRecord, ...] = ()
@@ -160,6 +166,8 @@ class Report:
             "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
             "feed": self.feed.to_dict(),
             "profiled_steps": self.profiled_steps,
+            "trial_steps": self.trial_steps,
+            "recomputed": self.recomputed,
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
@@ -213,8 +221,9 @@ class Report:
 
     def _profiled(self) -> Iterator[tuple[str, str]]:
         if self.profiled_steps or self.borrowed_steps:
+            tried = f"trial steps of recomputation: {self.trial_steps}; " if self.trial_steps else ""
             reused = f"steps that reuse a larger shape's plan: {self.borrowed_steps}"
-            yield "slow profiling steps", f"{self.profiled_steps}; {reused}"
+            yield "slow profiling steps", f"{self.profiled_steps}; {tried}{reused}"
 
 
 def _direction(store: dict[str, float], name: str) -> dict[str, float]:
