@@ -146,6 +146,8 @@ class PlannedStep:
             return
         trial.observer.stop()
         self.trial, self.recipes = None, found
+        if self.plan is not None:
+            self.plan = replace(self.plan, refusals=found.refusals)
         measured = trial.executor.measured(len(self.profile.trace.nodes))
         if measured is not None:
             row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_trial=True)

@@ -197,6 +197,7 @@ class Plan:
     def _sentence(self, tensor: SavedTensor, swap: Swap, late_out: float, late_in: float) -> str:
         nodes = self.trace.nodes
         lead = tensor.first_backward - swap.prefetch
+        ahead = f"{lead} {'node' if lead == 1 else 'nodes'}"
         waits = []
         if late_out > 0:
             waits.append(f"{format_seconds(late_out)} for the copy-out")
@@ -204,7 +205,7 @@ class Plan:
             waits.append(f"{format_seconds(late_in)} for the copy-in")
         return (
             f"{self._name(tensor)}: released at node {swap.release} ({nodes[swap.release].name}), prefetched at node "
-            f"{swap.prefetch} ({nodes[swap.prefetch].name}), {lead} {'node' if lead == 1 else 'nodes'} before its use at node "
+            f"{swap.prefetch} ({nodes[swap.prefetch].name}), {ahead} before its use at node "
             f"{tensor.first_backward}; " + (f"compute waits {' and '.join(waits)}" if waits else "hidden")
         )
 
