@@ -29,7 +29,7 @@ __all__ = [
     "pair_chart",
 ]
 
-COLORS = ("red", "orange", "amber", "green", "blue", "violet", "slate", "gray", "pale")
+COLORS = ("red", "orange", "amber", "green", "blue", "violet", "pink", "slate", "gray", "pale")
 STYLE = """svg { display: block; width: 100%; min-width: 640px; height: auto; }
 svg text { fill: var(--faint); font-size: 12.5px; }
 svg text.strong { fill: var(--ink); font-weight: 600; }
@@ -67,6 +67,7 @@ STEP_KINDS = {
     "forward": Kind("forward", "green"),
     "backward": Kind("backward", "violet"),
     "optimizer": Kind("optimizer", "slate"),
+    "recompute": Kind("recomputation", "pink"),
     "wait": Kind("compute waits for a copy", "orange"),
     "out": Kind("copy out", "amber"),
     "in": Kind("copy in", "blue"),
