@@ -191,7 +191,7 @@ def lane_chart(label: str, lanes: Mapping[str, Sequence[Box]], *, seconds: float
     axis = _TimeAxis(seconds, origin)
     parts = axis.frame(len(lanes) * _LANE + 8, label)
     for number, (name, boxes) in enumerate(lanes.items()):
-        parts.append(f'<text class="strong" x="8" y="{number * _LANE + 29}">{escape(name)}</text>')
+        parts.append(f'<text class="strong" x="2" y="{number * _LANE + 29}">{escape(name)}</text>')
         parts += [_rectangle(axis, group, number * _LANE + 12) for group in _visible(axis, boxes)]
     kinds = dict.fromkeys(box.kind for boxes in lanes.values() for box in boxes)
     return "".join([*parts, "</svg>"]) + _legend([(kind.color, kind.name) for kind in kinds])
