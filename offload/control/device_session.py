@@ -26,7 +26,7 @@ from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.schedule import StepOrder
-from offload.torch_compat.modules import state_tensors
+from offload.torch_compat.modules import is_sharded, state_tensors
 from offload.torch_compat.tensors import has_own_bytes
 
 __all__ = ["DeviceSession"]
@@ -82,6 +82,7 @@ class DeviceSession:
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._parameters: set[int] = set()
+        self._is_sharded = False  # parameters are gathered for forward, and again for backward
         # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
         # that became a parameter since is seen at the next forward.
         self._unheld: set[int] = set()
@@ -149,6 +150,10 @@ class DeviceSession:
             self._unheld.add(storage_id)
         return None
 
+    def holds_state(self, storage_id: int) -> bool:
+        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
+        return storage_id in self._parameters and not self._is_sharded
+
     def is_excluded(self) -> bool:
         """Whether the module now running in this thread is one of `exclude`."""
         return getattr(self._local, "excluded", 0) > 0
@@ -186,5 +191,6 @@ class DeviceSession:
             return
         parameters, buffers = state_tensors(model)
         held = [*parameters, *buffers]
+        self._is_sharded = is_sharded(model)
         self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
         self.devices = {tensor.device for tensor in held}

@@ -111,7 +111,7 @@ def _has_left(slot: SlotHandle) -> bool:
 
 
 def _has_arrived(slot: SlotHandle) -> bool:
-    return slot.record.ticket.in_done()
+    return bool(slot.record.ticket.in_done())
 
 
 def _await_all(slots: list[SlotHandle], has_ended: Callable[[SlotHandle], bool]) -> None:

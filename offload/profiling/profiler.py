@@ -18,6 +18,7 @@ from offload.profiling.allocations import DeviceAllocations, HostAllocations, wa
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
+from offload.runtime.recomputation import Recomputation
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.swapped_storage import SlotHandle
 from offload.runtime.weak import call_when_dead
@@ -38,6 +39,7 @@ class Recorder:
     caps_in_flight = True
     cursor = None
     reason = ""
+    recomputation: Recomputation | None = None
 
     def __init__(self) -> None:
         self.order = StepOrder()

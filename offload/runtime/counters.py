@@ -41,6 +41,8 @@ class Counts(defaultdict[str, Count]):
         super().__init__(Count)
         self.swapped = Count()
         self.duplicates = Count()
+        self.recomputed = Count()  # made again in backward, as often as that was
+        self.recompute_seconds = 0.0
         self.prefetched = 0
         self.prefetched_late = 0
         self.unmeasured_steps = 0

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from offload import _core
 from offload._core import find_saved, version_owner
 from offload.devices.device import device_of
+from offload.recomputation.recipe import Recipe
+from offload.runtime.recomputed_storage import RecomputedStorage
 from offload.runtime.swapped_storage import (
     CopyOut,
     SlotHandle,
@@ -96,6 +98,7 @@ class Engine:
         self._copies_out: deque[CopyOut] = deque()
         self._begin_copy = store.swap_out
         self._enter = self._copies_out.append
+        self._dropped: deque[RecomputedStorage] = deque()  # whose tensor is still there
         self._retired: deque[tuple[_core.Ticket, torch.UntypedStorage]] = deque()
         self._empty: dict[torch.dtype, torch.Tensor] = {}
 
@@ -201,6 +204,20 @@ class Engine:
         self.in_flight_bytes += nbytes
         return slot
 
+    def drop(
+        self, tensor: torch.Tensor, key: StorageKey, recipe: Recipe, ran: Callable[[int, float], None]
+    ) -> SlotHandle:
+        """Copy nothing: backward has the recipe make the bytes again. `ran` is told the bytes and seconds each time."""
+        record = RecomputedStorage(self, key, recipe, tensor, ran)
+        slot = SlotHandle(record)
+        reference = WeakSlotHandle(slot, self._dead.append)
+        reference.record = record
+        self.unswapped.add(record.nbytes)
+        self.resident.add(record.nbytes)
+        self._dropped.append(record)
+        self._live[key] = reference
+        return slot
+
     def limit_in_flight(self) -> None:
         """Wait until the sources that are still held for their copy are few enough."""
         while len(self._copies_out) > 1 and self.in_flight_bytes > self.in_flight_bytes_max:
@@ -213,6 +230,8 @@ class Engine:
         """
         if self._dead:
             self._reap()
+        while self._dropped and (dropped := _oldest(self._dropped)) is not None and dropped.is_gone():
+            _discard(self._dropped, dropped)
         if not self._copies_out and not self._retired:
             return
         while self._copies_out and (copy_out := _oldest(self._copies_out)) is not None and copy_out.ticket.out_done():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from offload._core import Ticket
 from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.tensors import conjugated, negated, version_of
 
@@ -41,8 +42,7 @@ class SwappedView:
         self._slot = slot
         self.index = index  # of its pack
         record = slot.record
-        record.views += 1
-        record._views_left += 1
+        record.add_view()
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())
@@ -59,8 +59,9 @@ class SwappedView:
 
     @property
     def ticket_id(self) -> int:
-        """Which copies of the store's log are those of these bytes."""
-        return self._slot.record.ticket.id
+        """Which copies of the store's log are those of these bytes; -1: none."""
+        ticket: Ticket | None = self._slot.record.ticket
+        return ticket.id if ticket is not None else -1
 
     def restore(self) -> torch.Tensor:
         """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.

@@ -67,12 +67,12 @@ class Schedule:
         """What the hooks of kept tensors look up, by pack index."""
         table = PackTable()
         for index, entry in self.order.entries.items():
-            if index in self.swapped:
+            if index in self.swapped or index in self.recomputed:
                 table.swap(index)
-            elif not self.borrowed:
+            elif not self.borrowed and index not in self._told:
                 table.keep(index, entry.nbytes)
         for index, first in self.order.duplicates.items():
-            if first in self.swapped:
+            if first in self.swapped or first in self.recomputed:
                 table.swap(index)
         for index, node in self.order.node_after_pack.items():
             table.weigh(index, node)
@@ -81,6 +81,23 @@ class Schedule:
         for index, node in self.watched.items():
             table.watch(index, node)
         return table
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Pack indices between which operators are recorded, in order and apart; -1: the beginning of the step."""
+        found: list[tuple[int, int]] = []
+        for opens, closes in sorted((recipe.opens, index) for index, recipe in self.recipes.items()):
+            if found and opens <= found[-1][1]:
+                found[-1] = found[-1][0], max(found[-1][1], closes)
+            else:
+                found.append((opens, closes))
+        return tuple(found)
+
+    @cached_property
+    def _told(self) -> frozenset[int]:
+        """Packs of which Python is told although the tensor stays: they begin a window, or a recipe reads them."""
+        sources = (index for recipe in self.recipes.values() for index in recipe.sources)
+        return frozenset(sources).union(opens for opens, _ in self.windows)
 
     @cached_property
     def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,6 +56,37 @@ class CopyOut:
         self.record: SwappedStorage | None = None
 
 
+class Record(Protocol):
+    """The bytes of one storage at one version, which are not where they were: swapped, or to be made again."""
+
+    key: StorageKey
+    nbytes: int
+    views: int
+    ticket: Any  # None where nothing was copied
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether a copy-in would bring the bytes to the device, and none of them is there."""
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the device without elements."""
+
+    def add_view(self) -> None:
+        """One more asks for the bytes."""
+
+    def prefetch(self) -> bool:
+        """Start the copy-in to fresh device memory. False where there is none to start."""
+
+    def swap_in(self) -> tuple[torch.UntypedStorage, int]:
+        """The bytes on the device, ready for the current stream: a storage and where in it they begin."""
+
+    def wait_copied_out(self) -> None:
+        """Wait until the copy-out has ended."""
+
+    def free(self) -> None:
+        """Free slot and memory; the last handle is gone."""
+
+
 class SlotHandle:
     """What keeps a record's slot: held by the graph nodes that saved views of it, and by nothing else.
 
@@ -66,7 +97,7 @@ class SlotHandle:
 
     __slots__ = ("__weakref__", "record")
 
-    def __init__(self, record: SwappedStorage) -> None:
+    def __init__(self, record: Record) -> None:
         self.record = record
 
 
@@ -74,7 +105,7 @@ class WeakSlotHandle(weakref.ref[SlotHandle]):
     """A weak reference to a handle that still knows the record when the handle is gone."""
 
     __slots__ = ("record",)
-    record: SwappedStorage
+    record: Record
 
 
 class SwappedStorage:
@@ -129,6 +160,11 @@ class SwappedStorage:
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the device without elements."""
         return self._engine.empty(dtype)
+
+    def add_view(self) -> None:
+        """One more asks for the bytes."""
+        self.views += 1
+        self._views_left += 1
 
     @property
     def is_swapped_out(self) -> bool:

@@ -70,6 +70,10 @@ class StorageWatch:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._reference: Any = storage._weak_ref()
 
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage, where somebody still holds it."""
+        return None if self.expired() else torch.UntypedStorage._new_with_weak_ptr(self._reference)
+
     def expired(self) -> bool:
         """Whether nobody holds it any more."""
         if self._reference is not None and torch.UntypedStorage._expired(self._reference):
