@@ -50,8 +50,10 @@ class PlannedStep:
         Number of steps that followed a plan; number of new plans after the first one.
     executors
         Executors of steps whose measurements have not been read yet.
-    node_seconds, step_seconds, swap_seconds
-        Measured in the last steps: the duration of each node, of the step, and of the hooks per swap.
+    node_seconds, step_seconds, swap_seconds, recompute_seconds
+        Measured in the last steps: the duration of each node, of the step, of the hooks per swap, of recomputation.
+    recompute_factors
+        How many times as long as in the trial step recomputation has taken since, by tensor id.
     starts
         When each node of the last measured step began, in seconds after the first.
     late
@@ -83,7 +85,9 @@ class PlannedStep:
     node_seconds: deque[tuple[float, ...]] = field(init=False)
     step_seconds: deque[float] = field(init=False)
     swap_seconds: deque[float] = field(init=False)
+    recompute_seconds: deque[float] = field(init=False)
     activation_bytes: deque[int] = field(init=False)
+    recompute_factors: dict[int, float] = field(default_factory=dict)
     starts: tuple[float, ...] = ()
     late: dict[int, float] = field(default_factory=dict)
     late_tensors: int = 0
@@ -96,6 +100,7 @@ class PlannedStep:
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
         self.swap_seconds = deque(maxlen=self.limits.measurements)
+        self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)
 
     @property
@@ -115,7 +120,7 @@ class PlannedStep:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
-        return trace if self.recipes is None else self.recipes.added_to(trace)
+        return trace if self.recipes is None else self.recipes.added_to(trace, self.recompute_factors)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
@@ -130,6 +135,7 @@ class PlannedStep:
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
         self.step_seconds.clear()
+        self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
 
@@ -163,24 +169,30 @@ class PlannedStep:
             if measured is None:
                 unread.append(executor)
             elif executor.schedule is self.schedule:
-                counts.steps_measured.append(self._take_in(measured))
+                counts.steps_measured.append(self._take_in(measured, executor.recompute_seconds))
                 self._take_in_late(executor, measured, counts)
                 if executor.peak_bytes is not None:
                     self.activation_bytes.append(executor.peak_bytes)
         self.executors.clear()
         self.executors.extend(unread)
 
-    def _take_in(self, measured: Measured) -> StepRecord:
+    def _take_in(self, measured: Measured, recompute_seconds: float) -> StepRecord:
         plan = self.plan
         assert plan is not None
+        # Hooks recompute: nodes do not include it, their own time does.
         if plan.swaps:
-            self.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
+            in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
+            self.swap_seconds.append(in_hooks / len(plan.swaps))
+        tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
+        if tried and measured.hook_seconds:  # on the CPU
+            self.recompute_seconds.append(recompute_seconds)
+            factor = median(self.recompute_seconds) / tried
+            self.recompute_factors.update(dict.fromkeys((row.id for row in plan.recomputes), factor))
         # If copies use CPU time while a hook runs, that time is part of the hook's duration, not of a node's.
         waiting = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
-        computing = _without_recomputation(measured, plan, self.profile.members)
-        self.node_seconds.append(_without_slowing(computing, max(0.0, slowed - in_hooks)))
+        self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
         if log.isEnabledFor(logging.DEBUG):
@@ -191,10 +203,12 @@ class PlannedStep:
 
     def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:
         owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
+        assert self.plan is not None
+        swapped = {swap.id for swap in self.plan.swaps}
         self.late = {}
         for index, seconds in measured.waits.items():
             tensor = owner.get(self.profile.order.duplicates.get(index, index))
-            if tensor is not None and seconds > self.limits.late_seconds:
+            if tensor in swapped and seconds > self.limits.late_seconds:
                 self.late[tensor] = self.late.get(tensor, 0.0) + seconds
         late = executor.late_packs(measured, self.limits.late_seconds).keys()
         self.late_tensors = len({owner[index] for index in late if index in owner})
@@ -232,15 +246,6 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
     total = sum(seconds)
     share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
     return tuple(each * share for each in seconds)
-
-
-def _without_recomputation(measured: Measured, plan: Plan, members: Mapping[int, Sequence[int]]) -> tuple[float, ...]:
-    """The durations of nodes without what they recompute: the trace adds that again."""
-    seconds = list(measured.node_seconds)
-    for row in plan.recomputes:
-        took = sum(measured.recompute_seconds.get(index, 0.0) for index in members[row.id])
-        seconds[row.at] = max(0.0, seconds[row.at] - took)
-    return tuple(seconds)
 
 
 def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:

@@ -104,11 +104,18 @@ class Recipes:
     refusals: Mapping[int, str] = field(default_factory=dict)
     reason: str = ""
 
-    def added_to(self, trace: Trace) -> Trace:
-        """The trace with the recipes of its tensors."""
+    def seconds_of(self, plan: Plan) -> float:
+        """What the recomputations of a plan took in the trial step, in seconds."""
+        return sum(self.recompute[row.id].seconds for row in plan.recomputes)
+
+    def added_to(self, trace: Trace, factors: Mapping[int, float]) -> Trace:
+        """The trace with the recipes of its tensors; those in `factors` take so many times as long."""
         if not self.recompute:
             return trace
-        tensors = (replace(tensor, recompute=self.recompute.get(tensor.id)) for tensor in trace.tensors)
+        rows = dict(self.recompute)
+        for tensor_id, factor in factors.items():
+            rows[tensor_id] = replace(rows[tensor_id], seconds=factor * rows[tensor_id].seconds)
+        tensors = (replace(tensor, recompute=rows.get(tensor.id)) for tensor in trace.tensors)
         return replace(trace, tensors=tuple(tensors))
 
 

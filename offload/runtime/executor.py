@@ -6,8 +6,8 @@ On the data path: hooks report every pack and unpack; the executor waits for cop
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -115,7 +115,6 @@ class Measured:
     stall_seconds: float  # total time in hooks
     hook_seconds: float  # CPU time of the hooks, without waits; zero on a CUDA device
     step_seconds: float
-    recompute_seconds: Mapping[int, float] = field(default_factory=dict)  # by pack index; `node_seconds` includes it
 
 
 class Stopwatch:
