@@ -31,6 +31,8 @@ class MeasuredRecipe:
         The pack after which operators have to be recorded for it; -1: from the beginning of the step.
     held_bytes
         Of small tensors that it keeps: no entries of the step, and no parameters.
+    workspace_bytes
+        On the device while it runs, beside its sources and the result.
     """
 
     seconds: float
@@ -39,3 +41,4 @@ class MeasuredRecipe:
     is_heavy: bool
     opens: int = -1
     held_bytes: int = 0
+    workspace_bytes: int = 0
