@@ -32,7 +32,7 @@ class MeasuredRecipe:
     held_bytes
         Of small tensors that it keeps: no entries of the step, and no parameters.
     workspace_bytes
-        The most bytes that it takes beside its sources and its result.
+        On the device while it runs, beside its sources and the result.
     """
 
     seconds: float

@@ -102,22 +102,23 @@ class Recipe:
     held
         What stays on the device, by number of the value.
     sources
-        Pack indices of the entries that it reads.
-    operators
-        Names, in order.
+        Pack indices of the entries that it reads, by number of the value.
     is_heavy
         Whether a matrix product, a convolution or attention is among them.
     opens
         The pack after which its operators have to be recorded.
+    peak_bytes
+        The most that is there at a time of what it makes.
     """
 
     target: int
     steps: tuple[Step, ...]
     slots: dict[int, Any]
     held: dict[int, Held]
-    sources: frozenset[int]
+    sources: dict[int, int]
     is_heavy: bool
     opens: int
+    peak_bytes: int
 
     @property
     def operators(self) -> tuple[str, ...]:

@@ -102,6 +102,15 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 each.index, each.slot, each.held = index, slot, held
         self._saved[key] = leaf
 
+    def source(self, index: int) -> torch.UntypedStorage | None:
+        """The storage that a pack saved, where it is still there and holds the same bytes."""
+        for key, saved in self._saved.items():
+            if saved.index == index:
+                value = self._values.get(key)
+                unchanged = value is None or value.version == saved.version
+                return saved.watch.storage() if unchanged and saved.watch is not None else None
+        return None
+
     def _watch(self, storage: torch.UntypedStorage) -> StorageWatch:
         watch = StorageWatch(storage)
         self.watches.append(watch)

@@ -31,7 +31,7 @@ class _Cut:
         self._calls: dict[int, Call] = {}
         self._slots: dict[int, Any] = {}
         self._held: dict[int, Held] = {}
-        self._sources: set[int] = set()
+        self._sources: dict[int, int] = {}
 
     def take_in(self) -> Refusal:
         """Find every call that is needed. Returns why that cannot be; empty where it can."""
@@ -72,7 +72,7 @@ class _Cut:
         else:
             return False
         if value.index >= 0:
-            self._sources.add(value.index)
+            self._sources[number] = value.index
         return True
 
     def recipe(self) -> Recipe:
@@ -88,10 +88,21 @@ class _Cut:
             steps=tuple(self._step(i, call, made.get(call.number, []), last_use) for i, call in enumerate(calls)),
             slots=self._slots,
             held=self._held,
-            sources=frozenset(self._sources),
+            sources=self._sources,
             is_heavy=any(call.operator.is_heavy for call in calls),
             opens=min(call.opens for call in calls),
+            peak_bytes=self._peak_bytes(calls, made, last_use),
         )
+
+    def _peak_bytes(self, calls: list[Call], made: dict[int, list[Value]], last_use: dict[Value, int]) -> int:
+        """What the calls have on the device at a time, as if each wrote to memory of its own."""
+        now = peak = 0
+        for i, call in enumerate(calls):
+            now += sum(value.nbytes for value in made.get(call.number, ()))
+            peak = max(peak, now)
+            done = {reference.value for reference, _ in _read_by(call) if last_use[reference.value] == i}
+            now -= sum(value.nbytes for value in done if value.call is not None and value.call.number in self._calls)
+        return peak
 
     def _step(self, position: int, call: Call, made: list[Value], last_use: dict[Value, int]) -> Step:
         cloned, last = set(), set()

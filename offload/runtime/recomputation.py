@@ -128,7 +128,7 @@ class DroppedTensors(Recording):
         recipe = recipe_of(value) if value is not None else None
         if recipe is None or isinstance(recipe, str):
             return None
-        if not recipe.sources <= known.sources or recipe.held_bytes > known.held_bytes:
+        if not known.sources.issuperset(recipe.sources.values()) or recipe.held_bytes > known.held_bytes:
             return None  # it would keep what the plan does not keep
         slot = self._engine.drop(tensor, key, recipe, self._ran)
         self.saved(tensor, index, key, slot)

@@ -70,6 +70,14 @@ class RecomputedStorage:
         self.views += 1
         self._views_left += 1
 
+    def remove_view(self) -> None:
+        """One less asks for the bytes; they leave again where no other view is in use."""
+        with self._lock:
+            self.views -= 1
+            self._views_left = min(self._views_left, self.views)
+            if self._views_left == self.views and self._storage is not None:
+                self._drop_storage()
+
     def prefetch(self) -> bool:
         """There is no copy to start."""
         return False

@@ -74,6 +74,9 @@ class Record(Protocol):
     def add_view(self) -> None:
         """One more asks for the bytes."""
 
+    def remove_view(self) -> None:
+        """One less asks for the bytes; they leave again where no other view is in use."""
+
     def prefetch(self) -> bool:
         """Start the copy-in to fresh device memory. False where there is none to start."""
 
@@ -165,6 +168,14 @@ class SwappedStorage:
         """One more asks for the bytes."""
         self.views += 1
         self._views_left += 1
+
+    def remove_view(self) -> None:
+        """One less asks for the bytes; they leave again where no other view is in use."""
+        with self._lock:
+            self.views -= 1
+            self._views_left = min(self._views_left, self.views)
+            if self._views_left == self.views and self._storage is not None:
+                self._drop_storage()
 
     @property
     def is_swapped_out(self) -> bool:
