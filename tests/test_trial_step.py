@@ -1,13 +1,11 @@
 """The trial step: when it runs, what the next plan makes of it, and what a user is told; its recipes are given here."""
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 from torch import nn
 
 import offload
-from offload.control.trial import recipes_of
+from offload.control.trial import TimedTrial, recipes_of
 from offload.plan import Link
 from offload.plan.trace import Recompute
 from offload.recomputation.measured import MeasuredRecipe
@@ -16,32 +14,22 @@ FAST, SLOW = Link(1e12, 1e12, 0.0), Link(50e6, 50e6, 0.0)
 SMALLEST = "4KiB"
 
 
-@dataclass
-class KnownTrial:
-    """Stands in for a trial: proves a recipe for every entry but some, and hands every call on to the executor."""
+class KnownTrial(TimedTrial):
+    """Stands in for a trial: claims a recipe for every entry but some."""
 
-    executor: object
-    limit_bytes: int
-    seconds: float = 1e-6
-    heavy: tuple[int, ...] = ()
-    refused: dict[int, str] = field(default_factory=dict)
-    is_stopped: bool = False
-
-    def __getattr__(self, name):
-        return getattr(self.executor, name)
+    def __init__(self, engine, order, base_bytes, limit_bytes, seconds=1e-6, heavy=(), refused=None, differs=False):
+        super().__init__(engine, order, base_bytes, limit_bytes)
+        self.order, self.limit_bytes = order, limit_bytes
+        self.seconds, self.heavy, self.refused, self.differs = seconds, heavy, refused or {}, differs
 
     @property
-    def finished(self):
-        return self.executor.stopwatch.finished
-
-    def stop(self):
-        self.is_stopped = True
+    def is_as_recorded(self):
+        return not self.differs and super().is_as_recorded
 
     def recipes(self):
-        entries = self.executor.schedule.order.entries
         return {
             index: MeasuredRecipe(self.seconds, frozenset(), ("aten.gelu",), index in self.heavy)
-            for index in entries
+            for index in self.order.entries
             if index not in self.refused
         }
 
@@ -62,10 +50,10 @@ class Begun(list):
     def __init__(self):
         self.about, self.link, self.answer = {}, SLOW, None
 
-    def make(self, model, observer, engine, limit_bytes):
+    def make(self, engine, order, base_bytes, limit_bytes):
         if self.answer is not None:
             return self.answer
-        self.append(KnownTrial(observer, limit_bytes, **self.about))
+        self.append(KnownTrial(engine, order, base_bytes, limit_bytes, **self.about))
         return self[-1]
 
 
@@ -108,7 +96,6 @@ def test_a_plan_that_waits_is_followed_by_one_trial_and_a_joint_plan(trials, tmp
         assert plan.expected_seconds < alone.expected_seconds
         assert plan.peak_bytes <= limit
         assert len(trials) == 1
-        assert trials[0].is_stopped
         report = handle.report()
     assert all(map(torch.equal, results, expected))
     assert report.trial_steps == 1
@@ -179,17 +166,28 @@ def test_the_reason_is_told_where_no_trial_can_run(trials, tmp_path):
         assert handle.report().trial_steps == 0
 
 
-def test_a_trial_without_a_backward_is_given_up(trials, tmp_path):
+def test_a_trial_without_a_backward_proves_as_much(trials, tmp_path):
     limit = int(0.6 * peak_of_plain_steps())
     model = make()
     with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
         train(model, 1)
         model(torch.randn(512, 64))  # its graph is dropped
-        train(model, 5)
+        train(model, 2)
         assert len(trials) == 1
-        assert trials[0].is_stopped
-        assert "nothing is recomputed: the trial step left before its backward had ended" in handle.report().notes
-        assert handle.plan.swaps
+        assert handle.plan.recomputes
+
+
+def test_a_trial_that_takes_another_branch_is_recorded_again(trials, tmp_path):
+    trials.about = {"differs": True}
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 2)
+        trials.about = {}
+        train(model, 4)
+        assert handle.report().profiled_steps == 2
+        assert len(trials) == 2
+        assert handle.plan.recomputes
 
 
 def test_another_shape_and_a_new_recording_are_tried_on_their_own(trials, tmp_path):

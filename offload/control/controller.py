@@ -20,7 +20,7 @@ from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
 from offload.control.signature import Signature
-from offload.control.trial import MakeTrial, PendingTrial, Recipes, is_worth_a_trial
+from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
 from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
@@ -131,12 +131,15 @@ class PlanController:
                 return self._record(state, model, held()) if larger is None else self._borrow(signature, larger, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
                 return self._record(state, model, held())  # profile again: temporaries may be recorded now
+            if planned.trial is not None and not planned.trial.is_as_recorded:
+                self.forget(signature)
+                return self._record(state, model, held())
             self._judge(state, planned, held)
-            if state.phase is Phase.PLANNING:
-                self._plan(planned, held())
-                state.enter(Phase.MEASURING)
-            trial = self._trial(signature, state, planned, model)
-            return self._follow(signature, state, planned) if trial is None else trial
+            if state.phase is not Phase.PLANNING:
+                return self._follow(signature, planned)
+            self._plan(planned, held())
+            state.enter(Phase.MEASURING)
+            return self._trial(state, planned) or self._follow(signature, planned)
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
@@ -154,7 +157,6 @@ class PlanController:
         self._states.move_to_end(signature)
         while len(self._states) > self._limits.signatures:
             oldest = self._states.popitem(last=False)[1]
-            _stop_trial(oldest)
             if oldest.profiler is not None:
                 oldest.profiler.stop()
         return state
@@ -207,7 +209,7 @@ class PlanController:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
-    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
+    def _follow(self, signature: object, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
         about = self._about(signature, planned.schedule)
@@ -219,25 +221,21 @@ class PlanController:
         planned.executors.append(executor)
         return executor
 
-    def _trial(
-        self, signature: object, state: SignatureState, planned: PlannedStep, model: nn.Module
-    ) -> StepObserver | None:
+    def _trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver | None:
         """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
-        plan, weights = planned.plan, planned.weights
+        plan = planned.plan
         assert plan is not None
-        assert weights is not None
-        if planned.trial is not None or planned.recipes is not None:
+        if planned.recipes is not None or planned.trial is not None:
             return None
         if not is_worth_a_trial(plan, self._options, self._limits):
             return None
-        executor = MeteredExecutor(*self._about(signature, planned.schedule), Stopwatch(self._engine), weights)
         room = self._options.memory_limit or plan.peak_bytes
-        trial = self._make_trial(model, executor, self._engine, room)
+        trial = self._make_trial(self._engine, planned.profile.order, plan.trace.base_bytes, room)
         if isinstance(trial, str):
             planned.recipes = Recipes(reason=trial)
             log.info("nothing is recomputed: %s", trial)
             return None
-        planned.trial = PendingTrial(trial, executor)
+        planned.trial = trial
         self._counts.trial_steps += 1
         state.enter(Phase.TRIAL)
         return trial
@@ -309,7 +307,6 @@ class PlanController:
         """Record this signature again at its next step, even if a larger signature's plan would fit."""
         with self._lock:
             state = self._state(signature)
-            _stop_trial(state)
             state.planned = None
             state.deviations += 1
             if state.deviations >= self._limits.deviations:
@@ -328,10 +325,8 @@ class PlanController:
 
     def end_profiles(self) -> None:
         """Stop recording, whether steps are over or not: an optimizer steps, or the session ends."""
-        for state in list(self._states.values()):
-            if state.profiler is not None:
-                state.profiler.stop()
-            _stop_trial(state)
+        for profiler in self._profilers():
+            profiler.stop()
 
     def _read_profiles(self) -> None:
         for state in list(self._states.values()):
@@ -393,8 +388,3 @@ class PlanController:
         """Whether every profile includes the bytes of temporaries."""
         planned = [state.planned for state in self._states.values()]
         return all(each.profile.knows_temporaries for each in planned if each is not None)
-
-
-def _stop_trial(state: SignatureState) -> None:
-    if state.planned is not None and state.planned.trial is not None:
-        state.planned.trial.observer.stop()

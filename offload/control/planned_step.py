@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.control.limits import Limits
-from offload.control.trial import PendingTrial, Recipes
+from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
@@ -93,7 +93,7 @@ class PlannedStep:
     late_tensors: int = 0
     weights: ActivationBytes | None = None
     refusal: InfeasibleLimitError | None = None
-    trial: PendingTrial | None = None
+    trial: TrialObserver | None = None
     recipes: Recipes | None = None
 
     def __post_init__(self) -> None:
@@ -147,14 +147,12 @@ class PlannedStep:
     def read_trial(self, counts: Counts, *, cheap: bool) -> None:
         """Read what the trial step under way has proven, where it is over."""
         trial = self.trial
-        found = trial.recipes(self.profile.members, self.limits, cheap=cheap) if trial is not None else None
-        if trial is None or found is None:
+        if trial is None or not trial.finished:
             return
-        trial.observer.stop()
-        self.trial, self.recipes = None, found
+        self.trial, self.recipes = None, recipes_of(trial, self.profile.members, cheap=cheap)
         if self.plan is not None:
-            self.plan = replace(self.plan, refusals=found.refusals)
-        measured = trial.executor.measured(len(self.profile.trace.nodes))
+            self.plan = replace(self.plan, refusals=self.recipes.refusals)
+        measured = trial.measured()
         if measured is not None:
             row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_trial=True)
             counts.steps_measured.append(row)

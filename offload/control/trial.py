@@ -11,22 +11,23 @@ from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Protocol
 
-from torch import nn
+import torch
 
 from offload.control.limits import Limits
 from offload.options import Options
 from offload.plan import Plan, least_feasible_limit
 from offload.plan.trace import Recompute, Trace
+from offload.profiling.recipe_trial import RecipeTrial
 from offload.recomputation.measured import MeasuredRecipe
-from offload.runtime.activations import MeteredExecutor
 from offload.runtime.engine import Engine
-from offload.runtime.executor import StepObserver
+from offload.runtime.executor import Measured, StepObserver, Stopwatch
+from offload.runtime.schedule import StepOrder
+from offload.torch_compat.dispatch import can_record
 
-__all__ = ["MakeTrial", "PendingTrial", "Recipes", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
+__all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
 
 _HEAVY = 'it takes a matrix product, a convolution or attention, and recompute="cheap" leaves those out'
 _UNKNOWN = "the trial step did not see how it is made"
-_NO_BACKWARD = "the trial step left before its backward had ended"
 _CIRCLE = "it and one of its sources would have to be made from each other"
 
 
@@ -35,10 +36,11 @@ class TrialObserver(StepObserver, Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether the step is over, backward included."""
+        """Whether everything has been tried."""
 
-    def stop(self) -> None:
-        """Give up: nothing is recorded or checked any more."""
+    @property
+    def is_as_recorded(self) -> bool:
+        """Whether the step saved what the recorded one did."""
 
     def recipes(self) -> Mapping[int, MeasuredRecipe]:
         """What has been proven, by pack index of the entry."""
@@ -46,41 +48,51 @@ class TrialObserver(StepObserver, Protocol):
     def refusals(self) -> Mapping[int, str]:
         """Why other entries have no recipe, by pack index."""
 
-
-# Called at the beginning of a trial step with the model, what the step follows, the engine, and the most bytes that it
-# may take. A string says why no trial may run.
-MakeTrial = Callable[[nn.Module, StepObserver, Engine, int], TrialObserver | str]
+    def measured(self) -> Measured | None:
+        """What the step took; None where it is not over."""
 
 
-def make_trial(model: nn.Module, observer: StepObserver, engine: Engine, limit_bytes: int) -> TrialObserver | str:
+# Begins the trial step of a recorded step: with the bytes by node that no plan moves, and the most that it may take. A
+# string says why none may run.
+MakeTrial = Callable[[Engine, StepOrder, Sequence[int], int], TrialObserver | str]
+
+
+class TimedTrial(RecipeTrial):
+    """A trial step that is timed as a whole."""
+
+    def __init__(self, engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> None:
+        super().__init__(engine, order, base_bytes, limit_bytes)
+        self._stopwatch = Stopwatch(engine)
+
+    def begin(self) -> None:
+        """A hook begins."""
+        self._stopwatch.begin()
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+        self._stopwatch.end(None)
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
+        self._stopwatch.begin()
+        self._stopwatch.listen_for_the_end()
+
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
+        self._stopwatch.end(pack_index)
+
+    def measured(self) -> Measured | None:
+        """What the step took; None where it is not over."""
+        return self._stopwatch.measured(1)
+
+
+def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> TrialObserver | str:
     """Begin a trial step; a string says why none may run."""
-    return "operators are not recorded"
-
-
-@dataclass
-class PendingTrial:
-    """A trial step whose recipes have not been read yet.
-
-    Attributes
-    ----------
-    observer
-        Proves the recipes.
-    executor
-        What the step follows, and its measurements.
-    rounds_since
-        How many steps of the signature have begun after it.
-    """
-
-    observer: TrialObserver
-    executor: MeteredExecutor
-    rounds_since: int = 0
-
-    def recipes(self, members: Mapping[int, Sequence[int]], limits: Limits, *, cheap: bool) -> Recipes | None:
-        """What it has proven; None where it is not over yet. To be asked once at every step."""
-        if self.observer.finished:
-            return recipes_of(self.observer, members, cheap=cheap)
-        self.rounds_since += 1
-        return Recipes(reason=_NO_BACKWARD) if self.rounds_since > limits.pending_steps else None
+    if order.compiled_nodes:
+        return "torch.compile made a part of the step"
+    if not can_record():
+        return f"torch {torch.__version__} cannot record operators beside compiled code; use a newer one"
+    return TimedTrial(engine, order, base_bytes, limit_bytes)
 
 
 @dataclass(frozen=True)
