@@ -76,6 +76,8 @@ class Step:
                 made = given[place[1]] if isinstance(given, list) else given
             else:
                 made = result[place] if isinstance(result, (tuple, list)) else result
+            if not isinstance(made, torch.Tensor):  # a kernel that makes less where no gradient is recorded
+                raise RuntimeError(f"{self.func} did not return what it had returned in forward")
             storages[number] = made.untyped_storage()
         for number in self.last:
             del storages[number]

@@ -71,8 +71,11 @@ class StorageWatch:
         self._reference: Any = storage._weak_ref()
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, where somebody still holds it."""
-        return None if self.expired() else torch.UntypedStorage._new_with_weak_ptr(self._reference)
+        """The storage, where somebody still holds it. Its identity stays taken until `close`."""
+        if self._reference is None:
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference)
+        return found
 
     def expired(self) -> bool:
         """Whether nobody holds it any more."""

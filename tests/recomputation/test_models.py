@@ -9,7 +9,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 import models
-from conftest import gradients
+from forced import gradients
 
 
 def step_of(family, size, autocast):
