@@ -285,7 +285,8 @@ def _session_on(
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
     swapped, kept = at.counts.in_step()
-    oom.tell(error, oom.Subject(at.model, at.engine, at.options, swapped, kept), path)
+    subject = oom.Subject(at.model, at.engine, at.options, swapped, kept, at.counts.dropped_in_step())
+    oom.tell(error, subject, path)
 
 
 def enable(

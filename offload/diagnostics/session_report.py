@@ -43,6 +43,8 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         unmeasured_steps=counts.unmeasured_steps,
         profiled_steps=counts.profiled_steps,
         trial_steps=counts.trial_steps,
+        recomputed=counts.recomputed.copy(),
+        recompute_seconds=counts.recompute_seconds,
         borrowed_steps=counts.borrowed_steps,
         bare_steps=counts.bare_steps,
         steps_measured=tuple(counts.steps_measured),

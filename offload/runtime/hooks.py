@@ -165,6 +165,8 @@ class StepHooks(HookCore):
             return self.keep(tensor, index, reason, 0 if again else nbytes)
         dropped = self._recomputation.drop(tensor, index, key) if self._recomputation is not None else None
         if dropped is not None:
+            self._counts.dropped.tensors += 1
+            self._counts.dropped.nbytes += key[3]
             return SwappedView(tensor, dropped, index)
         try:
             slot = self._engine.swap_out(tensor, key, self._observer.need(index))
