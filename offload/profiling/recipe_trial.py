@@ -116,7 +116,7 @@ class _Trial(Recording):
             self.refusals[index] = "a part of a larger storage"
         else:
             value = self._recorder.value_of(tensor)
-            found = recipe_of(value) if value is not None else "written by what cannot be seen"
+            found = recipe_of(value, weighs=True) if value is not None else "written by what cannot be seen"
             refusal = found if isinstance(found, str) else self._try(tensor.untyped_storage(), index, found)
             if refusal:
                 self.refusals[index] = refusal

@@ -110,7 +110,7 @@ class Recipe:
     opens
         The pack after which its operators have to be recorded.
     peak_bytes
-        The most that is there at a time of what it makes.
+        The most that is there at a time of what it makes; 0: not weighed.
     """
 
     target: int

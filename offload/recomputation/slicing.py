@@ -17,11 +17,11 @@ _CALLS_MAX = 400  # of one recipe
 _UNSEEN = "written by what cannot be seen"
 
 
-def recipe_of(target: Value) -> Recipe | Refusal:
-    """The recipe of a value, or why it has none."""
+def recipe_of(target: Value, *, weighs: bool = False) -> Recipe | Refusal:
+    """The recipe of a value, or why it has none. `weighs`: with its `peak_bytes`."""
     cut = _Cut(target)
     refusal = cut.take_in()
-    return refusal or cut.recipe()
+    return refusal or cut.recipe(weighs)
 
 
 class _Cut:
@@ -75,7 +75,7 @@ class _Cut:
             self._sources[number] = value.index
         return True
 
-    def recipe(self) -> Recipe:
+    def recipe(self, weighs: bool) -> Recipe:
         """What was found, in the order in which it ran."""
         calls = [self._calls[number] for number in sorted(self._calls)]
         last_use = {reference.value: i for i, call in enumerate(calls) for reference, _ in _read_by(call)}
@@ -91,7 +91,7 @@ class _Cut:
             sources=self._sources,
             is_heavy=any(call.operator.is_heavy for call in calls),
             opens=min(call.opens for call in calls),
-            peak_bytes=self._peak_bytes(calls, made, last_use),
+            peak_bytes=self._peak_bytes(calls, made, last_use) if weighs else 0,
         )
 
     def _peak_bytes(self, calls: list[Call], made: dict[int, list[Value]], last_use: dict[Value, int]) -> int:
@@ -135,9 +135,10 @@ def _ignored(call: Call) -> tuple[int, ...]:
 
 def _read_by(call: Call) -> list[tuple[Reference, bool]]:
     """The tensor arguments of a call, each with whether the call writes to it."""
-    ignored, writes = _ignored(call), call.operator.writes
-    found = []
-    for position, given in (*enumerate(call.args), *call.kwargs.items()):
-        if position not in ignored:
-            found += [(each, position in writes) for each in references(given)]
-    return found
+    if call.read is None:
+        ignored, writes = _ignored(call), call.operator.writes
+        call.read = []
+        for position, given in (*enumerate(call.args), *call.kwargs.items()):
+            if position not in ignored:
+                call.read += [(each, position in writes) for each in references(given)]
+    return call.read

@@ -71,6 +71,7 @@ class Call:
     random: tuple[Any, torch.Tensor] | None  # a generator, and its state before
     opens: int  # the latest pack before the call that came before this one
     saves_weights: bool  # autograd saves every argument of it
+    read: list[tuple[Reference, bool]] | None = None  # its tensor arguments, with whether it writes to them
 
 
 class Value:

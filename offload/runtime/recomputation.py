@@ -119,6 +119,10 @@ class DroppedTensors(Recording):
         if self._is_open:
             recorder.resume()
 
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: SlotHandle | None) -> None:
+        """A storage was swapped out, dropped, or stays, perhaps not for the first time."""
+        super().saved(tensor, self._schedule.order.duplicates.get(index, index), key, slot)
+
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> SlotHandle | None:
         """Drop a storage. None where the schedule does not say so, or this step's own recipe does not keep to it."""
         known = self._schedule.recipes.get(index)
