@@ -185,7 +185,9 @@ class StepRecording:
         """Note this moment; `recomputed` are the seconds and bytes of a hook that ends."""
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
-            memory = (device_of(self._device).allocated_bytes(), engine.resident.now, engine.unswapped.now)
+            engine.look_for_dropped()
+            resident = engine.resident.now + engine.dropped.now
+            memory = (device_of(self._device).allocated_bytes(), resident, engine.unswapped.now)
             self._marks.append(_Mark(kind, self._clock.now(), name, memory, recomputed))
 
     def running_module(self) -> str:

@@ -7,7 +7,7 @@ hold (the batch, parameters) does not count, nor does what no setting swaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -35,7 +35,7 @@ class ActivationBytes:
     unswapped
         With everything kept.
     kept
-        Of those that the schedule keeps.
+        Of those that the schedule keeps, and of dropped ones until forward needs them no more.
     planned
         As the plan has it; by hand nothing.
     """
@@ -48,7 +48,9 @@ class ActivationBytes:
     def of_plan(cls, plan: Plan) -> ActivationBytes:
         """Those of a step that follows a plan. What recomputation reads stays, or is back, until then."""
         planned_swaps = {swap.id: swap for swap in plan.swaps}
-        kept, planned = [], list(_recomputed_spans(plan))
+        # In forward nothing tells when a dropped tensor goes: it counts as kept until the plan's last use of it.
+        in_forward, in_backward = _recomputed_spans(plan)
+        kept, planned = list(in_forward), [*in_forward, *in_backward]
         for tensor in plan.recomputed_trace.tensors:
             span = (tensor.packed + 1, tensor.last_use, tensor.bytes)
             swap = planned_swaps.get(tensor.id)
@@ -82,20 +84,21 @@ def unswapped_activations(trace: Trace) -> tuple[int, ...]:
     return _by_node(len(trace.nodes), ((x.packed + 1, x.last_use, x.bytes) for x in trace.tensors))
 
 
-def _recomputed_spans(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """Of each tensor that a plan recomputes: from its pack to its last use in forward, and from then on it is back."""
-    at = {row.id: row.at for row in plan.recomputes}
+Spans = list[tuple[int, int, int]]
+
+
+def _recomputed_spans(plan: Plan) -> tuple[Spans, Spans]:
+    """Of the tensors that a plan recomputes: from pack to last use in forward; and from the time that they are back."""
     tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
-    last_uses = {i: tensors[i].last_use for i in at}
-    for i, node in at.items():
-        recipe = tensors[i].recompute
-        for source in recipe.inputs if recipe is not None else ():
-            if source in last_uses:
-                last_uses[source] = max(last_uses[source], node)
-    for i, node in at.items():
-        tensor = tensors[i]
-        yield tensor.packed + 1, tensor.last_forward, tensor.bytes
-        yield node, last_uses[i], tensor.bytes
+    last_uses = {row.id: tensors[row.id].last_use for row in plan.recomputes}
+    for row in plan.recomputes:
+        recipe = tensors[row.id].recompute
+        assert recipe is not None
+        for source in last_uses.keys() & set(recipe.inputs):
+            last_uses[source] = max(last_uses[source], row.at)
+    dropped = [(tensors[row.id], row.at) for row in plan.recomputes]
+    in_forward = [(tensor.packed + 1, tensor.last_forward, tensor.bytes) for tensor, _ in dropped]
+    return in_forward, [(at, last_uses[tensor.id], tensor.bytes) for tensor, at in dropped]
 
 
 def _by_node(node_count: int, spans: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:

@@ -85,6 +85,7 @@ class Engine:
         self.in_flight_bytes = 0
         self.resident = _core.Gauge()  # of swapped storages: what is on the device
         self.unswapped = _core.Gauge()  # the same storages, had they stayed
+        self.dropped = _core.Gauge()  # of tensors to be recomputed: what forward still holds, as far as it is known
         self.misses = 0
         self.failed = 0
         self.failure: str = ""
@@ -213,10 +214,16 @@ class Engine:
         reference = WeakSlotHandle(slot, self._dead.append)
         reference.record = record
         self.unswapped.add(record.nbytes)
-        self.resident.add(record.nbytes)
+        self.dropped.add(record.nbytes)
         self._dropped.append(record)
         self._live[key] = reference
         return slot
+
+    def look_for_dropped(self) -> None:
+        """Bring `dropped` up to date."""
+        for record in list(self._dropped):
+            if record.is_gone():
+                _discard(self._dropped, record)
 
     def limit_in_flight(self) -> None:
         """Wait until the sources that are still held for their copy are few enough."""
@@ -231,7 +238,7 @@ class Engine:
         if self._dead:
             self._reap()
         while self._dropped and (dropped := _oldest(self._dropped)) is not None and dropped.is_gone():
-            _discard(self._dropped, dropped)
+            _discard(self._dropped, dropped)  # in the order of the step, which is mostly that in which they go
         if not self._copies_out and not self._retired:
             return
         while self._copies_out and (copy_out := _oldest(self._copies_out)) is not None and copy_out.ticket.out_done():

@@ -90,7 +90,7 @@ class RecomputedStorage:
         source = self._source
         if source is not None and source.expired():
             self._source = None
-            self._engine.resident.add(-self.nbytes)
+            self._engine.dropped.add(-self.nbytes)
         return self._source is None
 
     def swap_in(self) -> tuple[torch.UntypedStorage, int]:
@@ -141,7 +141,7 @@ class RecomputedStorage:
         source, self._source = self._source, None
         if source is not None:
             source.close()
-            self._engine.resident.add(-self.nbytes)
+            self._engine.dropped.add(-self.nbytes)
         if self._storage is not None:
             self._drop_storage()
         self._recipe = None

@@ -25,6 +25,7 @@ class Memory(Protocol):
 
     resident: _core.Gauge
     unswapped: _core.Gauge
+    dropped: _core.Gauge
     misses: int
 
     def current_stream(self) -> int:
