@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from offload.control.limits import Limits
 from offload.options import Options
-from offload.plan import Link, Plan, fastest_plan, least_memory_plan, manual_plan
+from offload.plan import Link, Plan, cut_bound, fastest_plan, least_memory_plan, manual_plan
 from offload.plan.trace import Trace
 
 __all__ = ["wanted_plan"]
@@ -39,8 +39,10 @@ def wanted_plan(trace: Trace, link: Link, options: Options, device_bytes: int, l
     plan = _plan(trace, link, options, recompute=True)
     if not plan.recomputes:
         return plan
-    alone = _plan(trace, link, options, recompute=False)
     threshold = 1 - limits.noise
+    if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(trace, plan.limit_bytes, link):
+        return plan  # no plan that swaps alone comes near
+    alone = _plan(trace, link, options, recompute=False)
     is_faster = plan.expected_seconds < threshold * alone.expected_seconds and plan.peak_bytes <= max(
         alone.peak_bytes, options.memory_limit or 0
     )
