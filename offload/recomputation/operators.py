@@ -30,7 +30,7 @@ REFUSED = _names(
     """
     index_add index_add_ index_reduce index_reduce_ index_put index_put_ _index_put_impl_ put put_ scatter_add
     scatter_add_ scatter_reduce scatter_reduce_ bincount kthvalue _ctc_loss _cudnn_ctc_loss
-    nll_loss2d_forward set_ resize_ resize_as_ _resize_output_
+    nll_loss2d_forward set_ resize_ resize_as_ _resize_output_ _efficientzerotensor
     """
 )
 # Position of the running statistics, and of the flag that says whether they are only written.

@@ -15,14 +15,15 @@ from torch.nn import Parameter
 from offload._core import version_owner
 from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
-from offload.recomputation.values import Call, Held, Reference, Value, View
+from offload.recomputation.values import Call, Held, Reference, Value
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
 __all__ = ["OperatorRecorder"]
 
 _PLAIN = (torch.Tensor, Parameter)
-_NO_SOURCE = Reference(Value(0, -1), View(torch.empty(0)))
+_NO_KEY = 0
+_NO_SOURCE = Reference(Value(0, -1), torch.empty(0))
 
 
 class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
@@ -126,8 +127,9 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         operator = operator_of(func)
         if operator.passes or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
-        noted = tuple([self._note(each) for each in args])
-        named = {name: self._note(each) for name, each in kwargs.items()} if kwargs else kwargs
+        note = self._note
+        noted = tuple([note(each) for each in args])
+        named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
         random = random_state(args, kwargs) if operator.is_seeded else None
         saves = operator.is_heavy and any(isinstance(each, torch.Tensor) and _has_history(each) for each in args)
         call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves)
@@ -136,26 +138,29 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if operator.writes or operator.writes_all:
             self._note_writes(call, args, kwargs)
-        for place, made in enumerate(result if type(result) in (tuple, list) else (result,)):
-            if isinstance(made, torch.Tensor) and _is_known(made):
-                self._note_result(call, place, made)
+        if type(result) is torch.Tensor:
+            self._note_result(call, 0, result)
+        elif isinstance(result, (tuple, list)):
+            for place, made in enumerate(result):
+                if type(made) is torch.Tensor:
+                    self._note_result(call, place, made)
         return result
 
     def _note(self, given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            if not _is_known(given):
-                return _NO_SOURCE
-            storage = given.untyped_storage()
-            key = storage_identity(storage)
+        kind = type(given)
+        if kind is torch.Tensor or kind is Parameter:
+            key = _key_of(given)
             value = self._values.get(key)
             if value is None:
-                value = self._values[key] = self._leaf(given, storage, key)
+                if key == _NO_KEY or not _is_known(given):
+                    return _NO_SOURCE
+                value = self._values[key] = self._leaf(given, given.untyped_storage(), key)
             elif value.version != version_of(given):
                 return _NO_SOURCE  # written to where nothing sees it
-            return Reference(value, View(given))
-        if type(given) in (list, tuple):
+            return Reference(value, given)
+        if kind is list or kind is tuple:
             return [self._note(each) for each in given]
-        return given
+        return _NO_SOURCE if isinstance(given, torch.Tensor) else given
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: int) -> Value:
         """What was there before the window."""
@@ -186,10 +191,18 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 self._values[key] = Value(storage.nbytes(), version_of(tensor) + 1, watch, call, (place, number))
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
-        storage = made.untyped_storage()
-        key = storage_identity(storage)
-        if key not in self._values:  # else it shows what was there: a view without saying so
+        key = _key_of(made)
+        # A known one is a view without saying so.
+        if key != _NO_KEY and key not in self._values and not made.is_inference():
+            storage = made.untyped_storage()
             self._values[key] = Value(storage.nbytes(), version_of(made), self._watch(storage), call, place)
+
+
+def _key_of(tensor: torch.Tensor) -> int:
+    try:
+        return storage_identity(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse, or wrapped by functorch
+        return _NO_KEY
 
 
 def _is_known(tensor: torch.Tensor) -> bool:

@@ -121,7 +121,7 @@ class _Cut:
 
     def _numbered(self, given: Any) -> Any:
         if type(given) is Reference:
-            return Argument(self._numbers[given.value], given.view)
+            return Argument(self._numbers[given.value], given.view())
         if type(given) is list:
             return [self._numbered(each) for each in given]
         return given

@@ -91,7 +91,9 @@ class Value:
         Where else its bytes are: number of the pack that saved it, its slot, or a tensor that stays.
     """
 
-    __slots__ = ("call", "held", "index", "nbytes", "place", "slot", "version", "watch")
+    index = -1
+    slot: Any = None  # a weak reference
+    held: Held | None = None
 
     def __init__(
         self,
@@ -106,9 +108,6 @@ class Value:
         self.nbytes = nbytes
         self.version = version
         self.watch = watch
-        self.index = -1
-        self.slot: Any = None  # a weak reference
-        self.held: Held | None = None
 
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -139,14 +138,27 @@ class View:
         return negated(tensor) if self._is_neg else tensor
 
 
-class Reference:
+class Reference(View):
     """A tensor argument: which value, and how it is seen."""
 
-    __slots__ = ("value", "view")
+    __slots__ = ("value",)
 
-    def __init__(self, value: Value, view: View) -> None:
+    def __init__(self, value: Value, tensor: torch.Tensor) -> None:
         self.value = value
-        self.view = view
+        # Not by way of `super`: most of what recording costs is here.
+        self._dtype = tensor.dtype
+        self._shape = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+
+    def view(self) -> View:
+        """The same without the value, and without all that it was made of."""
+        copied = View.__new__(View)
+        for name in View.__slots__:
+            setattr(copied, name, getattr(self, name))
+        return copied
 
 
 def references(given: Any) -> list[Reference]:
