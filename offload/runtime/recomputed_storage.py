@@ -15,7 +15,7 @@ from offload._core import version_owner
 from offload.recomputation.recipe import ChangedSource, Recipe
 from offload.runtime.saved_view import raise_changed
 from offload.runtime.swapped_storage import Memory, StorageKey
-from offload.torch_compat.tensors import StorageWatch, address_keeper, version_of
+from offload.torch_compat.tensors import StorageWatch, address_keeper
 
 __all__ = ["RecomputedStorage"]
 
@@ -55,7 +55,7 @@ class RecomputedStorage:
         self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
         self._storage: torch.UntypedStorage | None = None
         self._stream = 0
-        for slot in recipe.slots.values():
+        for slot, _ in recipe.slots.values():
             slot.record.add_view()
 
     is_swapped_out = False
@@ -123,8 +123,7 @@ class RecomputedStorage:
         try:
             storages = recipe.load()
         except ChangedSource as changed:
-            tensor = changed.held.tensor
-            raise_changed(tensor.type(), tensor.shape, version_of(tensor), changed.held.version)
+            raise_changed(changed.kind, changed.shape, changed.found, changed.expected)
         begin = time.thread_time()
         storage = recipe.run(storages)
         self._ran(self.nbytes, time.thread_time() - begin)
