@@ -102,6 +102,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
             if each is not None and each.version == version:
                 each.index, each.slot, each.probe, each.held = index, slot, probe, held
         self._saved[key] = leaf
+        if value is not None and value.version != version:
+            self._values[key] = leaf  # what an operator does inside was seen, as its own pack opened the window
 
     def source(self, index: int) -> torch.UntypedStorage | None:
         """The storage that a pack saved, where it is still there and holds the same bytes."""
