@@ -115,7 +115,7 @@ def min_bytes(size: dict[str, int]) -> str:
     return "1KiB" if size in [network.tiny for network in NETWORKS.values()] else "1MiB"
 
 
-def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
+def measure(name: str, link: str, size_name: str, settle: int, measured: int) -> dict[str, Any]:
     """One row."""
     size = getattr(NETWORKS[name], size_name)
     limit, peak = limit_of(name, size)
@@ -123,7 +123,7 @@ def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
     asked = {"memory_limit": limit, "min_tensor_bytes": min_bytes(size)}
     handles = offload.enable(alone.model, **asked, recompute=False), offload.enable(joint.model, **asked)
     equal = True
-    for number in range(SETTLE_STEPS + MEASURED_STEPS):
+    for number in range(settle + measured):
         expected = plain.step(number)
         for other in (alone, joint):
             equal = all(map(torch.equal, other.step(number), expected)) and equal
@@ -131,7 +131,10 @@ def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
     assert swap_plan is not None
     assert plan is not None
     sizes = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
-    about = {each: _spread(contestant.seconds) for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)}
+    about = {
+        each: _spread(contestant.seconds[-measured:])
+        for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)
+    }
     return {
         "network": name,
         "link": link,
@@ -163,8 +166,8 @@ KINDS = ("plain", "swap", "joint")
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    low, middle, high = quantiles(seconds[-MEASURED_STEPS:], n=4)
-    return {"median": middle, "low": low, "high": high, "least": min(seconds[-MEASURED_STEPS:])}
+    low, middle, high = quantiles(seconds, n=4)
+    return {"median": middle, "low": low, "high": high, "least": min(seconds)}
 
 
 def keeps_goal(row: dict[str, Any]) -> bool:
@@ -195,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--link", action="append", help='only over this link, such as "0.15GB/s" (repeatable)')
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="quick")
     parser.add_argument("--threads", type=int, help="of torch; default: as torch chooses")
+    parser.add_argument("--settle", type=int, default=SETTLE_STEPS, help="steps before those that are measured")
+    parser.add_argument("--measured", type=int, default=MEASURED_STEPS, help="steps that are measured")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.threads is not None:
@@ -209,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, link in chosen:
         if args.network is not None and name not in args.network:
             continue
-        task = json.dumps({"name": name, "link": link, "size_name": args.size})
+        about = {"name": name, "link": link, "size_name": args.size}
+        task = json.dumps({**about, "settle": args.settle, "measured": args.measured})
         threads = [] if args.threads is None else ["--threads", str(args.threads)]
         command = [sys.executable, __file__, *threads, "--worker", task]
         environment = {**os.environ, **allocator.preload_environment(), "OFFLOAD_THROTTLE": link}
