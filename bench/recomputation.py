@@ -83,14 +83,16 @@ class Contestant:
         self.model = self.network.make(size).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []  # of the training thread: what others on the machine do not change
 
     def step(self, number: int) -> list[Tensor]:
         """Train one step; the loss, the gradients and the buffers."""
         x, y = self.network.draw(self.size, torch.Generator().manual_seed(number))
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.thread_time()
         loss = loss_of(self.model(x), y)
         loss.backward()
         self.seconds.append(time.perf_counter() - begin)
+        self.processor_seconds.append(time.thread_time() - used)
         results = [loss.detach().clone(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
         results += [buffer.clone() for buffer in self.model.buffers()]
         del loss
@@ -135,6 +137,10 @@ def measure(name: str, link: str, size_name: str, settle: int, measured: int) ->
         each: _spread(contestant.seconds[-measured:])
         for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)
     }
+    used = {
+        each: median(contestant.processor_seconds[-measured:])
+        for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)
+    }
     return {
         "network": name,
         "link": link,
@@ -147,6 +153,7 @@ def measure(name: str, link: str, size_name: str, settle: int, measured: int) ->
         "slowdown_joint": about["joint"]["median"] / about["plain"]["median"] - 1,
         "slowdown_swap_least": about["swap"]["least"] / about["plain"]["least"] - 1,
         "slowdown_joint_least": about["joint"]["least"] / about["plain"]["least"] - 1,
+        "processor_seconds": used,
         "planned_swap": swap_plan.expected_seconds / swap_plan.compute_seconds - 1,
         "planned_joint": plan.expected_seconds / plan.compute_seconds - 1,
         "predicted_seconds": plan.expected_seconds,
@@ -183,7 +190,8 @@ def line(row: dict[str, Any]) -> str:
         f"{row['network']:<9}{row['link'] or 'as it is':<10}bits {'equal' if row['bits_equal'] else 'DIFFER'}  plain "
         f"{format_seconds(took['plain']['median'])}  swap alone {row['slowdown_swap']:+.0%} (fastest steps "
         f"{row['slowdown_swap_least']:+.0%}, planned {row['planned_swap']:+.0%})  joint {row['slowdown_joint']:+.0%} "
-        f"(fastest steps {row['slowdown_joint_least']:+.0%}, planned {row['planned_joint']:+.0%})  of "
+        f"(fastest steps {row['slowdown_joint_least']:+.0%}, planned {row['planned_joint']:+.0%}, processor time "
+        f"{row['processor_seconds']['joint'] / row['processor_seconds']['plain'] - 1:+.0%})  of "
         f"{count} tensors {swaps} swap, {format_bytes(row['swapped_bytes'])}, {recomputes} are recomputed, "
         f"{format_bytes(row['recomputed_bytes'])} in {format_seconds(row['recompute_seconds'])}  peak "
         f"{format_bytes(row['predicted_peak_bytes'])} of {format_bytes(row['unswapped_peak_bytes'])}"
