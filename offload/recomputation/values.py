@@ -21,10 +21,9 @@ COPIED_NBYTES_MAX = 64 << 10  # of a tensor that is copied rather than held
 class Probe:
     """Tells whether a tensor was changed in place since; holds none of its memory."""
 
-    __slots__ = ("kind", "shape", "tensor", "version")
+    __slots__ = ("shape", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.kind = tensor.type()
         self.shape = tensor.shape
         self.version = version_of(tensor)
         self.tensor = tensor.detach()  # shares the version counter
@@ -34,6 +33,11 @@ class Probe:
     def is_changed(self) -> bool:
         """Whether it was."""
         return version_of(self.tensor) != self.version
+
+    @property
+    def kind(self) -> str:
+        """Torch's name for its type."""
+        return self.tensor.type()
 
 
 class Held:
@@ -188,8 +192,8 @@ class Reference(View):
     def view(self) -> View:
         """The same without the value, and without all that it was made of."""
         copied = View.__new__(View)
-        for name in View.__slots__:
-            setattr(copied, name, getattr(self, name))
+        copied._dtype, copied._shape, copied._stride = self._dtype, self._shape, self._stride
+        copied._offset, copied._is_conj, copied._is_neg = self._offset, self._is_conj, self._is_neg
         return copied
 
 
