@@ -3,6 +3,8 @@
 #include <new>
 #include <utility>
 
+#include "engine_core.h"
+
 namespace offload {
 namespace {
 
@@ -13,7 +15,7 @@ struct CachedCount {
 struct HookCore {
   PyObject_HEAD
   PyObject* counts;    // reason → Count
-  PyObject* queues;    // tuple of deques: what waits for Python's attention while any is not empty
+  PyObject* engine;    // an EngineCore
   PyObject* observer;  // null: nobody
   PyObject* reason;    // why the schedule keeps a tensor; null without a cursor
   int64_t min_nbytes;
@@ -162,22 +164,13 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   return ask(self, names.pack_candidate, tensor, index, nbytes);
 }
 
-// Whether nothing waits for Python: no graph that is gone, no copy that has ended. −1: a Python error.
-int is_quiet(HookCore* core) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(core->queues); ++i) {
-    const Py_ssize_t waiting = PyObject_Size(PyTuple_GET_ITEM(core->queues, i));
-    if (waiting != 0) return waiting < 0 ? -1 : 0;
-  }
-  return 1;
-}
-
 PyObject* core_unpack(PyObject* self, PyObject* packed) {
   HookCore* const core = as_core(self);
   if (!is_ready(core)) return nullptr;
   if (Py_TYPE(packed) != kept_type) return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
   const Py_ssize_t index = reinterpret_cast<KeptTensor*>(packed)->index;
   if (index >= 0) {
-    const int quiet = core->cursor != nullptr ? is_quiet(core) : 0;
+    const int quiet = core->cursor != nullptr ? is_quiet(core->engine) : 0;
     if (quiet < 0) return nullptr;
     if (!quiet || !core->cursor->unpack(index))
       return PyObject_CallMethodObjArgs(self, names.unpack_watched, packed, nullptr);
@@ -223,25 +216,25 @@ PyObject* core_new(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 int core_init(PyObject* self, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"min_nbytes", "counts", "queues", nullptr};
+  static const char* keywords[] = {"min_nbytes", "counts", "engine", nullptr};
   long long min_nbytes = 0;
-  PyObject *counts = nullptr, *queues = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOO!:HookCore", const_cast<char**>(keywords), &min_nbytes, &counts,
-                                   &PyTuple_Type, &queues))
+  PyObject *counts = nullptr, *engine = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOO:HookCore", const_cast<char**>(keywords), &min_nbytes, &counts,
+                                   &engine))
     return -1;
   HookCore* const core = as_core(self);
   core->min_nbytes = min_nbytes;
   Py_INCREF(counts);
   Py_XSETREF(core->counts, counts);
-  Py_INCREF(queues);
-  Py_XSETREF(core->queues, queues);
+  Py_INCREF(engine);
+  Py_XSETREF(core->engine, engine);
   return 0;
 }
 
 int core_traverse(PyObject* self, visitproc visit, void* arg) {
   HookCore* const core = as_core(self);
   Py_VISIT(core->counts);
-  Py_VISIT(core->queues);
+  Py_VISIT(core->engine);
   Py_VISIT(core->observer);
   Py_VISIT(core->reason);
   Py_VISIT(Py_TYPE(self));
@@ -261,7 +254,7 @@ void core_dealloc(PyObject* self) {
   core_clear(self);
   Py_CLEAR(core->reason);
   Py_CLEAR(core->counts);
-  Py_CLEAR(core->queues);
+  Py_CLEAR(core->engine);
   core->cursor.~shared_ptr();
   core->small.~CachedCount();
   core->parameter.~CachedCount();

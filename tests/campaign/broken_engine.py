@@ -27,13 +27,13 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import Phase, settings
+from offload.runtime.saved_view import SwappedView
+from offload.runtime.swapped_storage import CopyOut, SlotHandle, StorageKey, SwappedStorage
 
 from offload import _core, options
 from offload.control.enabled_model import EnabledModel
 from offload.runtime import hooks, saved_view, stores
 from offload.runtime.engine import Engine
-from offload.runtime.saved_view import SwappedView
-from offload.runtime.swapped_storage import CopyOut, SlotHandle, StorageKey, SwappedStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too

@@ -11,6 +11,8 @@ from functools import cache
 from unittest import mock
 
 import torch
+from offload.runtime.saved_view import SwappedView
+from offload.runtime.swapped_storage import SwappedStorage
 from test_training import BY_HAND, assert_same, mlp, train
 from twin import sim
 
@@ -18,8 +20,6 @@ import offload
 from offload import _core
 from offload.runtime import engine
 from offload.runtime.engine import Engine
-from offload.runtime.saved_view import SwappedView
-from offload.runtime.swapped_storage import SwappedStorage
 
 KIB, MIB = 1 << 10, 1 << 20
 SLICE_BYTES = 64 * KIB
