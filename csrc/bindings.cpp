@@ -99,7 +99,7 @@ void register_errors(py::module_& module) {
 }
 
 void register_store(py::module_& module) {
-  py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
+  py::class_<Ticket>(module, "Ticket")
       .def_property_readonly("id", &Ticket::id)
       .def_property_readonly("bytes", &Ticket::bytes)
       .def_property_readonly("state", [](const Ticket& ticket) { return state_name(ticket.state()); })
@@ -145,9 +145,13 @@ void register_store(py::module_& module) {
       .def(
           "swap_out",
           [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need) {
-            return std::make_shared<Ticket>(store.swap_out(pointer(source), bytes, pointer(compute), need));
+            py::object handle = py::cast(Ticket());  // first: a copy that has begun must not want memory for it
+            Ticket& ticket = handle.cast<Ticket&>();
+            const GilRelease release;
+            ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
+            return handle;
           },
-          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0, ReleaseGil())
+          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0)
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
       // A forked child may have inherited a locked mutex: it is refused before it waits for one.
       .def(

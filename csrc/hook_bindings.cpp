@@ -36,7 +36,9 @@ std::shared_ptr<SwapStore> store_of(PyObject* object) {
   }
 }
 
-PyObject* to_python(const std::shared_ptr<Ticket>& ticket) { return py::cast(ticket).release().ptr(); }
+PyObject* to_python(Ticket* ticket, PyObject* owner) {
+  return py::cast(ticket, py::return_value_policy::reference_internal, owner).release().ptr();
+}
 
 PyObject* to_python(const std::shared_ptr<HostBlock>& block) { return py::cast(block).release().ptr(); }
 

@@ -1,4 +1,4 @@
-// Between C++ and Python: errors, and the interpreter's lock. For entries that pybind11 does not call.
+// Between C++ and Python: errors, and the interpreter's lock. For entries that parse no arguments.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -11,7 +11,7 @@ namespace offload {
 void raise_in_python() noexcept;
 
 // Lets Python run meanwhile. A thread that comes back while the interpreter shuts down is ended by it on the spot, by
-// unwinding its stack: pybind11's own guard forbids that in its destructor, and the process would abort.
+// unwinding its stack: a guard that forbids that in its destructor would abort the process.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

@@ -279,7 +279,7 @@ PyObject* storage_record(PyObject* self, void*) {
   return self;
 }
 
-PyObject* storage_ticket(PyObject* self, void*) { return to_python(swapped(self).ticket); }
+PyObject* storage_ticket(PyObject* self, void*) { return to_python(swapped(self).ticket.get(), self); }
 PyObject* storage_key(PyObject* self, void*) { return to_tuple(swapped(self).key); }
 PyObject* storage_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).key.nbytes); }
 PyObject* storage_views(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).views); }

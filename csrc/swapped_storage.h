@@ -65,8 +65,8 @@ PyObject* storage_of_target(Target& target);
 // (owner, version, begin, nbytes, storage): a new reference, or null.
 PyObject* to_tuple(const SavedKey& key);
 
-// The ticket as a Python object: a new reference, or null. Defined in hook_bindings.cpp.
-PyObject* to_python(const std::shared_ptr<Ticket>& ticket);
+// The ticket as a Python object, which keeps its owner alive: a new reference, or null. Defined in hook_bindings.cpp.
+PyObject* to_python(Ticket* ticket, PyObject* owner);
 // A host block as a Python object that offers its memory: a new reference, or null. Defined in hook_bindings.cpp.
 PyObject* to_python(const std::shared_ptr<HostBlock>& block);
 

@@ -53,17 +53,17 @@ class Engine(_core.EngineCore):
         self.is_accelerator = self._device.is_accelerator
         self.resident = _core.Gauge()  # of swapped storages: what is on the device
         self.unswapped = _core.Gauge()  # the same storages, had they stayed
-        on_device = self._device if self.is_accelerator else None
+        there = self._device if self.is_accelerator else None
         super().__init__(
             store,
             device,
             self.resident,
             self.unswapped,
             in_flight_bytes_max or self._device.in_flight_bytes_max,
-            current_stream=on_device and on_device.current_stream,
-            record_use=on_device and on_device.record_use,
+            current_stream=there.current_stream if there is not None else None,
+            record_use=there.record_use if there is not None else None,
             # Not torch.empty: that fills its memory where algorithms shall be deterministic.
-            new_storage=on_device and partial(torch.UntypedStorage, device=device),
+            new_storage=partial(torch.UntypedStorage, device=device) if there is not None else None,
             warn=log.warning,
         )
         self.store = store
