@@ -73,6 +73,8 @@ def read(path: Path) -> list[Table]:
         return [reach_table(content)]
     if content.get("format") == "offload-predictions/1":
         return [predictions_table(content)]
+    if content.get("format") == "offload-slowdown/1":
+        return [slowdown_table(content)]
     if content.get("format") == "offload-simulated/1":
         from simulated_tables import simulated_tables  # which is made of what is defined here
 
@@ -356,6 +358,26 @@ def predictions_table(content: Mapping[str, Any]) -> Table:
         cells = ["equal" if row["bits_equal"] else "DIFFER", *map(format_bytes, peaks), *map(format_seconds, seconds)]
         rows.append(Row(f"prediction / {name}", [name, *cells]))
     return Table("Predicted and measured", columns, rows, content["machine"])
+
+
+def slowdown_table(content: Mapping[str, Any]) -> Table:
+    """Whether `max_slowdown` was kept, network by network."""
+    columns = ["network, max_slowdown", "bits", "plain step", "step", "spread", "kept", "memory"]
+    rows = []
+    for row in content["rows"]:
+        lower, upper = row["ratio_spread"]
+        name = f"{row['family']}, {row['max_slowdown']:.0%}"
+        mark = "" if row["kept"] else NOT_REACHED
+        cells = [
+            "equal" if row["bits_equal"] else "DIFFER",
+            format_seconds(row["plain_seconds"]),
+            f"{row['ratio']:.2f} ×",
+            f"{lower:.2f}–{upper:.2f}",
+            mark or "yes",
+            f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × {format_bytes(row['plain_peak_bytes'])}",
+        ]
+        rows.append(Row(f"slowdown / {name}", [name, *cells], mark))
+    return Table("Is max_slowdown kept?", columns, rows, content["machine"])
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:

@@ -243,7 +243,7 @@ def warm_up(setting: Setting, contestant: Contestant) -> None:
     Inapplicable
         The contestant cannot run here.
     """
-    size = models.FAMILIES[setting.family].tiny
+    size = models.family_of(setting.family).tiny
     tiny = Setting(setting.family, size, setting.device, setting.dtype, min_tensor_bytes=1024)
     trainer = Trainer(tiny, contestant)
     for _ in range(STEPS_TO_WARM_UP):

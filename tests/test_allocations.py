@@ -2,15 +2,15 @@
 
 import threading
 
-import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
 from offload.plan.trace import SavedTensor
-from offload.profiling.allocations import DeviceAllocations, HostAllocations
+from offload.profiling.allocations import StepAllocations
 from offload.torch_compat import allocation_profile
 
 MiB = 1 << 20
+CPU = torch.device("cpu")
 
 
 def empty(mebibytes):
@@ -26,7 +26,7 @@ def saved(number, mebibytes, *, packed, last_forward, first_backward, last_use):
 
 
 def test_temporaries_and_what_is_saved_are_told_apart():
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)
     first = empty(4)
@@ -52,7 +52,7 @@ def test_temporaries_and_what_is_saved_are_told_apart():
 
 
 def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)
     watched.node(1)
@@ -69,7 +69,7 @@ def test_a_storage_made_before_its_pack_is_known_from_its_beginning():
 
 def test_spans_count_for_their_own_bytes_only():
     """What of a storage no span covers stays with the rest."""
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)
     whole = empty(9)
@@ -84,7 +84,7 @@ def test_spans_count_for_their_own_bytes_only():
 
 
 def test_an_address_that_comes_back_is_another_storage():
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)
     old = empty(3)
@@ -102,7 +102,7 @@ def test_an_address_that_comes_back_is_another_storage():
 
 def test_another_profiler_comes_first(caplog):
     with caplog.at_level("INFO", "offload"), profile(use_cpu=True):
-        watched = HostAllocations()
+        watched = StepAllocations(CPU)
         watched.begin()
         watched.node(0)
         assert watched.stop()
@@ -112,7 +112,7 @@ def test_another_profiler_comes_first(caplog):
 
 
 def test_it_ends_where_it_began():
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     answers = []
     thread = threading.Thread(target=lambda: answers.append(watched.stop()))
@@ -128,7 +128,7 @@ def test_no_operator_is_recorded(monkeypatch):
     """A network may run 100,000 of them a step, and the record would take more memory than the step."""
     names = []
 
-    def seen(tree):
+    def seen(tree, device):
         pending = list(tree)
         while pending:
             event = pending.pop()
@@ -137,7 +137,7 @@ def test_no_operator_is_recorded(monkeypatch):
         return []
 
     monkeypatch.setattr(allocation_profile, "_events", seen)
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)
     with record_function("a user's own"):
@@ -150,62 +150,35 @@ def test_no_operator_is_recorded(monkeypatch):
 
 def test_it_is_quiet(capfd):
     block = empty(1)
-    watched = HostAllocations()
+    watched = StepAllocations(CPU)
     watched.begin()
     del block  # older than the profile: torch would warn
     watched.stop()
     assert capfd.readouterr().err == ""
 
 
-class Device:
-    """The statistics of a caching allocator."""
-
-    def __init__(self, monkeypatch):
-        self.now = self.peak = 10 * MiB
-        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-
-    def stats(self, device):
-        return {"allocated_bytes": {"all": {"current": self.now}}}
-
-    def reset(self, device):
-        self.peak = self.now
-
-    def change(self, mebibytes):
-        self.now += mebibytes * MiB
-        self.peak = max(self.peak, self.now)
-
-
-def test_device_peaks_by_node(monkeypatch):
-    device = Device(monkeypatch)
-    watched = DeviceAllocations(torch.device("cuda", 0))
+def test_what_is_allocated_for_a_reload_is_not_counted():
+    watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)
-    device.change(4)  # saved at the end of node 0, and gone in node 1
+    watched.reload(begins=True)
+    back = empty(4)
+    watched.reload(begins=False)
+    other = empty(2)
     watched.node(1)
-    device.change(6)
-    device.change(-10)
+    del back
     watched.node(2)
-    device.change(4)  # back
-    device.change(2)
-    watched.node(3)
-    device.change(-6)
-    watched.stop()
-    row = saved(1, 4, packed=0, last_forward=1, first_backward=2, last_use=3)
-    found = watched.footprint([row], {1: 0}, set(), 4)
-    assert [nbytes // MiB for nbytes in found.others] == [0, 6, 2, 2]
-    assert found.produced == {}
-    assert found.gradients == [0] * 4
+    assert watched.stop()
+    assert [nbytes // MiB for nbytes in watched.footprint([], {}, set(), 3).others] == [2, 2, 2]
+    del other
 
 
-@pytest.mark.parametrize("events", [0, 1])
-def test_a_short_device_step(monkeypatch, events):
-    device = Device(monkeypatch)
-    watched = DeviceAllocations(torch.device("cuda", 0))
+def test_a_thread_that_is_not_recorded_is_noticed():
+    watched = StepAllocations(CPU)
     watched.begin()
-    for number in range(events):
-        watched.node(number)
-    device.change(3)
-    watched.stop()
-    assert watched.footprint([], {}, set(), 1).others == [3 * MiB]
+    watched.node(0)
+    thread = threading.Thread(target=watched.node, args=(1,))
+    thread.start()
+    thread.join()
+    assert watched.stop()
+    assert not watched.complete

@@ -10,9 +10,11 @@ import pytest
 
 from offload.devices import allocator
 
+ROOT = Path(__file__).parents[1]
+
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 needs_allocator = pytest.mark.skipif(
-    allocator.find_recycling_allocator() is None, reason="no tcmalloc or jemalloc installed"
+    allocator.find_recycling_allocator() is None, reason="no allocator installed that reuses freed memory"
 )
 
 MAPS = """\
@@ -43,8 +45,15 @@ def test_describe_names_the_allocator_in_use_and_one_sentence() -> None:
 
 
 def test_glibc_is_described_with_the_remedy() -> None:
-    assert f"apt install {allocator.DEBIAN_PACKAGE}" in allocator._COSTS["glibc"]
+    assert allocator.INSTALL in allocator._COSTS["glibc"]
     assert "offload run -- python" in allocator._COSTS["glibc"]
+
+
+def name_in_a_child(environment: dict[str, str]) -> str:
+    """Which malloc serves a process with this environment."""
+    command = [sys.executable, "-c", "from offload.devices import allocator as a; print(a.current())"]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
+    return run.stdout.strip()
 
 
 @needs_linux
@@ -60,7 +69,7 @@ def test_a_child_runs_on_the_preloaded_allocator() -> None:
             check=True,
             capture_output=True,
             text=True,
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
         )
         .stdout.strip()
         .split()
@@ -95,6 +104,24 @@ def test_jemalloc_is_told_never_to_purge(monkeypatch: pytest.MonkeyPatch) -> Non
     child = allocator.preload_environment({})
     assert child["MALLOC_CONF"] == "dirty_decay_ms:-1,muzzy_decay_ms:-1"
     assert allocator.preload_environment({"MALLOC_CONF": "x:1"})["MALLOC_CONF"] == "x:1"
+
+
+def test_mimalloc_of_a_wheel_is_told_never_to_purge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_SONAMES", ())
+    library = allocator.find_recycling_allocator()
+    assert library is not None
+    assert library.name == "libmimalloc.so"
+    child = allocator.preload_environment({"PATH": "/usr/bin:/bin"})
+    assert child["LD_PRELOAD"] == str(library)
+    assert child["MIMALLOC_PURGE_DELAY"] == "-1"
+    assert allocator.preload_environment({"MIMALLOC_PURGE_DELAY": "10"})["MIMALLOC_PURGE_DELAY"] == "10"
+    assert name_in_a_child(child) == "mimalloc"
+
+
+def test_no_wheel_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "_SONAMES", ())
+    monkeypatch.setattr(allocator, "_WHEEL", "no-such-package")
+    assert allocator.find_recycling_allocator() is None
 
 
 def test_without_one_installed_the_environment_is_a_plain_copy(

@@ -195,7 +195,7 @@ def _host_memory() -> Iterator[Finding]:
         return
     text = f"{name}: not all of the memory that swapping frees is used again, or steps take longer"
     library = allocator.find_recycling_allocator()
-    install = "" if library else f"apt install {allocator.DEBIAN_PACKAGE}, then "
+    install = "" if library else f"{allocator.INSTALL}, then "
     yield Finding(section, "malloc", text, name, "warning", f"{install}offload run -- python train.py")
 
 

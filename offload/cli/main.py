@@ -126,8 +126,8 @@ def _run(command: list[str], *, preload: bool) -> int:
     environment = allocator.preload_environment() if preload else dict(os.environ)
     if preload and "LD_PRELOAD" not in environment and sys.platform.startswith("linux"):
         print(
-            "offload run: no recycling allocator installed, running on this system's malloc; "
-            f"on Debian: apt install {allocator.DEBIAN_PACKAGE}",
+            "offload run: no allocator installed that reuses freed memory, running on this system's malloc; "
+            f"{allocator.INSTALL}",
             file=sys.stderr,
         )
     sys.stdout.flush()

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-preload",
         action="store_true",
-        help="keep this system's malloc; by default tcmalloc or jemalloc is preloaded for all",
+        help="keep this system's malloc; by default tcmalloc, jemalloc or mimalloc is preloaded for all",
     )
     hidden = parser.add_argument_group()
     hidden.add_argument("--worker", help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""Which malloc serves this process, and how a child process gets one that recycles.
+"""Which malloc serves this process, and how a child process gets one that reuses freed memory.
 
-Beside the data path: on a machine without a GPU the engine frees the blocks it has written to
-disk, and the process's malloc decides whether that memory is used again. No torch in here.
+Without a GPU the engine frees the blocks that it has written to disk, and the process's malloc decides whether that
+memory is used again. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 __all__ = [
-    "DEBIAN_PACKAGE",
+    "INSTALL",
     "bytes_in_use",
     "current",
     "describe",
@@ -28,11 +29,17 @@ __all__ = [
     "remedy",
 ]
 
-DEBIAN_PACKAGE = "libtcmalloc-minimal4"
+INSTALL = "pip install cmeel-mimalloc"
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation on the CPU
 _KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
+_WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
+# Giving memory back costs page faults in every step.
+_NEVER_PURGE = {
+    "jemalloc": ("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1"),
+    "mimalloc": ("MIMALLOC_PURGE_DELAY", "-1"),
+}
 _FOLDERS = (
     "/usr/lib/{machine}-linux-gnu",
     "/lib/{machine}-linux-gnu",
@@ -43,12 +50,13 @@ _FOLDERS = (
 _RECYCLES = "freed blocks are used again without page faults, so memory falls as tensors are swapped out"
 _COSTS = {
     "tcmalloc": _RECYCLES,
-    "jemalloc": _RECYCLES + ", provided that it never purges: "
-    "MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1 (purging pays page faults in every step)",
-    "mimalloc": "not measured with this engine; tcmalloc is the allocator it was measured with",
+    **{
+        name: f"{_RECYCLES}, provided that it never purges ({'='.join(setting)}): that costs page faults in every step"
+        for name, setting in _NEVER_PURGE.items()
+    },
     "glibc": "keeps part of the freed memory, so that the resident set falls less than the bytes swapped, "
-    "and pays page faults for the rest. Start with `offload run -- python train.py` (Debian: apt install "
-    f"{DEBIAN_PACKAGE})",
+    "and pays page faults for the rest. Start with `offload run -- python train.py` "
+    f"({INSTALL})",
     "musl": "not measured with this engine; memory may fall less than the bytes swapped",
     "system": "not measured with this engine; memory may fall less than the bytes swapped",
 }
@@ -71,7 +79,7 @@ def current() -> str:
 
 def recycles(name: str) -> bool:
     """Tell whether the allocator of this name hands freed memory out again without page faults."""
-    return name in ("tcmalloc", "jemalloc")
+    return name in _KNOWN
 
 
 def describe() -> str:
@@ -106,7 +114,7 @@ def release_free_memory() -> None:
 
 
 def find_recycling_allocator() -> Path | None:
-    """Find an installed tcmalloc, or else jemalloc, built for this interpreter's architecture.
+    """Find an installed tcmalloc, jemalloc or (from Python's packages) mimalloc, for this interpreter's architecture.
 
     Returns
     -------
@@ -127,15 +135,16 @@ def find_recycling_allocator() -> Path | None:
         found = [path for path in candidates if _same_architecture(path)]
         if found:
             return found[0]
-    return None
+    return _mimalloc_wheel()
 
 
 def preload_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Copy an environment so that a child process started with it runs on a recycling allocator, on huge pages.
 
-    An allocator that LD_PRELOAD names already is left in charge. jemalloc is told never to purge,
-    unless MALLOC_CONF says something else. torch is told to ask the kernel for huge pages for tensors of
-    2 MiB and more (its THP_MEM_ALLOC_ENABLE), unless that says something else: direct I/O pins memory page by page.
+    An allocator that LD_PRELOAD names already is left in charge. jemalloc and mimalloc are told never to purge,
+    unless MALLOC_CONF or MIMALLOC_PURGE_DELAY says something else. torch is told to ask the kernel for huge pages for
+    tensors of 2 MiB and more (its THP_MEM_ALLOC_ENABLE), unless that says something else: direct I/O pins memory page
+    by page.
 
     Parameters
     ----------
@@ -156,8 +165,9 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
     if library is None:
         return child
     child["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
-    if "jemalloc" in library.name:
-        child.setdefault("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1")
+    for name, (variable, value) in _NEVER_PURGE.items():
+        if name in library.name:
+            child.setdefault(variable, value)
     return child
 
 
@@ -207,6 +217,15 @@ def _name_in_maps(maps: str, malloc_address: int) -> str:
     mapped = (name for library in libraries for name in _KNOWN if name in library)
     fallback = "musl" if any(library.startswith("ld-musl") for library in libraries) else "glibc"
     return next(mapped, fallback)
+
+
+def _mimalloc_wheel() -> Path | None:
+    try:
+        files = metadata.files(_WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(each.locate())) for each in files if each.name == _WHEEL_LIBRARY]
+    return next((path for path in found if _same_architecture(path)), None)
 
 
 def _linker_cache() -> dict[str, list[Path]]:

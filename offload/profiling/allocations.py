@@ -1,7 +1,6 @@
 """What torch allocates while a step is recorded: the bytes that no saved tensor accounts for, node by node.
 
-Beside the data path, during a recorded step only. On the CPU torch's own profiler tells every allocation; on a CUDA
-device the caching allocator's statistics are read whenever a node begins.
+Used during a recorded step only. Torch's profiler reports every allocation on the device, the CPU included.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from itertools import accumulate
 
 import torch
 
-from offload.devices.device import device_of
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 
@@ -21,6 +19,7 @@ log = logging.getLogger("offload")
 
 _NODE = f"{MARK_PREFIX}node "
 _SAVED = f"{MARK_PREFIX}saved "
+_RELOAD = f"{MARK_PREFIX}reload "
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,15 @@ class Footprint:
     produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, where that was seen
 
 
-class HostAllocations:
-    """Every allocation on the CPU, by torch's profiler.
+class StepAllocations:
+    """Every allocation on `device` during a step, by torch's profiler.
 
-    It belongs to the thread that starts it, and cannot be had while somebody else is profiling in this process.
+    It belongs to the thread that starts it, and is not available while another profiler runs in this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.complete = False
-        self._profile = AllocationProfile()
+        self._profile = AllocationProfile(device)
         self._other_threads = False
         self._events: list[tuple[str, int, int]] = []
 
@@ -51,15 +50,19 @@ class HostAllocations:
 
     def node(self, number: int) -> None:
         """A node begins."""
-        if self._profile.is_of_another_thread:
-            self._other_threads = True  # what is allocated there is not recorded
         if self._profile.is_on:
-            self._profile.mark(f"{_NODE}{number}")
+            self._other_threads |= not self._profile.records_this_thread
+            self._profile.begin_span(f"{_NODE}{number}")
 
     def saved(self, tensor_id: int) -> None:
         """A storage was saved; it is alive."""
         if self._profile.is_on:
             self._profile.mark(f"{_SAVED}{tensor_id}")
+
+    def reload(self, *, begins: bool) -> None:
+        """The engine begins, or has ended, to load a saved tensor: what it allocates is memory of that tensor."""
+        if self._profile.is_on:
+            self._profile.mark(f"{_RELOAD}{int(begins)}")
 
     def stop(self) -> bool:
         """End it. False where that has to wait for the thread that began it."""
@@ -83,8 +86,8 @@ class HostAllocations:
     ) -> Footprint:
         """What none of `saved` accounts for; `places` are the addresses of their storages, by id.
 
-        What the engine brings back is no allocation of torch's, so that nothing of it is counted here. Gradients are
-        what is alive at the end at one of `gradient_places`.
+        Memory that the engine allocates for reloaded tensors is not counted: the trace counts it as theirs. Gradients
+        are what is alive at the end at one of `gradient_places`.
         """
         wanted = {tensor.id: tensor for tensor in saved}
         produced: dict[int, int] = {}
@@ -112,12 +115,14 @@ class HostAllocations:
     def _others(self, owned: dict[int, int], node_count: int) -> list[int]:
         highest = [0] * node_count
         charged: dict[int, int] = {}  # address → bytes counted while it lives
-        node, now = 0, 0
+        node, now, reloading = 0, 0, False
         for number, (kind, which, nbytes) in enumerate(self._events):
             if kind == "node":
                 node = which
+            elif kind == "reload":
+                reloading = bool(which)
             elif kind == "alloc":
-                charged[which] = max(nbytes - owned.get(number, 0), 0)
+                charged[which] = 0 if reloading else max(nbytes - owned.get(number, 0), 0)
                 now += charged[which]
             elif kind == "free":
                 now -= charged.pop(which, 0)
@@ -126,62 +131,9 @@ class HostAllocations:
         return highest
 
 
-class DeviceAllocations:
-    """The caching allocator's peak during each node, on one accelerator. Resets its peak statistics."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.complete = True
-        self._device = device_of(device)
-        self._base_bytes = 0
-        self._peaks: list[int] = []
-
-    def begin(self) -> None:
-        """Watch what is allocated from here on."""
-        self._base_bytes = self._device.allocated_bytes()
-        self._device.reset_peak()
-
-    def node(self, number: int) -> None:
-        """A node begins."""
-        while len(self._peaks) < number:
-            self._peaks.append(self._device.peak_bytes())
-            self._device.reset_peak()
-
-    def saved(self, tensor_id: int) -> None:
-        """A storage was saved: its packing says when it is alive."""
-
-    def stop(self) -> bool:
-        """The last node ends."""
-        self._peaks.append(self._device.peak_bytes())
-        return True
-
-    def footprint(
-        self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
-    ) -> Footprint:
-        """What none of `saved` accounts for. Which of it are gradients is not known.
-
-        A storage counts as its own from its pack on; before that it is a temporary.
-        """
-        change = [0] * (node_count + 1)
-        for tensor in saved:
-            for first, last in ((tensor.packed, tensor.last_forward), (tensor.first_backward, tensor.last_use)):
-                change[first] += tensor.bytes
-                change[last + 1] -= tensor.bytes
-        rows, own = [], 0
-        for node in range(node_count):
-            own += change[node]
-            peak = self._peaks[min(node, len(self._peaks) - 1)]
-            rows.append(max(peak - self._base_bytes - own, 0))
-        return Footprint(rows, [0] * node_count, {})
-
-
-def watch_allocations(device: torch.device) -> HostAllocations | DeviceAllocations:
-    """What can watch the allocations on `device`; it is still to begin."""
-    return HostAllocations() if device.type == "cpu" else DeviceAllocations(device)
-
-
 def _numbered(kind: str, which: int | str, nbytes: int) -> tuple[str, int, int]:
     """A mark by its kind and number; an allocation as it is."""
-    for prefix, name in ((_NODE, "node"), (_SAVED, "saved")):
+    for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload")):
         if isinstance(which, str) and which.startswith(prefix):
             return name, int(which.removeprefix(prefix)), 0
     assert isinstance(which, int)

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload._core import SwappedStorage
 from offload.plan.trace import Node, SavedTensor, Trace
-from offload.profiling.allocations import DeviceAllocations, HostAllocations, watch_allocations
+from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
@@ -120,6 +120,7 @@ class SavedStorage:
 
     alive: StorageWatch
     place: int
+    nbytes: int
     entries: list[int] = field(default_factory=list)  # pack indices
     last_forward: int | None = None  # node after which nobody but the engine held it
 
@@ -171,7 +172,7 @@ class Profiler(Recorder):
         self._pack_names: dict[int, str] = {}
         self._saved: dict[int, SavedStorage] = {}  # by identity of the storage, while it is alive
         self._all_saved: list[SavedStorage] = []
-        self._memory = watch_allocations(engine.device)
+        self._memory = StepAllocations(engine.device)
         call_when_dead(self, partial(_unwatch, self._memory, self._all_saved))
         self._memory.begin()
         self._memory.node(0)
@@ -207,7 +208,7 @@ class Profiler(Recorder):
         storage = self._saved.get(identity)
         if storage is None or storage.last_forward is not None:
             storage = self._saved[identity] = SavedStorage(
-                self._engine.watch_storage(tensor), self._engine.address_of(tensor)
+                self._engine.watch_storage(tensor), self._engine.address_of(tensor), tensor.untyped_storage().nbytes()
             )
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
@@ -230,9 +231,11 @@ class Profiler(Recorder):
         self.stopwatch.listen_for_the_end()
         self._module = self._pack_names.get(pack_index, _ROOT)
         super().unpacking(pack_index)
+        self._memory.reload(begins=True)
 
     def unpacked(self, pack_index: int) -> None:
         """The tensor of this pack is there."""
+        self._memory.reload(begins=False)
         self.stopwatch.end(pack_index)
 
     def _advance(self) -> None:
@@ -290,7 +293,8 @@ class Profiler(Recorder):
             return None
         return SavedTensor(
             id=storage.entries[0],
-            bytes=sum(entry.nbytes for entry in entries),
+            # A view that is kept holds its whole storage, of which its entry is only a part.
+            bytes=max(sum(entry.nbytes for entry in entries), storage.nbytes),
             produced=packed,
             packed=packed,
             last_forward=max(last_forward, packed),
@@ -299,7 +303,7 @@ class Profiler(Recorder):
         )
 
 
-def _unwatch(memory: HostAllocations | DeviceAllocations, saved: list[SavedStorage]) -> None:
+def _unwatch(memory: StepAllocations, saved: list[SavedStorage]) -> None:
     for storage in saved:
         storage.alive.close()
     memory.stop()

@@ -1,6 +1,6 @@
-"""Every allocation on the CPU in one thread, by torch's profiler: private calls that record memory without operators.
+"""Every allocation of a step on one device, by torch's profiler: private calls that record memory without operators.
 
-Beside the data path, during a recorded step only.
+Used during a recorded step only.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ _LOG_ERRORS = 2
 
 
 class AllocationProfile:
-    """Records allocations and marks of the thread that starts it. One at a time in a process: torch crashes on two."""
+    """Records allocations on `device`, and marks. One at a time in a process: torch crashes on two.
+
+    Only the thread that starts it is recorded, and the threads in which autograd runs the backward passes that this
+    thread starts.
+    """
 
     _recording: ClassVar[dict[str, AllocationProfile]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.is_on = False
+        self._device = device
         self._thread = threading.current_thread()  # not its number, which another gets when it has ended
         self._quiet: _QuietLog | None = None
+        self._spans: dict[int, record_function] = {}  # by thread: the one that is open
 
     def start(self) -> bool:
         """Begin to record in this thread. False where anybody in this process is profiling."""
@@ -55,6 +61,11 @@ class AllocationProfile:
         return True
 
     @property
+    def records_this_thread(self) -> bool:
+        """Whether what the calling thread allocates is recorded."""
+        return torch._C._autograd._profiler_enabled()
+
+    @property
     def is_of_another_thread(self) -> bool:
         """Whether another thread than this one has started it, and only that one can stop it."""
         return threading.current_thread() is not self._thread
@@ -68,6 +79,18 @@ class AllocationProfile:
         """Note a point in time; `text` begins with `MARK_PREFIX`."""
         with record_function(text):
             pass
+
+    def begin_span(self, text: str) -> None:
+        """Note a point in time, and end this thread's span before it.
+
+        Of what a thread allocates on an accelerator, torch reports only what is inside of a span.
+        """
+        thread = threading.get_ident()
+        before = self._spans.pop(thread, None)
+        if before is not None:
+            before.__exit__(None, None, None)
+        self._spans[thread] = record_function(text)
+        self._spans[thread].__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> list[tuple[str, int | str, int]] | None:
         """End it. None where another profiler has taken its place, or its thread has ended with it.
@@ -84,14 +107,17 @@ class AllocationProfile:
             self.release()  # to stop this one would stop the other
             return None
         try:
+            for span in self._spans.values():  # those of autograd's threads too
+                span.__exit__(None, None, None)
             found = torch._C._autograd._disable_profiler()
         finally:
             self.release()
-        return list(_events(found.experimental_event_tree()))
+        return list(_events(found.experimental_event_tree(), self._device))
 
     def release(self) -> None:
         """Let others record, and torch's profiler log."""
         self.is_on = False
+        self._spans.clear()
         if self._recording.get("now") is self:
             if self._quiet is not None:
                 self._quiet.end()
@@ -103,7 +129,7 @@ def _is_profiling_in_python() -> bool:
     return bool(profiler._is_profiler_enabled)
 
 
-def _events(tree: Sequence[Any]) -> Iterator[tuple[str, int | str, int]]:
+def _events(tree: Sequence[Any], device: torch.device) -> Iterator[tuple[str, int | str, int]]:
     found: list[tuple[int, str, int | str, int]] = []
     pending = list(reversed(tree))
     while pending:
@@ -111,7 +137,7 @@ def _events(tree: Sequence[Any]) -> Iterator[tuple[str, int | str, int]]:
         pending.extend(reversed(event.children))
         kind, about = event.typed
         if kind.name == "Allocation":
-            if about.device.type == "cpu":
+            if about.device.type == device.type and (device.index is None or about.device.index == device.index):
                 action = "alloc" if about.alloc_size > 0 else "free"
                 found.append((event.start_time_ns, action, about.ptr, abs(about.alloc_size)))
         elif event.name.startswith(MARK_PREFIX):

@@ -36,6 +36,7 @@ ROWS = {
     "models": ["tests/twin/inside/test_models.py"],
     "operators": ["tests/twin/inside/test_operators.py"],
     "training": ["tests/twin/inside/test_training.py"],
+    "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
     "marked gpu": ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)],
 }

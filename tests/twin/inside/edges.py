@@ -134,7 +134,7 @@ def a_target_is_let_go_when_it_is_said_to_be_done():
         ticket.settle()
     del target
     other = fresh(LARGE).fill_(3)
-    sim.hold_streams(False)  # once the fill is queued: else the host may see the copy-in done, which is an order too
+    sim.hold_streams(False)  # not before: else the host may see the copy-in done, which is an order too
     torch.sim.synchronize()
     store.quiesce()
     ticket.release()

@@ -49,6 +49,12 @@ void DeviceMemory::count(c10::CachingAllocator::StatArray& stat, bool is_small, 
   }
 }
 
+// As CUDA's allocator does, of whole blocks.
+void DeviceMemory::tell_profiler(char* address, int64_t bytes) {
+  c10::reportMemoryUsageToProfiler(address, bytes, static_cast<size_t>(stats_.allocated_bytes[0].current),
+                                   static_cast<size_t>(stats_.reserved_bytes[0].current), c10::Device(kSim, device_));
+}
+
 char* DeviceMemory::allocate(size_t bytes, StreamId stream) {
   const size_t rounded = round_up(std::max(bytes, size_t{1}), kBlockBytesMin);
   const bool is_small = rounded <= kSmallBytesMax;
@@ -73,6 +79,7 @@ char* DeviceMemory::allocate(size_t bytes, StreamId stream) {
   count(stats_.allocated_bytes, is_small, size);
   count(stats_.active_bytes, is_small, size);
   count(stats_.requested_bytes, is_small, static_cast<int64_t>(bytes));
+  tell_profiler(block->first, size);
   return block->first;
 }
 
@@ -140,6 +147,7 @@ void DeviceMemory::free(char* address) {
   count(stats_.allocation, is_small, -1);
   count(stats_.allocated_bytes, is_small, -static_cast<int64_t>(gone.bytes));
   count(stats_.requested_bytes, is_small, -static_cast<int64_t>(gone.requested_bytes));
+  tell_profiler(address, -static_cast<int64_t>(gone.bytes));
   if (gone.used_by.empty()) return cache(block);
   Pending pending{block, {}};
   for (const StreamId id : gone.used_by) {

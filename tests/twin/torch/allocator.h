@@ -58,6 +58,7 @@ class DeviceMemory {
   void poison(char* address, size_t bytes, StreamId stream);
   void release_segments();
   void count(c10::CachingAllocator::StatArray& stat, bool is_small, int64_t change);
+  void tell_profiler(char* address, int64_t bytes);
 
   const DeviceIndex device_;
   std::mutex mutex_;

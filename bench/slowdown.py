@@ -1,0 +1,132 @@
+"""Whether `max_slowdown` is kept: ten networks, each plain and offloaded in two live processes that step in turn.
+
+    python bench/slowdown.py --json bench/results/slowdown-cpu-DATE.json [--slowdown PERCENT …] [--family NAME …]
+
+A step is forward, backward and optimizer. The first `SETTLE_STEPS` may be profiled, tried and planned anew; the ratio
+is that of the medians of the steps after them. "kept" allows 1 % for noise. Bits of losses and gradients are compared
+in every step; exit status 1 where they differ, not where a slowdown is not kept: the table tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import machine
+import models
+from contest import spread
+from contestants import PLAIN, SLOWDOWNS, Contestant
+from race import Runner
+from result_file import ResultFile, read_json
+from training import Setting
+
+from offload.units import format_bytes, format_seconds
+
+FORMAT = "offload-slowdown/1"
+SETTLE_STEPS = 20
+MEASURED_STEPS = 40
+SECONDS_MAX = 150.0  # of steps of one row: long steps are fewer, and never fewer than MEASURED_STEPS_MIN
+MEASURED_STEPS_MIN = 7
+NOISE = 0.01
+SIZES = ("quick", "full")
+
+
+def measure(setting: Setting, contestant: Contestant, steps: int | None = None) -> dict[str, Any]:
+    """One row; `steps`: how many after the settling, by default as many as there is time for."""
+    with ExitStack() as stack:
+        plain, own = (
+            stack.enter_context(Runner(setting, each, settle=1, seconds_max=4 * SECONDS_MAX))
+            for each in (PLAIN, contestant)
+        )
+        settle = SETTLE_STEPS if steps is None else steps
+        while len(plain.steps) < settle:
+            plain.step()
+            own.step()
+        pair_seconds = sum(statistics.median(row["seconds"] for row in each.steps[1:]) for each in (plain, own))
+        rest = steps or max(MEASURED_STEPS_MIN, min(MEASURED_STEPS, int(SECONDS_MAX / pair_seconds)))
+        for _ in range(rest):
+            plain.step()
+            own.step()
+        figures = [each.finish() for each in (plain, own)]
+    seconds = [[float(step["seconds"]) for step in each.steps] for each in (plain, own)]
+    steady = [each[settle:] for each in seconds]
+    ratio = statistics.median(steady[1]) / statistics.median(steady[0])
+    allowed = 1 + float(contestant.options["max_slowdown"])
+    report = figures[1]["report"]
+    return {
+        "family": setting.family,
+        "size": setting.size,
+        "max_slowdown": contestant.options["max_slowdown"],
+        "bits_equal": all(
+            (one["loss"], one["gradients"]) == (other["loss"], other["gradients"])
+            for one, other in zip(plain.steps, own.steps, strict=True)
+        ),
+        "plain_seconds": statistics.median(steady[0]),
+        "seconds": statistics.median(steady[1]),
+        "ratio": ratio,
+        "ratio_spread": spread([own / plain for plain, own in zip(*steady, strict=True)]),
+        "kept": ratio <= allowed + NOISE,
+        "plain_peak_bytes": figures[0]["peak_bytes"],
+        "peak_bytes": figures[1]["peak_bytes"],
+        "slowest_settling": max(own / plain for plain, own in zip(*(each[:settle] for each in seconds), strict=True)),
+        "steps_seconds": seconds[1],
+        "plain_steps_seconds": seconds[0],
+        "allocator": figures[1]["allocator"],
+        "swapped_bytes": report["swapped"]["bytes"],
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row in words."""
+    lower, upper = row["ratio_spread"]
+    return (
+        f"{row['family']:<9} {row['max_slowdown']:>4.0%}  plain {format_seconds(row['plain_seconds']):>8}  "
+        f"{row['ratio']:.3f} × ({lower:.2f}–{upper:.2f}) {'kept' if row['kept'] else 'NOT KEPT'}  memory "
+        f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × ({format_bytes(row['plain_peak_bytes'])})  bits "
+        f"{'equal' if row['bits_equal'] else 'DIFFER'}"
+    )
+
+
+def contestant_of(percent: float) -> Contestant:
+    """The engine under this `max_slowdown`."""
+    for contestant in SLOWDOWNS:
+        if contestant.options["max_slowdown"] == percent / 100:
+            return contestant
+    raise ValueError(f"no contestant for {percent} %: there are {[each.options['max_slowdown'] for each in SLOWDOWNS]}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 where gradients or losses differ."""
+    families = [*models.FAMILIES, *models.OTHERS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where to keep the rows")
+    parser.add_argument("--slowdown", type=float, action="append", help="in per cent (5; repeatable)")
+    parser.add_argument("--family", choices=families, action="append", help="only this one (repeatable)")
+    parser.add_argument("--size", choices=("tiny", *SIZES), default="quick")
+    parser.add_argument("--steps", type=int, help="to settle, and again to measure")
+    parser.add_argument("--keep", action="store_true", help="add to the rows that the file holds")
+    args = parser.parse_args(argv)
+    results = ResultFile(args.json)
+    before = read_json(args.json).get("rows", []) if args.keep else []
+    results.set("format", FORMAT)
+    results.set("machine", machine.describe())
+    results.set("rows", before)
+    equal = True
+    for percent in args.slowdown or [5.0]:
+        for family in args.family or families:
+            least = 1024 if args.size == "tiny" else None
+            setting = Setting(family, getattr(models.family_of(family), args.size), min_tensor_bytes=least)
+            row = measure(setting, contestant_of(percent), args.steps)
+            equal = equal and row["bits_equal"]
+            results.append("rows", row)
+            print(line(row), flush=True)
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
