@@ -78,6 +78,7 @@ void DirectStore::read_slice(DirectSlot& slot) {
   std::exception_ptr failure;
   try {
     slot.crc_in = file_.read(slot.extent, at, target_middle(slot) + at, bytes, slot.crc_in);
+    lanes_->pace(begin_seconds, bytes);
     if (at + bytes == slot.middle_bytes) file_.verify(slot.extent, slot.crc_out, slot.crc_in);
   } catch (...) {
     failure = std::current_exception();
@@ -96,11 +97,14 @@ void DirectStore::read_small(const Refs& slots) {
     for (const Ref& slot : slots) read_slice(*slot);
     return;
   }
+  size_t bytes = 0;
   for (const Ref& slot : slots) {
+    bytes += slot->middle_bytes;
     slot->in_began_seconds = begin_seconds;
     pieces.push_back({slot->extent, target_middle(*slot), slot->middle_bytes, 0, nullptr});
   }
   file_.read_together(pieces);
+  lanes_->pace(begin_seconds, bytes);
   for (size_t each = 0; each < slots.size(); ++each) {
     Piece& piece = pieces[each];
     if (piece.failure != nullptr) continue;

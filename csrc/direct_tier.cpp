@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 #include "mutants.h"
@@ -91,6 +92,7 @@ void DirectStore::write_large(DirectSlot& slot) {
     save_ends(slot);
     extent = file_.allocate(slot.middle_bytes);
     crc = file_.write(extent, 0, static_cast<const char*>(slot.source) + slot.head_bytes, slot.middle_bytes, 0);
+    lanes_->pace(begin_seconds, slot.middle_bytes);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -125,6 +127,7 @@ void DirectStore::write_small(const Refs& slots) {
     pieces.push_back({extents[each], source + slots[each]->head_bytes, slots[each]->middle_bytes, 0, nullptr});
   }
   file_.write_together(pieces);
+  lanes_->pace(begin_seconds, std::accumulate(bytes.begin(), bytes.end(), size_t{0}));
   std::lock_guard lock(mutex_);
   stats_.out_seconds += now_seconds() - begin_seconds;
   for (size_t each = 0; each < slots.size(); ++each)

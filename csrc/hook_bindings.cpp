@@ -11,6 +11,7 @@
 #include "gauge_type.h"
 #include "hook_core.h"
 #include "schedule_cursor.h"
+#include "saved_identity.h"
 #include "swapped_storage.h"
 #include "swapped_view.h"
 
@@ -205,7 +206,7 @@ const dlpack::ExchangeApi* api_of(const py::object& capsule) {
 void register_hooks(py::module_& module) {
   PyObject* const target = module.ptr();
   if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_engine_type(target) ||
-      !add_swapped_storage_type(target) || !add_swapped_view_type(target))
+      !add_swapped_storage_type(target) || !add_swapped_view_type(target) || !add_identity_functions(target))
     throw py::error_already_set();
   register_counts(module);
   register_step(module);

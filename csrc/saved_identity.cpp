@@ -45,6 +45,14 @@ bool read_identities(PyObject* tensor, PyObject* owner, PyObject* storage, Saved
 
 PyObject* version_owner(PyObject* tensor) { return owner_of(tensor); }
 
+bool add_identity_functions(PyObject* module) {
+  static PyMethodDef functions[] = {
+      {"version_owner", [](PyObject*, PyObject* tensor) { return owner_of(tensor); }, METH_O,
+       "version_owner(tensor): whose version counter it shares."},
+      {nullptr, nullptr, 0, nullptr}};
+  return PyModule_AddFunctions(module, functions) == 0;
+}
+
 int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key) {
   const Owned storage(storage_of(tensor));
   const Owned owner(storage ? owner_of(tensor) : nullptr);

@@ -39,5 +39,7 @@ struct SavedKeyHash {
 int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key);
 // The tensor whose version counter this one shares: a new reference, or null.
 PyObject* version_owner(PyObject* tensor);
+// Adds version_owner(tensor) to the module. Returns false and leaves a Python error where it cannot.
+bool add_identity_functions(PyObject* module);
 
 }  // namespace offload

@@ -36,7 +36,7 @@ bool is_swapped_out(const SwappedState& state) {
 
 void drop_target(SwappedState& state) {
   const Target gone = std::move(state.target);
-  state.target = {};
+  state.target = Target{};
   state.is_incoming = false;
   state.books->resident->add(-state.key.nbytes);
 }
@@ -264,6 +264,25 @@ PyObject* storage_swap_in(PyObject* self, PyObject*) {
   return storage ? Py_BuildValue("(OL)", storage.get(), static_cast<long long>(begin)) : nullptr;
 }
 
+PyObject* storage_add_view(PyObject* self, PyObject*) {
+  SwappedState& state = swapped(self);
+  ++state.views;
+  ++state.views_left;
+  Py_RETURN_NONE;
+}
+
+PyObject* storage_remove_view(PyObject* self, PyObject*) {
+  SwappedState& state = swapped(self);
+  const Lock lock(state.mutex);
+  --state.views;
+  state.views_left = std::min(state.views_left, state.views);
+  if (state.views_left == state.views && state.target) {
+    if (state.is_incoming) retire(*state.books, state.ticket, state.target);
+    drop_target(state);
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* storage_wait_copied_out(PyObject* self, PyObject*) {
   const SwappedState& state = swapped(self);
   const CopyOutRef copy_out = state.copy_out;
@@ -326,6 +345,9 @@ PyMethodDef storage_methods[] = {
      "prefetch(): start the copy-in; False where the bytes are there or a copy-in is under way."},
     {"swap_in", storage_swap_in, METH_NOARGS,
      "swap_in(): the bytes, ready for the current stream: a storage, and the first byte in it."},
+    {"add_view", storage_add_view, METH_NOARGS, "add_view(): one more asks for the bytes."},
+    {"remove_view", storage_remove_view, METH_NOARGS,
+     "remove_view(): one less asks for the bytes; they are freed again where no other view is in use."},
     {"wait_copied_out", storage_wait_copied_out, METH_NOARGS, "wait_copied_out(): wait until the copy-out has ended."},
     {nullptr, nullptr, 0, nullptr}};
 

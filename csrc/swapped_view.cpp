@@ -136,9 +136,7 @@ PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
   view->counter = empty ? PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr) : nullptr;
   if (view->counter == nullptr) return nullptr;
   if (Py_TYPE(tensors.data)->tp_descr_set(tensors.data, view->counter, empty.get()) < 0) return nullptr;
-  const int64_t views = to_int(PyObject_GetAttrString(record.get(), "views"));
-  const Owned more(views < 0 ? nullptr : PyLong_FromLongLong(views + 1));
-  if (!more || PyObject_SetAttrString(record.get(), "views", more.get()) < 0) return nullptr;
+  if (!Owned(PyObject_CallMethod(record.get(), "add_view", nullptr))) return nullptr;
   view->saved = handle;
   Py_INCREF(handle);
   return made.release();
@@ -290,8 +288,7 @@ PyObject* view_restore(PyObject* self, PyObject*) {
 PyObject* view_ticket_id(PyObject* self, void*) {
   PyObject* const saved = as_view(self)->saved;
   if (is_swapped_storage(saved)) return PyLong_FromUnsignedLongLong(swapped(saved).ticket->id());
-  PyErr_SetString(PyExc_AttributeError, "ticket_id");
-  return nullptr;
+  return PyLong_FromLong(-1);  // nothing was copied
 }
 
 void view_dealloc(PyObject* self) {

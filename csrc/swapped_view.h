@@ -1,7 +1,7 @@
 // One saved tensor whose bytes are out: its size, stride, offset and version. What the graph node holds in its place.
 //
 // On the data path: made at pack, asked for its tensor at unpack. Beside a SwappedStorage it serves any Python object
-// that offers `record` with `views`, `key`, `empty(dtype)` and `swap_in()`.
+// that offers `record` with `add_view()`, `key`, `empty(dtype)` and `swap_in()`.
 //
 // Callers hold the GIL; an entry that fails leaves a Python error.
 #pragma once

@@ -14,7 +14,8 @@ namespace offload {
 // An owned reference, or null.
 class Owned {
  public:
-  explicit Owned(PyObject* object = nullptr) : object_(object) {}
+  Owned() = default;
+  explicit Owned(PyObject* object) : object_(object) {}
   Owned(Owned&& other) noexcept : object_(other.release()) {}
   Owned& operator=(Owned&& other) noexcept {
     const Owned before(std::exchange(object_, other.release()));  // last: what dies may run Python code
@@ -30,7 +31,7 @@ class Owned {
   explicit operator bool() const { return object_ != nullptr; }
 
  private:
-  PyObject* object_;
+  PyObject* object_ = nullptr;
 };
 
 // What is asked of a tensor, as attributes of its class: found once, and called without a search. References are kept

@@ -33,7 +33,7 @@ class Driver:
     def device_memory(self) -> tuple[int, int]: ...
 
 class HostDriver(Driver):
-    def __init__(self, schedule: str = "threads", seed: int = 0, niceness: int = 0) -> None: ...
+    def __init__(self, schedule: str = "threads", seed: int = 0, niceness: int = 0, bandwidth: float = 0.0) -> None: ...
 
 def cuda_driver(device: int, library: str = "libcuda.so.1") -> Driver: ...
 def cuda_device_count(library: str = "libcuda.so.1") -> int: ...
@@ -185,6 +185,7 @@ class HookCore:
     def keep(self, tensor: Tensor, index: int, reason: str, nbytes: int, /) -> KeptTensor: ...
 
 def follow(core: HookCore, observer: object, cursor: ScheduleCursor | None, reason: str) -> None: ...
+def version_owner(tensor: Tensor, /) -> Tensor: ...
 def set_tensor_interface(**found: Any) -> None: ...
 def set_dlpack(capsule: object) -> bool: ...
 
@@ -210,6 +211,12 @@ class SwappedStorage:
     def is_swapped_out(self) -> bool:
         """Whether neither the source nor a reloaded copy is on the device."""
 
+    def add_view(self) -> None:
+        """One more asks for the bytes."""
+
+    def remove_view(self) -> None:
+        """One less asks for the bytes; they are freed again where no other view is in use."""
+
     def prefetch(self) -> bool:
         """Start the copy-in to fresh device memory. False where the bytes are there or a copy-in is under way."""
 
@@ -229,7 +236,7 @@ class SwappedView:
     def index(self) -> int: ...
     @property
     def ticket_id(self) -> int:
-        """Which copies of the store's log are those of these bytes."""
+        """Which copies of the store's log are those of these bytes; -1: none."""
 
     def restore(self) -> Tensor:
         """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.

@@ -22,6 +22,7 @@ ROOMS = [
     {"torch_compat", "plan"},
     {"devices"},
     {"options"},
+    {"recomputation"},
     {"runtime"},
     {"profiling"},
     {"control"},

@@ -19,13 +19,14 @@ from offload.control.controller import PlanController, ProfileListener
 from offload.control.limits import Limits
 from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
+from offload.control.trial import MakeTrial
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.schedule import StepOrder
-from offload.torch_compat.modules import state_tensors
+from offload.torch_compat.modules import is_sharded, state_tensors
 from offload.torch_compat.tensors import has_own_bytes
 
 __all__ = ["DeviceSession"]
@@ -46,6 +47,8 @@ class DeviceSession:
         Measures the link; called at the first plan.
     on_recorded
         Called with every step that has been recorded.
+    make_trial
+        Begins a trial step of recomputation, or says why none may run.
     on_profile
         Called with every profile before it is planned; where it is given, every model is profiled.
     explain
@@ -62,6 +65,7 @@ class DeviceSession:
         engine: Engine,
         link: Callable[[], Link],
         on_recorded: Callable[[StepOrder], None],
+        make_trial: MakeTrial,
         on_profile: ProfileListener | None,
         explain: Callable[[BaseException, DeviceSession, str | os.PathLike[str] | None], None],
         limits: Limits,
@@ -78,6 +82,7 @@ class DeviceSession:
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._parameters: set[int] = set()
+        self._is_sharded = False  # parameters are gathered for forward, and again for backward
         # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
         # that became a parameter since is seen at the next forward.
         self._unheld: set[int] = set()
@@ -88,7 +93,7 @@ class DeviceSession:
         else:
             self.held = HeldMemory(model, engine)
             self.controller = PlanController(
-                options, engine, self.counts, on_recorded, link, self.held.look, on_profile, limits
+                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, on_profile, limits
             )
             self.held.on_optimizer_step(self.controller.end_profiles)
 
@@ -145,6 +150,10 @@ class DeviceSession:
             self._unheld.add(storage_id)
         return None
 
+    def holds_state(self, storage_id: int) -> bool:
+        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
+        return storage_id in self._parameters and not self._is_sharded
+
     def is_excluded(self) -> bool:
         """Whether the module now running in this thread is one of `exclude`."""
         return getattr(self._local, "excluded", 0) > 0
@@ -182,5 +191,6 @@ class DeviceSession:
             return
         parameters, buffers = state_tensors(model)
         held = [*parameters, *buffers]
+        self._is_sharded = is_sharded(model)
         self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
         self.devices = {tensor.device for tensor in held}

@@ -123,6 +123,15 @@ class Accelerator:
         """From its properties."""
         return str(getattr(self.module.get_device_properties(self.torch_device), "uuid", ""))
 
+    def random_state(self) -> torch.Tensor:
+        """Seed and offset."""
+        state: torch.Tensor = self.module.get_rng_state(self.torch_device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Seed and offset."""
+        self.module.set_rng_state(state, self.torch_device)
+
     def driver(self) -> _core.Driver:
         """Over the library of its kind."""
         return _core.cuda_driver(self.torch_device.index or 0, LIBRARIES[self.torch_device.type])

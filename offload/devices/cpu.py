@@ -71,6 +71,14 @@ class Cpu:
         """There is one."""
         return ""
 
+    def random_state(self) -> torch.Tensor:
+        """Torch's default generator."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Torch's default generator."""
+        torch.set_rng_state(state)
+
     def driver(self) -> _core.Driver:
         """Worker threads."""
         return _core.HostDriver()

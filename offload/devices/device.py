@@ -59,6 +59,12 @@ class Device(Protocol):
     def uuid(self) -> str:
         """What tells it from others of its name; empty where nothing does."""
 
+    def random_state(self) -> torch.Tensor:
+        """State of its random number generator, in host memory."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Go on from a state that `random_state` told."""
+
     def driver(self) -> _core.Driver:
         """A driver of its own for it."""
 

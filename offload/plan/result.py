@@ -5,7 +5,7 @@ Place on the data path: the planner's result. The executor follows it; the repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -55,6 +55,8 @@ class Plan:
         The tensors that are recomputed, sorted by id.
     swap_only : bool
         Whether recomputation was left out, and of the bound too.
+    refusals : mapping of int to str
+        Why tensors cannot be recomputed, by id, where that is known.
     """
 
     swaps: tuple[Swap, ...]
@@ -70,6 +72,7 @@ class Plan:
     link: Link = field(repr=False)
     recomputes: tuple[Recomputation, ...] = ()
     swap_only: bool = True
+    refusals: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def recomputed_trace(self) -> Trace:
@@ -129,52 +132,80 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """Return the summary, then one line for each swap in copy-out order and one for each recomputed tensor.
+        """Return the summary, then what becomes of each tensor and why: swapped, recomputed, kept.
 
         Returns
         -------
         str
-            Lines of text. Where nothing swaps and nothing is recomputed, the second part is the reason.
+            Lines of text: swaps in copy-out order, recomputations and kept tensors in the order of the step. Where
+            nothing swaps and nothing is recomputed, the second part is the reason.
         """
         lines = [self.summary()]
         if not self.swaps and not self.recomputes:
             reason = "every tensor stays in device memory"
             if self.unswapped_peak_bytes <= self.limit_bytes:
                 reason = f"the step fits as it is: {format_bytes(self.unswapped_peak_bytes)} at its peak"
-            lines.append(f"{_NO_SWAPS}: {reason}")
+            return "\n".join([*lines, f"{_NO_SWAPS}: {reason}"])
         tensors = {tensor.id: tensor for tensor in self.recomputed_trace.tensors}
+        originals = {tensor.id: tensor for tensor in self.trace.tensors}
         late = self.late_seconds()
         for swap in sorted(self.swaps, key=lambda swap: (tensors[swap.id].packed, swap.id)):
-            lines.append(self._sentence(tensors[swap.id], swap, *late[swap.id]))
-        tensors = {tensor.id: tensor for tensor in self.trace.tensors}
-        lines += [
-            self._recompute_sentence(tensors[row.id], row.at) for row in sorted(self.recomputes, key=lambda x: x.at)
-        ]
-        return "\n".join(lines)
+            sentence = self._sentence(tensors[swap.id], swap, *late[swap.id])
+            lines.append(sentence + self._instead(originals[swap.id]))
+        for row in sorted(self.recomputes, key=lambda x: x.at):
+            lines.append(self._recompute_sentence(originals[row.id], row.at))
+        moved = {swap.id for swap in self.swaps} | {row.id for row in self.recomputes}
+        without = unswapped_bytes(self.trace)
+        kept = sorted((x for x in self.trace.tensors if x.id not in moved), key=lambda x: (x.produced, x.id))
+        return "\n".join([*lines, *(self._kept_sentence(tensor, without) for tensor in kept)])
+
+    def _kept_sentence(self, tensor: SavedTensor, without: Sequence[int]) -> str:
+        """Why a tensor stays; `without` are the bytes by node with everything kept."""
+        most = max(without[tensor.last_forward + 1 : tensor.first_backward], default=0)
+        if tensor.first_backward == tensor.last_forward + 1:
+            why = "it is used again at once"
+        elif most <= self.limit_bytes:
+            why = f"the step takes at most {format_bytes(most)} while it is not in use"
+        else:
+            why = "what else moves is enough"
+        return f"{self._name(tensor)}: kept, {why}{self._instead(tensor)}"
+
+    def _instead(self, tensor: SavedTensor) -> str:
+        """What recomputing a tensor that is not recomputed would take, or why it cannot be."""
+        if tensor.id in self.refusals:
+            return f"; cannot be recomputed: {self.refusals[tensor.id]}"
+        recipe = tensor.recompute
+        return f"; recomputing it would take {format_seconds(recipe.seconds)}" if recipe is not None else ""
+
+    def _name(self, tensor: SavedTensor) -> str:
+        return f"{self.trace.nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}"
 
     def _recompute_sentence(self, tensor: SavedTensor, at: int) -> str:
         nodes = self.trace.nodes
         recipe = tensor.recompute
         assert recipe is not None
         sources = ", ".join(str(i) for i in recipe.inputs)
+        link, size = self.link, tensor.bytes
+        copies = 2 * link.latency + size / link.out_bandwidth + size / link.in_bandwidth
         return (
-            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: dropped after node "
-            f"{tensor.last_forward} ({nodes[tensor.last_forward].name}), recomputed at node {at} ({nodes[at].name}) in "
-            f"{format_seconds(recipe.seconds)}" + (f" from {sources}" if sources else "")
+            f"{self._name(tensor)}: dropped after node {tensor.last_forward} ({nodes[tensor.last_forward].name}), "
+            f"recomputed at node {at} ({nodes[at].name}) in {format_seconds(recipe.seconds)}"
+            + (f" from {sources}" if sources else "")
+            + f"; its copies would take {format_seconds(copies)}"
         )
 
     def _sentence(self, tensor: SavedTensor, swap: Swap, late_out: float, late_in: float) -> str:
         nodes = self.trace.nodes
         lead = tensor.first_backward - swap.prefetch
+        ahead = f"{lead} {'node' if lead == 1 else 'nodes'}"
         waits = []
         if late_out > 0:
             waits.append(f"{format_seconds(late_out)} for the copy-out")
         if late_in > 0:
             waits.append(f"{format_seconds(late_in)} for the copy-in")
         return (
-            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: released at node "
-            f"{swap.release} ({nodes[swap.release].name}), prefetched at node {swap.prefetch} "
-            f"({nodes[swap.prefetch].name}), {lead} {'node' if lead == 1 else 'nodes'} before its use at node "
+            f"{self._name(tensor)}: released at node {swap.release} ({nodes[swap.release].name}), prefetched at node "
+            f"{swap.prefetch} ({nodes[swap.prefetch].name}), {ahead} before its use at node "
             f"{tensor.first_backward}; " + (f"compute waits {' and '.join(waits)}" if waits else "hidden")
         )
 

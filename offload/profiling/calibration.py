@@ -26,7 +26,7 @@ from offload.devices.processor_use import used_by_others
 from offload.options import Options, free_disk_bytes
 from offload.plan import Link
 from offload.profiling.link_measurement import BLOCK_BYTES_MIN, measure
-from offload.runtime.stores import make_store
+from offload.runtime.stores import make_store, throttle
 
 __all__ = ["Calibration", "calibrate", "measure_link"]
 
@@ -229,6 +229,7 @@ def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, b
         "tier": "disk" if _is_direct(store) else "pinned RAM",
         "spill_device": Path(spill_dir).stat().st_dev if spill_dir else None,
         "block_bytes": block_bytes,
+        "throttle": throttle(),
     }
 
 

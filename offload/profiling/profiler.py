@@ -19,6 +19,8 @@ from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
+from offload.runtime.recomputation import Recomputation
+from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import current_node
@@ -38,6 +40,7 @@ class Recorder:
     caps_in_flight = True
     cursor = None
     reason = ""
+    recomputation: Recomputation | None = None
 
     def __init__(self) -> None:
         self.order = StepOrder()
@@ -74,7 +77,7 @@ class Recorder:
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a storage saved before."""
         first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
@@ -216,7 +219,7 @@ class Profiler(Recorder):
         slot.record.wait_copied_out()
         super().swapped(pack_index, slot, tensor)
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a storage saved before."""
         self._note_module(pack_index)
         super().duplicated(pack_index, slot)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 
 from offload import _core
 from offload.devices.device import device_of
+from offload.recomputation.recipe import Recipe
+from offload.runtime.recomputed_storage import DroppedHandle, RecomputedStorage, StorageKey, WeakDroppedHandle
 from offload.torch_compat.tensors import StorageWatch, storage_identity
 
 log = logging.getLogger("offload")
@@ -53,6 +56,7 @@ class Engine(_core.EngineCore):
         self.is_accelerator = self._device.is_accelerator
         self.resident = _core.Gauge()  # of swapped storages: what is on the device
         self.unswapped = _core.Gauge()  # the same storages, had they stayed
+        self.dropped = _core.Gauge()  # of tensors to be recomputed: what forward still holds, as far as it is known
         there = self._device if self.is_accelerator else None
         super().__init__(
             store,
@@ -69,6 +73,57 @@ class Engine(_core.EngineCore):
         self.store = store
         self.device = device
         self._stats_before = store.stats()
+        self._dropped: deque[RecomputedStorage] = deque()  # whose tensor is still there
+        self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
+        self._dead: deque[WeakDroppedHandle] = deque()  # whose graph is gone, and whose record is still to be freed
+
+    def current_stream(self) -> int:
+        """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
+        return self._device.current_stream() if self.is_accelerator else 0
+
+    def drop(
+        self, tensor: torch.Tensor, key: StorageKey, recipe: Recipe, ran: Callable[[int, float], None]
+    ) -> DroppedHandle:
+        """Copy nothing: backward has the recipe make the bytes again. `ran` is told the bytes and seconds each time."""
+        record = RecomputedStorage(self, key, recipe, tensor, ran)
+        handle = DroppedHandle(record)
+        reference = WeakDroppedHandle(handle, self._dead.append)
+        reference.record = record
+        self.unswapped.add(record.nbytes)
+        self.dropped.add(record.nbytes)
+        self._dropped.append(record)
+        self._dropped_handles[key] = reference
+        return handle
+
+    def dropped_before(self, key: StorageKey) -> DroppedHandle | None:
+        """What is to be recomputed, where a storage has been dropped already."""
+        reference = self._dropped_handles.get(key)
+        return reference() if reference is not None else None
+
+    def collect(self) -> None:
+        """Free what no copy touches any more, and what dead graphs held. Waits for nothing."""
+        super().collect()
+        if self._dead or self._dropped:
+            self.collect_dropped()
+
+    def drain(self) -> None:
+        """Wait until every copy has ended, and free what they and dead graphs held."""
+        self.collect_dropped()
+        super().drain()
+
+    def collect_dropped(self) -> None:
+        """Free what dead graphs held of dropped tensors, and bring `dropped` up to date."""
+        while self._dead:
+            reference = self._dead[0]
+            record = getattr(reference, "record", None)  # none yet where an interrupt came at once
+            if record is not None:
+                if self._dropped_handles.get(record.key) is reference:
+                    del self._dropped_handles[record.key]
+                record.free()
+            self._dead.popleft()  # last: an interrupt before this has it all repeated
+        for record in list(self._dropped):
+            if record.is_gone():
+                self._dropped.remove(record)
 
     def mark(self) -> Any:
         """A point in time: of the clock on the CPU, of the current stream on an accelerator."""

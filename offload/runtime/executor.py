@@ -12,9 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from offload._core import ActivationMeter, NodeClock, ScheduleCursor, SwappedStorage, measure_step
+from offload._core import ActivationMeter, NodeClock, ScheduleCursor, SwappedStorage
 from offload.runtime.counters import Counts
+from offload.runtime.device_clock import DeviceClock
 from offload.runtime.engine import Engine
+from offload.runtime.recomputation import DroppedTensors, Recomputation
+from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import Schedule
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
@@ -32,6 +35,10 @@ class StepObserver(Protocol):
     @property
     def reason(self) -> str:
         """Why the schedule keeps tensors."""
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What drops tensors, or finds out which can be; None where nothing does."""
 
     def watches(self, pack_index: int) -> bool:
         """Whether the unpack of a tensor that was kept is to be reported."""
@@ -55,7 +62,7 @@ class StepObserver(Protocol):
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view was saved; the copy-out of its storage has already started."""
 
     def packed(self, pack_index: int) -> None:
@@ -74,6 +81,7 @@ class SwapOnDemand:
     caps_in_flight = True
     cursor = None
     reason = ""
+    recomputation: Recomputation | None = None
 
     def watches(self, pack_index: int) -> bool:
         """Nothing is reported."""
@@ -91,15 +99,10 @@ class SwapOnDemand:
 
     def begin(self) -> None: ...
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None: ...
-    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None: ...
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None: ...
     def packed(self, pack_index: int) -> None: ...
     def unpacking(self, pack_index: int) -> None: ...
     def unpacked(self, pack_index: int) -> None: ...
-
-
-# By node: when it could begin to compute, and how long it computed; seconds waited by pack index; seconds in hooks; the
-# step's seconds.
-StepTimes = tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float]
 
 
 @dataclass(frozen=True)
@@ -112,51 +115,6 @@ class Measured:
     stall_seconds: float  # total time in hooks
     hook_seconds: float  # CPU time of the hooks, without waits; zero on a CUDA device
     step_seconds: float
-
-
-class DeviceClock:
-    """Records what `NodeClock` records, with events on a device's stream. Hooks take no time of the device."""
-
-    hook_seconds = 0.0
-
-    def __init__(self, engine: Engine) -> None:
-        self.is_listening = False
-        self._engine = engine
-        self._nodes = {0: engine.mark()}
-        self._pauses: list[tuple[int, int | None, Any, Any]] = []  # (node, pack index, from, to)
-        self._begin: Any = None
-        self._node = 0
-
-    def begin(self) -> None:
-        """A hook begins that may wait or start a copy."""
-        self._begin = self._engine.mark()
-
-    def pass_by(self, node: int) -> None:
-        """A node begins in a hook that neither waits nor starts a copy."""
-        self._node = node
-        self._nodes.setdefault(node, self._engine.mark())
-
-    def arrive(self, node: int) -> None:
-        """A node begins; its start time is that of the current hook."""
-        self._node = node
-        self._nodes.setdefault(node, self._begin)
-
-    def end(self, pack_index: int | None) -> None:
-        """The hook that began last is about to return."""
-        self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
-
-    def measure(self, end: Any, node_count: int) -> StepTimes | None:
-        """The times of the step that ended at the mark `end`; None if the device has not reached this mark yet."""
-        marks = [*self._nodes.values(), end]
-        for _, _, begin, until in self._pauses:
-            marks += (begin, until)
-        seconds = self._engine.seconds_since(marks[0], marks)
-        if seconds is None:
-            return None
-        nodes, rest = list(zip(self._nodes, seconds, strict=False)), iter(seconds[len(self._nodes) + 1 :])
-        pauses = [(node, index, next(rest), next(rest)) for node, index, _, _ in self._pauses]
-        step_seconds = seconds[len(self._nodes)]
-        return (*measure_step(nodes, pauses, step_seconds, node_count), step_seconds)
 
 
 class Stopwatch:
@@ -230,6 +188,8 @@ class ScheduleExecutor:
         self.on_schedule = True
         self._watched = schedule.watched
         self._swapped_bytes = schedule.swapped_bytes
+        self.recomputation = DroppedTensors(schedule, engine, self._recomputed) if schedule.windows else None
+        self.recompute_seconds = 0.0  # of this step
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
         self._slots: dict[int, weakref.ref[SwappedStorage]] = {}
         self._next_release = 0
@@ -277,7 +237,7 @@ class ScheduleExecutor:
         if not schedule.matches(pack_index, nbytes):
             self._leave_schedule()  # another branch than the recorded one: continue on demand
             return None
-        return None if pack_index in schedule.swapped else self.reason
+        return None if pack_index in schedule.swapped or pack_index in schedule.recomputed else self.reason
 
     def need(self, pack_index: int) -> int:
         """Spill priority: larger if the tensor is needed later."""
@@ -288,7 +248,7 @@ class ScheduleExecutor:
         """The copy-out of a storage has been started."""
         self._slots[pack_index] = weakref.ref(slot)
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a swapped storage was saved: nothing is due."""
 
     def packed(self, pack_index: int) -> None:
@@ -308,7 +268,8 @@ class ScheduleExecutor:
             if not self.stopwatch.clock.is_listening:
                 self.stopwatch.listen_for_the_end()
         # Every view of a swapped storage may wait for the storage, so a duplicate counts as a swapped tensor.
-        self._acted = self.schedule.order.duplicates.get(pack_index, pack_index) in self._swapped_bytes
+        first = self.schedule.order.duplicates.get(pack_index, pack_index)
+        self._acted = first in self._swapped_bytes or first in self.schedule.recomputed
         if not self.on_schedule:
             return
         cursor, clock = self.cursor, self._device_clock
@@ -330,6 +291,13 @@ class ScheduleExecutor:
         """The tensor of this pack is on the device."""
         if self._acted and self.stopwatch is not None:
             self.stopwatch.end(pack_index)
+
+    def _recomputed(self, nbytes: int, seconds: float) -> None:
+        """A dropped tensor was made again."""
+        self.recompute_seconds += seconds
+        self._counts.recompute_seconds += seconds
+        self._counts.recomputed.tensors += 1
+        self._counts.recomputed.nbytes += nbytes
 
     def _arrive(self, node: int) -> None:
         if self._device_clock is not None and node > self.cursor.node:
@@ -385,4 +353,6 @@ class ScheduleExecutor:
     def _leave_schedule(self) -> None:
         self.on_schedule = self.cursor.is_on_schedule = False
         self._watched = {}
+        if self.recomputation is not None:
+            self.recomputation.end()
         self._deviate()

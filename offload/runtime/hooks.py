@@ -17,6 +17,8 @@ from offload.options import Options
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver, SwapOnDemand
+from offload.runtime.recomputation import Recomputation
+from offload.runtime.recomputed_storage import DroppedHandle
 from offload.torch_compat.autograd import innermost_hooks
 from offload.torch_compat.tensors import raise_changed, version_of
 
@@ -39,6 +41,9 @@ class Policy(Protocol):
 
     def is_excluded(self) -> bool:
         """Whether the module that runs in this thread is excluded."""
+
+    def holds_state(self, storage_id: int) -> bool:
+        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
 
     def warn_once(self, error: Exception) -> None:
         """Say that the store could not take a tensor."""
@@ -63,6 +68,7 @@ class StepHooks(HookCore):
         self.policy = policy
         self._kept: set[tuple[int, ...]] = set()
         self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
+        self._recomputation: Recomputation | None = None
         self.attach(SwapOnDemand())
         self.attached = False
 
@@ -70,7 +76,16 @@ class StepHooks(HookCore):
         """Report every later pack and unpack to `observer`; the next pack gets number 0."""
         self.attached = True
         self._observer = observer
+        self.end_forward()
+        self._recomputation = observer.recomputation
+        if self._recomputation is not None:
+            self._recomputation.begin(self.policy)
         follow(self, observer, observer.cursor, observer.reason)
+
+    def end_forward(self) -> None:
+        """Nothing is recorded any more."""
+        if self._recomputation is not None:
+            self._recomputation.end()
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
         """Report a tensor that the schedule keeps to the observer, which has to act at this pack, and keep it."""
@@ -79,10 +94,16 @@ class StepHooks(HookCore):
 
     def pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
         """Swap a tensor or keep it, depending on its storage and on the observer."""
-        observer = self._observer
+        observer, recomputation = self._observer, self._recomputation
         observer.begin()
-        packed = self._swap_or_keep(tensor, index, nbytes)
+        if recomputation is None:
+            packed = self._swap_or_keep(tensor, index, nbytes)
+        else:
+            recomputation.pause()
+            packed = self._swap_or_keep(tensor, index, nbytes)
         observer.packed(index)
+        if recomputation is not None:
+            recomputation.passed(index)
         return packed
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
@@ -125,9 +146,12 @@ class StepHooks(HookCore):
             return self.keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self.keep(tensor, index, "unsupported kind", nbytes)
+        slot: SwappedStorage | DroppedHandle | None
         key, slot = self._engine.look(tensor, nbytes)
         if key is None:
             return self.keep(tensor, index, "view of a larger storage", nbytes)
+        if slot is None and self._recomputation is not None:
+            slot = self._engine.dropped_before(key)
         if slot is not None:
             return self._pack_duplicate(tensor, index, slot)
         if key[3] < self._min_nbytes:
@@ -138,7 +162,14 @@ class StepHooks(HookCore):
         if reason is not None:
             again = key in self._kept  # count the bytes of a storage once, even if it is saved twice
             self._kept.add(key)
+            if self._recomputation is not None:
+                self._recomputation.saved(tensor, index, key, None)
             return self.keep(tensor, index, reason, 0 if again else nbytes)
+        dropped = self._recomputation.drop(tensor, index, key) if self._recomputation is not None else None
+        if dropped is not None:
+            self._counts.dropped.tensors += 1
+            self._counts.dropped.nbytes += key[3]
+            return view_of(tensor, dropped, index)
         try:
             slot = self._engine.swap_out(tensor, key, self._observer.need(index))
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
@@ -148,6 +179,8 @@ class StepHooks(HookCore):
             policy.warn_once(error)
             return self.keep(tensor, index, "pinning failed", nbytes)
         self._observer.swapped(index, slot, tensor)
+        if self._recomputation is not None:
+            self._recomputation.saved(tensor, index, key, slot)
         if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
             self._engine.limit_in_flight()
         count = self._counts.swapped
@@ -155,7 +188,7 @@ class StepHooks(HookCore):
         count.nbytes += key[3]
         return view_of(tensor, slot, index)
 
-    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage) -> Packed:
+    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage | DroppedHandle) -> Packed:
         count = self._counts.duplicates
         count.tensors += 1
         count.nbytes += tensor.nbytes
@@ -181,9 +214,11 @@ class HookContext(saved_tensors_hooks):
     def remove(self) -> None:
         """Remove the hooks: autograd saves tensors itself from now on. They must be the innermost."""
         self.is_removed = True
+        self._hooks.end_forward()
         super().__exit__()
 
     def __exit__(self, *args: object) -> None:
+        self._hooks.end_forward()
         # False if the hooks have been removed, or if an interrupt prevented their installation.
         if innermost_step_hooks() is self._hooks:
             super().__exit__(*args)

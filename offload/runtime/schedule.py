@@ -15,6 +15,7 @@ from functools import cached_property
 
 from offload._core import PackTable
 from offload.plan import Plan
+from offload.recomputation.measured import MeasuredRecipe
 
 
 @dataclass
@@ -58,18 +59,20 @@ class Schedule:
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
+    recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and made again
+    recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of those, as the trial found them
 
     @cached_property
     def table(self) -> PackTable:
         """What the hooks of kept tensors look up, by pack index."""
         table = PackTable()
         for index, entry in self.order.entries.items():
-            if index in self.swapped:
+            if index in self.swapped or index in self.recomputed:
                 table.swap(index)
-            elif not self.borrowed:
+            elif not self.borrowed and index not in self._told:
                 table.keep(index, entry.nbytes)
         for index, first in self.order.duplicates.items():
-            if first in self.swapped:
+            if first in self.swapped or first in self.recomputed:
                 table.swap(index)
         for index, node in self.order.node_after_pack.items():
             table.weigh(index, node)
@@ -78,6 +81,23 @@ class Schedule:
         for index, node in self.watched.items():
             table.watch(index, node)
         return table
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Pack indices between which operators are recorded, in order and apart; -1: the beginning of the step."""
+        found: list[tuple[int, int]] = []
+        for opens, closes in sorted((recipe.opens, index) for index, recipe in self.recipes.items()):
+            if found and opens <= found[-1][1]:
+                found[-1] = found[-1][0], max(found[-1][1], closes)
+            else:
+                found.append((opens, closes))
+        return tuple(found)
+
+    @cached_property
+    def _told(self) -> frozenset[int]:
+        """Packs of which Python is told although the tensor stays: they begin a window, or a recipe reads them."""
+        sources = (index for recipe in self.recipes.values() for index in recipe.sources)
+        return frozenset(sources).union(opens for opens, _ in self.windows)
 
     @cached_property
     def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:
@@ -133,7 +153,12 @@ def manual_schedule(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> S
     )
 
 
-def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
+def planned_schedule(
+    order: StepOrder,
+    plan: Plan,
+    members: Mapping[int, Sequence[int]],
+    recipes: Mapping[int, MeasuredRecipe] | None = None,
+) -> Schedule:
     """The schedule that a plan means.
 
     Parameters
@@ -144,7 +169,10 @@ def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequenc
         Its plan; node numbers are those of `order`.
     members
         Pack indices of the entries that make up each tensor of the plan, by the tensor's id.
+    recipes
+        What a trial has found, by pack index of the entry.
     """
+    dropped = frozenset(pack_index for row in plan.recomputes for pack_index in members[row.id])
     releases, prefetches = [], []
     for swap in plan.swaps:
         for pack_index in members[swap.id]:
@@ -159,8 +187,10 @@ def planned_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequenc
         swapped=swapped,
         releases=tuple(sorted(releases)),
         prefetches=tuple(prefetches),
-        watched=_watched(order, swapped, order.backward_nodes),
+        watched=_watched(order, swapped | dropped, order.backward_nodes),
         plan=plan,
+        recomputed=dropped,
+        recipes={pack_index: recipes[pack_index] for pack_index in dropped} if recipes is not None else {},
     )
 
 

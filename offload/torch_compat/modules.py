@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["state_tensors"]
+__all__ = ["is_sharded", "state_tensors"]
+
+_SHARDED = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
 
 def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
@@ -29,3 +31,8 @@ def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
                 seen.add(id(child))
                 pending.append(child)
     return list(parameters.values()), list(buffers.values())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters of a module, or of one around or inside it, are gathered from other processes and let go."""
+    return any(kind.__name__ in _SHARDED for part in model.modules() for kind in type(part).__mro__)

@@ -27,6 +27,11 @@ __all__ = [
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # What tells a storage from every other one alive.
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+# A weak reference to a tensor, which keeps its address from being used again.
+weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# The same memory, read as conjugated or negated when it is used.
+conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
+negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
@@ -95,10 +100,10 @@ def set_interface(*, dlpack: bool = True) -> bool:
         storage_offset=torch.Tensor.storage_offset,
         is_conj=torch.Tensor.is_conj,
         is_neg=torch.Tensor.is_neg,
-        conjugated=torch._conj,
-        negated=torch._neg_view,
+        conjugated=conjugated,
+        negated=negated,
         type_name=torch.Tensor.type,
-        weak_reference=torch._C._WeakTensorRef,  # type: ignore[attr-defined]
+        weak_reference=weak_reference,
         set_storage=torch.Tensor.set_,
         storage_address=torch.UntypedStorage.data_ptr,
         storage_holders=holders,
@@ -120,6 +125,13 @@ class StorageWatch:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._reference: Any = storage._weak_ref()
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage, where somebody still holds it. Its identity stays taken until `close`."""
+        if self._reference is None:
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference)
+        return found
 
     def expired(self) -> bool:
         """Whether nobody holds it any more."""

@@ -1,0 +1,192 @@
+"""Finds out what a step can recompute: every saved storage is made again once, compared bit for bit, and timed.
+
+On the data path in one step of a signature, after its profile. Everything moves, and comes back on demand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload._core import SwappedStorage
+from offload.recomputation.measured import MeasuredRecipe, Refusal
+from offload.recomputation.recipe import Recipe
+from offload.recomputation.slicing import recipe_of
+from offload.runtime.engine import Engine
+from offload.runtime.executor import SwapOnDemand
+from offload.runtime.recomputation import Recording, Surroundings
+from offload.runtime.recomputed_storage import StorageKey
+from offload.runtime.schedule import StepOrder
+from offload.torch_compat.dispatch import can_record, undisturbed
+
+__all__ = ["RecipeTrial"]
+
+
+class RecipeTrial(SwapOnDemand):
+    """A step whose operators are all recorded, and in which every recipe is tried.
+
+    Parameters
+    ----------
+    order
+        The recorded step.
+    base_bytes
+        By node of it: on the device beside the tensors that move. None: not known.
+    limit_bytes
+        A recipe that does not fit into what is left is not tried. None: there is no limit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        order: StepOrder,
+        base_bytes: Sequence[int] | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._trial = _Trial(engine, order, base_bytes, limit_bytes)
+        self.recomputation = self._trial
+
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave: wait until it is gone, so that the step needs the least memory."""
+        slot.record.wait_copied_out()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the forward pass is over, and every recipe has been timed."""
+        return self._trial.is_over and not self._trial.read_times()
+
+    @property
+    def is_as_recorded(self) -> bool:
+        """Whether the step saved what the recorded one did."""
+        return self._trial.is_as_recorded
+
+    def recipes(self) -> Mapping[int, MeasuredRecipe]:
+        """What made the same bytes again, by pack index of the entry. Complete once the trial is finished."""
+        self._trial.read_times()
+        return self._trial.recipes
+
+    def refusals(self) -> Mapping[int, Refusal]:
+        """Why the others have no recipe, by pack index of the entry."""
+        return self._trial.refusals
+
+
+class _Trial(Recording):
+    """Tries the recipe of every storage at its pack, while the storage itself is there to compare with."""
+
+    def __init__(
+        self, engine: Engine, order: StepOrder, base_bytes: Sequence[int] | None, limit_bytes: int | None
+    ) -> None:
+        super().__init__()
+        self.recipes: dict[int, MeasuredRecipe] = {}
+        self.refusals: dict[int, Refusal] = {}
+        self.is_over = False
+        self.is_as_recorded = True
+        self._engine = engine
+        self._order = order
+        self._base_bytes = base_bytes
+        self._limit_bytes = limit_bytes
+        self._timed: list[tuple[int, Recipe, Any, Any]] = []
+
+    def begin(self, surroundings: Surroundings) -> None:
+        """The forward pass begins in this thread, and the recording with it."""
+        if can_record() and not self._order.compiled_nodes:
+            super().begin(surroundings)
+            self.passed(-1)
+
+    def passed(self, index: int) -> None:
+        """The hook of this pack is about to return: record again."""
+        if self._recorder is not None:
+            self._recorder.latest_pack = index
+            self._recorder.resume()
+
+    def end(self) -> None:
+        """The forward pass is over."""
+        super().end()
+        self.is_over = True
+
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> None:
+        """Try the recipe; the storage is swapped all the same."""
+        entry = self._order.entries.get(index)
+        if entry is None or entry.nbytes != key[3]:
+            self.is_as_recorded = False
+        elif self._recorder is None:
+            self.refusals[index] = "torch.compile made a part of the step"
+        elif key[2] != 0 or key[3] != tensor.untyped_storage().nbytes():
+            self.refusals[index] = "a part of a larger storage"
+        else:
+            value = self._recorder.value_of(tensor)
+            found = recipe_of(value, weighs=True) if value is not None else "written by what cannot be seen"
+            refusal = found if isinstance(found, str) else self._try(tensor.untyped_storage(), index, found)
+            if refusal:
+                self.refusals[index] = refusal
+
+    def _try(self, storage: torch.UntypedStorage, index: int, recipe: Recipe) -> Refusal:
+        """Run a recipe once, compare and time it. Returns what speaks against it."""
+        assert self._recorder is not None
+        there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
+        missing = {number: slot for number, slot in recipe.slots.items() if there.get(number) is None}
+        needed = recipe.peak_bytes + sum(slot.record.nbytes for slot in missing.values())
+        if needed > self._room(index):
+            return "too large to be tried within the memory limit"
+        if recipe.held_bytes > storage.nbytes() // 8:
+            return "keeps too much of what it reads"
+        try:
+            for slot in missing.values():
+                slot.record.add_view()
+            storages = {number: held.tensor.untyped_storage() for number, held in recipe.held.items()}
+            storages |= {number: slot.record.swap_in()[0] for number, slot in missing.items()}
+            storages |= {number: found for number, found in there.items() if found is not None}
+            same = self._is_same(storage, index, recipe, storages)
+        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+            return f"its operators cannot be run again: {type(error).__name__}"
+        finally:
+            for slot in missing.values():
+                slot.record.remove_view()
+        return "" if same else "its bytes came out differently"
+
+    def _is_same(self, storage: torch.UntypedStorage, index: int, recipe: Recipe, storages: dict[int, Any]) -> bool:
+        begin, cpu_begin = self._engine.mark(), time.thread_time()
+        made = recipe.run(storages)
+        end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
+        with undisturbed():
+            same = made.nbytes() == storage.nbytes() and torch.equal(_as_bytes(made), _as_bytes(storage))
+        if same and self._engine.is_accelerator:
+            self._timed.append((index, recipe, begin, end))
+        elif same:
+            self.recipes[index] = _measured(recipe, seconds, storage.nbytes())
+        return same
+
+    def read_times(self) -> int:
+        """Read the times that the device has come to. Returns how many are left."""
+        left = []
+        for index, recipe, begin, end in self._timed:
+            seconds = self._engine.seconds_since(begin, [end])
+            if seconds is None:
+                left.append((index, recipe, begin, end))
+            else:
+                self.recipes[index] = _measured(recipe, seconds[0], self._order.entries[index].nbytes)
+        self._timed = left
+        return len(left)
+
+    def _room(self, index: int) -> int:
+        if self._limit_bytes is None or self._base_bytes is None:
+            return 2**62
+        return self._limit_bytes - self._base_bytes[self._order.entries[index].packed] - self._engine.resident.now
+
+
+def _measured(recipe: Recipe, seconds: float, nbytes: int) -> MeasuredRecipe:
+    return MeasuredRecipe(
+        seconds=seconds,
+        sources=frozenset(recipe.sources.values()),
+        operators=recipe.operators,
+        is_heavy=recipe.is_heavy,
+        opens=recipe.opens,
+        held_bytes=recipe.held_bytes,
+        workspace_bytes=max(0, recipe.peak_bytes - nbytes),
+    )
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,52 @@
+"""The state of a random number generator before one operator, so that it draws the same numbers again.
+
+Beside the data path: dropout and the like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.devices.device import device_of, is_known
+
+__all__ = ["as_before", "random_state"]
+
+
+class _DeviceGenerator:
+    """A device's own generator; its state is a few bytes in host memory, and reading it waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device_of(device)
+
+    def get_state(self) -> torch.Tensor:
+        return self._device.random_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._device.set_random_state(state)
+
+
+def random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
+    """The generator that a call draws from, and its state. None: nobody knows it."""
+    given = kwargs.get("generator")
+    if given is None:
+        tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        device = tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
+        if not is_known(device):
+            return None
+        given = _DeviceGenerator(device)
+    return given, given.get_state()
+
+
+@contextmanager
+def as_before(generator: Any, state: torch.Tensor) -> Iterator[None]:
+    """Draw what was drawn from `state` on, and leave the generator as it is."""
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)

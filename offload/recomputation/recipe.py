@@ -1,0 +1,159 @@
+"""A recipe: the operators from what is kept or swapped to one dropped storage, and how to run them again.
+
+On the data path: backward asks for a dropped tensor, and its recipe makes the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.recomputation.random_state import as_before
+from offload.recomputation.values import Held, View, copy_of
+from offload.torch_compat.dispatch import undisturbed
+from offload.torch_compat.tensors import version_of
+
+__all__ = ["Argument", "ChangedSource", "Place", "Recipe", "Step"]
+
+# Number of a result, or (position or name, number) of an argument that the call wrote.
+Place = int | tuple[int | str, int]
+_Storages = dict[int, torch.UntypedStorage]
+
+
+class ChangedSource(Exception):
+    """A tensor that a recipe reads was changed in place."""
+
+    def __init__(self, held: Held) -> None:
+        super().__init__()
+        self.held = held
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor argument of a step: a view of a numbered value."""
+
+    number: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator, with values as numbers.
+
+    Attributes
+    ----------
+    cloned
+        Values that it writes to while somebody else needs them as they are.
+    results
+        What is needed of what it makes, and the numbers of those values.
+    last
+        Values that nobody needs afterwards.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: tuple[Any, torch.Tensor] | None
+    cloned: frozenset[int]
+    results: tuple[tuple[Place, int], ...]
+    last: tuple[int, ...]
+
+    def run(self, storages: _Storages) -> None:
+        """Run it on numbered storages, and add what it makes."""
+        seen = {**storages, **{number: copy_of(storages[number]) for number in self.cloned}}
+        args = [_rebuilt(each, seen) for each in self.args]
+        kwargs = {name: _rebuilt(each, seen) for name, each in self.kwargs.items()}
+        if self.random is not None:
+            with as_before(*self.random):
+                result = self.func(*args, **kwargs)
+        else:
+            result = self.func(*args, **kwargs)
+        for place, number in self.results:
+            if isinstance(place, tuple):
+                given = kwargs[place[0]] if isinstance(place[0], str) else args[place[0]]
+                made = given[place[1]] if isinstance(given, list) else given
+            else:
+                made = result[place] if isinstance(result, (tuple, list)) else result
+            if not isinstance(made, torch.Tensor):  # a kernel that makes less where no gradient is recorded
+                raise RuntimeError(f"{self.func} did not return what it had returned in forward")
+            storages[number] = made.untyped_storage()
+        for number in self.last:
+            del storages[number]
+
+
+def _rebuilt(given: Any, storages: _Storages) -> Any:
+    if type(given) is Argument:
+        return given.view.of(storages[given.number])
+    if type(given) is list:
+        return [_rebuilt(each, storages) for each in given]
+    return given
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make one storage again.
+
+    Attributes
+    ----------
+    target
+        Number of the value that is asked for.
+    slots
+        Where the bytes of saved storages are, by number of the value. Each holds one view more for it.
+    held
+        What stays on the device, by number of the value.
+    sources
+        Pack indices of the entries that it reads, by number of the value.
+    is_heavy
+        Whether a matrix product, a convolution or attention is among them.
+    opens
+        The pack after which its operators have to be recorded.
+    peak_bytes
+        The most that is there at a time of what it makes; 0: not weighed.
+    """
+
+    target: int
+    steps: tuple[Step, ...]
+    slots: dict[int, Any]
+    held: dict[int, Held]
+    sources: dict[int, int]
+    is_heavy: bool
+    opens: int
+    peak_bytes: int
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Names, in order."""
+        return tuple(str(step.func) for step in self.steps)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what it holds, and nobody else need."""
+        return sum(held.nbytes for held in self.held.values() if held.is_own)
+
+    def load(self) -> _Storages:
+        """The bytes that it reads, on the device and ready for the current stream.
+
+        Raises
+        ------
+        ChangedSource
+            A tensor that stays was changed in place since.
+        OSError
+            Bytes could not be read back; a later call tries again.
+        """
+        for held in self.held.values():
+            if version_of(held.tensor) != held.version:
+                raise ChangedSource(held)
+        found = {number: held.tensor.untyped_storage() for number, held in self.held.items()}
+        for number, slot in self.slots.items():
+            found[number], begin = slot.record.swap_in()
+            assert begin == 0  # recipes read whole storages alone
+        return found
+
+    def run(self, storages: _Storages) -> torch.UntypedStorage:
+        """The dropped storage, made of what `load` returned; takes that over."""
+        with undisturbed():
+            for step in self.steps:
+                step.run(storages)
+        return storages[self.target]

@@ -1,0 +1,215 @@
+"""Takes down operators while it is on: which version of which storage each of them read and made.
+
+On the data path where a plan drops tensors: every operator of a window passes through here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from offload._core import version_owner
+from offload.recomputation.operators import Operator, operator_of
+from offload.recomputation.random_state import random_state
+from offload.recomputation.values import Call, Held, Reference, Value
+from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode
+from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
+
+__all__ = ["OperatorRecorder"]
+
+_PLAIN = (torch.Tensor, Parameter)
+_NO_KEY = 0
+_NO_SOURCE = Reference(Value(0, -1), torch.empty(0))
+
+
+class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
+    """What the operators of one forward pass made, while it is on.
+
+    Parameters
+    ----------
+    small_nbytes
+        Tensors below are held where a recipe reads them.
+    is_state
+        Whether a storage, given by identity, is of a parameter or a buffer that stays as it is until backward.
+
+    Attributes
+    ----------
+    is_on
+        Whether it is on the stack of the thread that made it.
+    latest_pack
+        Number of the latest pack that was told.
+    """
+
+    def __init__(self, small_nbytes: int, is_state: Callable[[int], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_on = False
+        self.latest_pack = -1
+        self._small_nbytes = small_nbytes
+        self._is_state = is_state
+        self._thread = threading.get_ident()
+        self._modes = mode_count()
+        self._calls = 0
+        self._pack_before = -1
+        self._values: dict[int, Value] = {}  # by identity of the storage: its latest version
+        self._saved: dict[int, Value] = {}  # the same, of what was packed; kept from window to window
+        self.watches: list[StorageWatch] = []
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Record from now on. Nothing happens where a mode of somebody else's is on, whose exit would meet this one."""
+        if not self.is_on and mode_count() == self._modes and threading.get_ident() == self._thread:
+            self.is_on = True
+            push_mode(self)
+
+    def suspend(self) -> None:
+        """Record no longer; what was recorded stays."""
+        if self.is_on and threading.get_ident() == self._thread:
+            remove_mode(self)
+            self.is_on = False
+
+    def forget(self) -> None:
+        """A window ends: what was not packed may be written to before the next one, unseen."""
+        self._values.clear()
+
+    def close(self) -> None:
+        """The forward pass is over."""
+        self.suspend()
+        self._values.clear()
+        self._saved.clear()
+        while self.watches:
+            self.watches.pop().close()
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def value_of(self, tensor: torch.Tensor) -> Value | None:
+        """The value that a tensor shows; None where nothing seen made it."""
+        value = self._values.get(storage_identity(tensor.untyped_storage()))
+        return value if value is not None and value.version == version_of(tensor) else None
+
+    def saved(self, tensor: torch.Tensor, index: int, slot: Any, nbytes: int) -> None:
+        """A storage was packed: it can be read from there. `slot` is a weak reference; None: the tensor stays."""
+        storage = tensor.untyped_storage()
+        key, version = storage_identity(storage), version_of(tensor)
+        value = self._values.get(key)
+        leaf = Value(nbytes, version, value.watch if value is not None else self._watch(storage))
+        held = Held(tensor, nbytes) if slot is None else None
+        for each in (leaf, value):
+            if each is not None and each.version == version:
+                each.index, each.slot, each.held = index, slot, held
+        self._saved[key] = leaf
+
+    def source(self, index: int) -> torch.UntypedStorage | None:
+        """The storage that a pack saved, where it is still there and holds the same bytes."""
+        for key, saved in self._saved.items():
+            if saved.index == index:
+                value = self._values.get(key)
+                unchanged = value is None or value.version == saved.version
+                return saved.watch.storage() if unchanged and saved.watch is not None else None
+        return None
+
+    def _watch(self, storage: torch.UntypedStorage) -> StorageWatch:
+        watch = StorageWatch(storage)
+        self.watches.append(watch)
+        return watch
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and take down what it read and made."""
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        if operator.passes or threading.get_ident() != self._thread:
+            return func(*args, **kwargs)
+        note = self._note
+        noted = tuple([note(each) for each in args])
+        named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
+        random = random_state(args, kwargs) if operator.is_seeded else None
+        saves = operator.is_heavy and any(isinstance(each, torch.Tensor) and _has_history(each) for each in args)
+        call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves)
+        self._calls += 1
+        self._pack_before = self.latest_pack
+        result = func(*args, **kwargs)
+        if operator.writes or operator.writes_all:
+            self._note_writes(call, args, kwargs)
+        if type(result) is torch.Tensor:
+            self._note_result(call, 0, result)
+        elif isinstance(result, (tuple, list)):
+            for place, made in enumerate(result):
+                if type(made) is torch.Tensor:
+                    self._note_result(call, place, made)
+        return result
+
+    def _note(self, given: Any) -> Any:
+        kind = type(given)
+        if kind is torch.Tensor or kind is Parameter:
+            key = _key_of(given)
+            value = self._values.get(key)
+            if value is None:
+                if key == _NO_KEY or not _is_known(given):
+                    return _NO_SOURCE
+                value = self._values[key] = self._leaf(given, given.untyped_storage(), key)
+            elif value.version != version_of(given):
+                return _NO_SOURCE  # written to where nothing sees it
+            return Reference(value, given)
+        if kind is list or kind is tuple:
+            return [self._note(each) for each in given]
+        return _NO_SOURCE if isinstance(given, torch.Tensor) else given
+
+    def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: int) -> Value:
+        """What was there before the window."""
+        version = version_of(tensor)
+        saved = self._saved.get(key)
+        if saved is not None and saved.version == version:
+            return saved
+        nbytes = storage.nbytes()
+        leaf = Value(nbytes, version, self._watch(storage))
+        is_state = self._is_state(key)
+        if is_state or nbytes < self._small_nbytes:
+            leaf.held = Held(tensor, nbytes, is_own=not is_state, is_state=is_state)
+        return leaf
+
+    def _note_writes(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operator: Operator = call.operator
+        places: tuple[int | str, ...] = (*range(len(args)), *kwargs) if operator.writes_all else operator.writes
+        for place in places:
+            given: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+            for number, tensor in enumerate(given if type(given) in (list, tuple) else (given,)):
+                if not isinstance(tensor, torch.Tensor) or not _is_known(tensor):
+                    continue
+                storage = tensor.untyped_storage()
+                key = storage_identity(storage)
+                before = self._values.get(key)
+                watch = before.watch if before is not None else self._watch(storage)
+                # The version is counted once more after this returns.
+                self._values[key] = Value(storage.nbytes(), version_of(tensor) + 1, watch, call, (place, number))
+
+    def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
+        key = _key_of(made)
+        # A known one is a view without saying so.
+        if key != _NO_KEY and key not in self._values and not made.is_inference():
+            storage = made.untyped_storage()
+            self._values[key] = Value(storage.nbytes(), version_of(made), self._watch(storage), call, place)
+
+
+def _key_of(tensor: torch.Tensor) -> int:
+    try:
+        return storage_identity(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse, or wrapped by functorch
+        return _NO_KEY
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one with bytes and a version of its own."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_inference()
+    return plain and has_own_bytes(tensor)
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and type(version_owner(tensor)) is not Parameter

@@ -1,0 +1,172 @@
+"""What a step computes, as values that never change: a version of a storage, and the call that made it.
+
+Beside the data path: recipes are cut out of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.recomputation.operators import Operator
+from offload.torch_compat.tensors import StorageWatch, conjugated, negated, version_of
+
+__all__ = ["Call", "Held", "Reference", "Value", "View", "copy_of", "references"]
+
+COPIED_NBYTES_MAX = 64 << 10  # of a tensor that is copied rather than held
+
+
+class Held:
+    """A tensor that stays on the device until backward, and what version of it is meant.
+
+    Attributes
+    ----------
+    is_own
+        Nobody else need hold it: it counts as the recipe's.
+    is_state
+        It is a parameter or a buffer.
+    """
+
+    __slots__ = ("_is_settled", "is_own", "is_state", "nbytes", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, *, is_own: bool = False, is_state: bool = False) -> None:
+        self.tensor = tensor  # with its history: below autograd no alias shares the version counter
+        self.version = version_of(tensor)
+        self.nbytes = nbytes
+        self.is_own = is_own
+        self.is_state = is_state
+        self._is_settled = False
+
+    def is_usable(self, is_saved: bool) -> bool:
+        """Whether a recipe may read it in backward. `is_saved`: autograd saves it too, and notices changes.
+
+        A small tensor is copied, so that it may be changed before backward, as plain torch allows.
+        """
+        if self._is_settled:
+            return is_saved or not self.is_state or self.nbytes <= COPIED_NBYTES_MAX
+        if version_of(self.tensor) != self.version:
+            return False
+        if (self.is_own or self.is_state) and self.nbytes <= COPIED_NBYTES_MAX:
+            self.tensor = View(self.tensor).of(copy_of(self.tensor.untyped_storage()))
+            self.version = version_of(self.tensor)
+        elif is_saved or not self.is_state:
+            self.tensor = self.tensor.detach()
+        else:
+            return False
+        self._is_settled = True
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One operator that ran: its arguments are references to values, or what they were."""
+
+    number: int
+    func: Any
+    operator: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: tuple[Any, torch.Tensor] | None  # a generator, and its state before
+    opens: int  # the latest pack before the call that came before this one
+    saves_weights: bool  # autograd saves every argument of it
+    read: list[tuple[Reference, bool]] | None = None  # its tensor arguments, with whether it writes to them
+
+
+class Value:
+    """One version of one storage.
+
+    Attributes
+    ----------
+    call, place
+        What made it: the number of a result, or (position, number) of an argument that the call wrote.
+    nbytes
+        Of the storage.
+    version
+        Of the tensors that show it.
+    watch
+        Whether somebody still holds the storage.
+    index, slot, held
+        Where else its bytes are: number of the pack that saved it, its slot, or a tensor that stays.
+    """
+
+    index = -1
+    slot: Any = None  # a weak reference
+    held: Held | None = None
+
+    def __init__(
+        self,
+        nbytes: int,
+        version: int,
+        watch: StorageWatch | None = None,
+        call: Call | None = None,
+        place: int | tuple[int | str, int] = 0,
+    ) -> None:
+        self.call = call
+        self.place = place
+        self.nbytes = nbytes
+        self.version = version
+        self.watch = watch
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Other memory with the same bytes."""
+    copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return copied
+
+
+class View:
+    """How a tensor sees its storage."""
+
+    __slots__ = ("_dtype", "_is_conj", "_is_neg", "_offset", "_shape", "_stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._dtype = tensor.dtype
+        self._shape = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same view of other bytes."""
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+        tensor.set_(storage, int(self._offset), self._shape, self._stride)
+        if self._is_conj:
+            tensor = conjugated(tensor)
+        return negated(tensor) if self._is_neg else tensor
+
+
+class Reference(View):
+    """A tensor argument: which value, and how it is seen."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Value, tensor: torch.Tensor) -> None:
+        self.value = value
+        # Not by way of `super`: most of what recording costs is here.
+        self._dtype = tensor.dtype
+        self._shape = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+
+    def view(self) -> View:
+        """The same without the value, and without all that it was made of."""
+        copied = View.__new__(View)
+        for name in View.__slots__:
+            setattr(copied, name, getattr(self, name))
+        return copied
+
+
+def references(given: Any) -> list[Reference]:
+    """The references in an argument, or in several."""
+    if type(given) is Reference:
+        return [given]
+    if type(given) in (list, tuple):
+        return [found for each in given for found in references(each)]
+    if type(given) is dict:
+        return references(list(given.values()))
+    return []

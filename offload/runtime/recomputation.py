@@ -1,0 +1,148 @@
+"""Recomputation within one forward pass: records operators where the schedule needs it, and drops what it says.
+
+On the data path: hooks tell it of every storage that they swap or keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+from weakref import ref
+
+import torch
+
+from offload._core import SwappedStorage
+from offload.options import Options
+from offload.recomputation.recorder import OperatorRecorder
+from offload.recomputation.slicing import recipe_of
+from offload.runtime.engine import Engine
+from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
+from offload.runtime.schedule import Schedule
+from offload.runtime.weak import call_when_dead
+from offload.torch_compat.tensors import StorageWatch
+
+# What graph nodes hold of a storage whose bytes are out.
+Handle = SwappedStorage | DroppedHandle
+
+__all__ = ["DroppedTensors", "Recomputation", "Surroundings"]
+
+
+class Surroundings(Protocol):
+    """What is asked about the model."""
+
+    options: Options
+
+    def holds_state(self, storage_id: int) -> bool:
+        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
+
+
+class Recomputation(Protocol):
+    """What the hooks of a step tell, so that tensors can be dropped."""
+
+    def begin(self, surroundings: Surroundings) -> None:
+        """The forward pass begins in this thread."""
+
+    def pause(self) -> None:
+        """A hook begins; what it does is none of the step's own operators."""
+
+    def passed(self, index: int) -> None:
+        """The hook of this pack is about to return."""
+
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
+        """Drop a storage rather than copy it. None: it is swapped."""
+
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
+        """A storage was swapped out; without a slot it stays."""
+
+    def end(self) -> None:
+        """The forward pass is over, also by an exception; may be called again."""
+
+
+class Recording:
+    """A recorder in its step: on between packs, off in hooks, gone at the end."""
+
+    def __init__(self) -> None:
+        self._recorder: OperatorRecorder | None = None
+        self._is_open = False
+
+    def begin(self, surroundings: Surroundings) -> None:
+        """The forward pass begins in this thread."""
+        self._recorder = OperatorRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
+        call_when_dead(self, partial(_close_all, self._recorder.watches))
+
+    def pause(self) -> None:
+        """A hook begins."""
+        if self._recorder is not None:
+            self._recorder.suspend()
+
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
+        """A storage was swapped out, dropped, or stays. Recipes read whole storages alone."""
+        if self._recorder is not None and key[2] == 0 and key[3] == tensor.untyped_storage().nbytes():
+            self._recorder.saved(tensor, index, None if slot is None else ref(slot), key[3])
+
+    def end(self) -> None:
+        """The forward pass is over."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
+
+
+class DroppedTensors(Recording):
+    """Drops what a schedule says, where this step's own operators make it again from what the trial has found.
+
+    Parameters
+    ----------
+    ran
+        Told the bytes and seconds of every recomputation.
+    """
+
+    def __init__(self, schedule: Schedule, engine: Engine, ran: Callable[[int, float], None]) -> None:
+        super().__init__()
+        self._schedule = schedule
+        self._engine = engine
+        self._ran = ran
+        self._opens = frozenset(opens for opens, _ in schedule.windows)
+        self._closes = frozenset(closes for _, closes in schedule.windows)
+
+    def begin(self, surroundings: Surroundings) -> None:
+        """The forward pass begins in this thread, and with it the first window, if it is that early."""
+        super().begin(surroundings)
+        self.passed(-1)
+
+    def passed(self, index: int) -> None:
+        """The hook of this pack is about to return: a window may begin or end."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        if index in self._closes:
+            self._is_open = False
+            recorder.forget()
+        if index in self._opens:
+            self._is_open = True
+        if self._is_open:
+            recorder.resume()
+
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
+        """A storage was swapped out, dropped, or stays, perhaps not for the first time."""
+        super().saved(tensor, self._schedule.order.duplicates.get(index, index), key, slot)
+
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
+        """Drop a storage. None where the schedule does not say so, or this step's own recipe does not keep to it."""
+        known = self._schedule.recipes.get(index)
+        if known is None or self._recorder is None or key[2] != 0 or not self._schedule.matches(index, key[3]):
+            return None
+        value = self._recorder.value_of(tensor)
+        recipe = recipe_of(value) if value is not None else None
+        if recipe is None or isinstance(recipe, str):
+            return None
+        if not known.sources.issuperset(recipe.sources.values()) or recipe.held_bytes > known.held_bytes:
+            return None  # it would keep what the plan does not keep
+        slot = self._engine.drop(tensor, key, recipe, self._ran)
+        self.saved(tensor, index, key, slot)
+        return slot
+
+
+def _close_all(watches: list[StorageWatch]) -> None:
+    while watches:
+        watches.pop().close()

@@ -1,0 +1,183 @@
+"""One dropped storage: nothing holds its bytes, and a recipe makes them again when backward asks.
+
+On the data path: to graph nodes and their views it is what a swapped storage is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from offload._core import Gauge, version_owner
+from offload.recomputation.recipe import ChangedSource, Recipe
+from offload.torch_compat.tensors import StorageWatch, raise_changed, version_of, weak_reference
+
+__all__ = ["DroppedHandle", "Memory", "RecomputedStorage", "StorageKey", "WeakDroppedHandle"]
+
+# Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
+StorageKey = tuple[int, int, int, int, int]
+
+
+class Memory(Protocol):
+    """The device's memory, as the engine keeps it."""
+
+    device: torch.device
+    resident: Gauge
+    unswapped: Gauge
+    dropped: Gauge
+
+    def current_stream(self) -> int:
+        """Handle of the compute stream that the calling thread uses now."""
+
+
+class DroppedHandle:
+    """What graph nodes hold of a dropped storage, and nothing else does.
+
+    An object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again, and
+    tells the engine that the graph is gone. No Python code runs then: an exception that the handler of a signal raised
+    in it would be lost.
+    """
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: RecomputedStorage) -> None:
+        self.record = record
+
+
+class WeakDroppedHandle(weakref.ref[DroppedHandle]):
+    """A weak reference to a handle that still knows the record when the handle is gone."""
+
+    __slots__ = ("record",)
+    record: RecomputedStorage
+
+
+class RecomputedStorage:
+    """The bytes of one storage at one version, which are made again."""
+
+    __slots__ = (
+        "_counted",
+        "_engine",
+        "_lock",
+        "_owner",
+        "_ran",
+        "_recipe",
+        "_source",
+        "_storage",
+        "_stream",
+        "_views_left",
+        "key",
+        "nbytes",
+        "views",
+    )
+
+    def __init__(
+        self, engine: Memory, key: StorageKey, recipe: Recipe, tensor: torch.Tensor, ran: Callable[[int, float], None]
+    ) -> None:
+        self.key = key
+        self.nbytes = key[3]
+        self.views = 0
+        self._views_left = 0
+        self._engine = engine
+        self._recipe: Recipe | None = recipe
+        self._ran = ran
+        self._counted = self.nbytes  # of the engine's `unswapped`
+        self._lock = threading.RLock()
+        self._owner = weak_reference(version_owner(tensor))  # keeps the owner's address from being used again
+        self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
+        self._storage: torch.UntypedStorage | None = None
+        self._stream = 0
+        for slot in recipe.slots.values():
+            slot.record.add_view()
+
+    is_swapped_out = False
+    ticket = None
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the device without elements."""
+        return torch.empty(0, dtype=dtype, device=self._engine.device)
+
+    def add_view(self) -> None:
+        """One more asks for the bytes."""
+        self.views += 1
+        self._views_left += 1
+
+    def remove_view(self) -> None:
+        """One less asks for the bytes; they leave again where no other view is in use."""
+        with self._lock:
+            self.views -= 1
+            self._views_left = min(self._views_left, self.views)
+            if self._views_left == self.views and self._storage is not None:
+                self._drop_storage()
+
+    def prefetch(self) -> bool:
+        """There is no copy to start."""
+        return False
+
+    def wait_copied_out(self) -> None:
+        """There is no copy to wait for."""
+
+    def is_gone(self) -> bool:
+        """Whether nobody holds the tensor that was dropped any more. Told once, the engine counts its bytes no more."""
+        source = self._source
+        if source is not None and source.expired():
+            self._source = None
+            self._engine.dropped.add(-self.nbytes)
+        return self._source is None
+
+    def swap_in(self) -> tuple[torch.UntypedStorage, int]:
+        """The bytes on the device: made now, or for an earlier view. One view is served per call.
+
+        Raises
+        ------
+        RuntimeError
+            A tensor that they are made of was changed in place.
+        OSError
+            One could not be read back; a later call tries again.
+        """
+        with self._lock:
+            stream = self._engine.current_stream()
+            if self._storage is not None and self._stream != stream:
+                self._drop_storage()  # made on another stream: its memory belongs to that one
+            if self._storage is None:
+                self._storage, self._stream = self._made(), stream
+                self._engine.resident.add(self.nbytes)
+            storage = self._storage
+            self._views_left -= 1
+            if self._views_left <= 0:
+                self._views_left = self.views  # a retained graph may come again
+                self._drop_storage()
+            return storage, 0
+
+    def _made(self) -> torch.UntypedStorage:
+        recipe = self._recipe
+        assert recipe is not None  # a handle is held, so the record is not free
+        try:
+            storages = recipe.load()
+        except ChangedSource as changed:
+            tensor = changed.held.tensor
+            raise_changed(tensor.type(), tensor.shape, version_of(tensor), changed.held.version)
+        begin = time.thread_time()
+        storage = recipe.run(storages)
+        self._ran(self.nbytes, time.thread_time() - begin)
+        return storage
+
+    def _drop_storage(self) -> None:
+        self._storage = None
+        self._engine.resident.add(-self.nbytes)
+
+    def free(self) -> None:
+        """Free memory and sources; the last handle is gone. An interrupted call may be repeated."""
+        counted, self._counted = self._counted, 0
+        self._engine.unswapped.add(-counted)
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+            self._engine.dropped.add(-self.nbytes)
+        if self._storage is not None:
+            self._drop_storage()
+        self._recipe = None

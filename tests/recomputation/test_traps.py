@@ -1,0 +1,451 @@
+"""What recomputation can get wrong, one test each: dropped tensors, and results as without the engine."""
+
+import threading
+
+import pytest
+import torch
+from forced import Calls, gradients
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+def plain_step(model, number, width=64):
+    model.zero_grad()
+    model(torch.randn(32, width)).square().mean().backward()
+    return gradients(model)
+
+
+def silu_twice(h):
+    return functional.silu(functional.gelu(h) * torch.sigmoid(h))
+
+
+def made(function=silu_twice):
+    return lambda: Calls(function)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_are_drawn_again(forcing):
+    def function(h):
+        return functional.dropout(functional.gelu(functional.dropout(h, 0.3)), 0.2) * torch.rand_like(h)
+
+    forcing.compare(made(function), plain_step)
+
+
+def test_random_numbers_of_a_generator_of_its_own(forcing):
+    def step(model, number):
+        generator = torch.Generator().manual_seed(number)
+        model.function = lambda h: functional.gelu(h + torch.rand(h.shape, generator=generator))
+        return [*plain_step(model, number), generator.get_state()]
+
+    forcing.compare(made(None), step)
+
+
+def test_casts_of_autocast_are_operators(forcing):
+    def step(model, number):
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain_step(model, number)
+
+    forcing.compare(made(), step)
+
+
+def test_backward_within_autocast(forcing):
+    def function(h):
+        with torch.autocast("cpu", enabled=False):
+            return silu_twice(h.float())
+
+    def step(model, number):
+        with torch.autocast("cpu", torch.bfloat16):  # also around the operators that are run again
+            return plain_step(model, number)
+
+    forcing.compare(made(function), step)
+
+
+def test_chains_of_changes_in_place(forcing):
+    def function(h):
+        h = h.relu_()
+        h = h * torch.sigmoid(h)
+        h = (h + 1).mul_(2)
+        h[:, :7].add_(3)
+        return h.sigmoid_()
+
+    forcing.compare(made(function), plain_step)
+
+
+def test_an_earlier_version_that_somebody_else_needs(forcing):
+    def function(h):
+        h = h * 2
+        first = torch.sin(h.detach()) * h.sum()
+        kept = h * h.detach().cos()  # saves the cosine, which is of the version before
+        h = h.exp_()
+        return kept + functional.silu(h.mul(2)) + first
+
+    forcing.compare(made(function), plain_step)
+
+
+def test_running_statistics_are_updated_once(forcing):
+    class Normalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 3)
+
+        def forward(self, x):
+            return self.b(functional.silu(self.norm(functional.gelu(self.a(x)))))
+
+    def step(model, number):
+        model.zero_grad()
+        model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+        return [*gradients(model), *(each.clone() for each in model.buffers())]
+
+    forcing.compare(Normalized, step)
+
+
+def test_statistics_that_are_only_read(forcing):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 4, 3)
+
+        def forward(self, x):
+            self.norm.eval()
+            return self.b(functional.silu(self.norm(functional.gelu(self.a(x)))))
+
+    def step(model, number):
+        model.zero_grad()
+        model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+        return gradients(model)
+
+    forcing.compare(Frozen, step)
+
+
+def test_a_scalar_that_changes_every_step(forcing):
+    class Scaled(Calls):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return self.b(functional.gelu(self.a(x)) * self.count)
+
+    forcing.compare(lambda: Scaled(None), plain_step)
+
+
+def test_branches_that_data_decide(forcing):
+    def function(h):
+        return silu_twice(h) if h.sum().item() > 0 else torch.tanh(functional.gelu(h) * 3)
+
+    forcing.compare(made(function), plain_step, steps=12)
+
+
+def test_views_share_one_storage(forcing):
+    def function(h):
+        made = functional.gelu(h)
+        left, right = made.chunk(2, 1)
+        return torch.cat((left * right, left.t().contiguous().t() * right.sigmoid()), 1)
+
+    forcing.compare(made(function), plain_step)
+
+
+def test_several_results_of_one_operator(forcing):
+    def function(h):
+        values, indices = h.sort(1)
+        return functional.silu(values) * functional.layer_norm(values, values.shape[1:]) + indices
+
+    forcing.compare(made(function), plain_step)
+
+
+# -- what may not be trusted -------------------------------------------------------------------------------------------
+
+
+def test_bytes_written_behind_torchs_back(forcing):
+    def function(h):
+        h = functional.gelu(h)
+        h.detach().numpy()[:] *= 2
+        return h
+
+    handle = forcing.compare(made(function), plain_step, recomputes=None)
+    assert "its bytes came out differently" in forcing.refused(handle)
+
+
+def test_blank_memory_is_no_source(forcing):
+    def function(h):
+        blank = torch.empty(h.shape)
+        blank.numpy()[:] = 3
+        return h * blank
+
+    handle = forcing.compare(made(function), plain_step, recomputes=None)
+    assert "written by what cannot be seen" in forcing.refused(handle)
+
+
+def test_operators_that_add_up_in_any_order(forcing):
+    def function(h):
+        index = torch.arange(32).flip(0)
+        return functional.silu(torch.zeros(h.shape).index_add(0, index, h))
+
+    handle = forcing.compare(made(function), plain_step, recomputes=None)
+    assert "made by index_add, which may not repeat itself" in forcing.refused(handle)
+
+
+def test_operators_of_others(forcing):
+    @torch.library.custom_op("recomputed::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        double.calls += 1
+        return x * 2
+
+    double.calls = 0
+    double.register_autograd(lambda context, grad: grad * 2)
+    handle = forcing.compare(made(lambda h: functional.silu(double(h))), plain_step, recomputes=None)
+    assert "made by recomputed::double, which is not torch's own" in forcing.refused(handle)
+    assert double.calls == 12  # six steps, each with and without
+
+
+def test_tensors_that_are_no_plain_ones(forcing):
+    def function(h):
+        masked = torch.func.vmap(lambda row: row.sigmoid() * row)(h)
+        return silu_twice(masked) + (h.to_sparse() * 2).to_dense()
+
+    forcing.compare(made(function), plain_step)
+
+
+# -- changed before backward -------------------------------------------------------------------------------------------
+
+
+def both_raise(forcing, make, spoil):
+    plain, dropping = make(), make()
+    dropping.load_state_dict(plain.state_dict())
+    handle = forcing.enable(dropping)
+    for _ in range(3):
+        plain_step(dropping, 0)
+    said = []
+    for model in (plain, dropping):
+        torch.manual_seed(5)
+        loss = model(torch.randn(32, 64)).square().mean()
+        spoil(model)
+        try:
+            loss.backward()
+        except RuntimeError as error:  # whose traceback would keep the graph
+            said.append(str(error).partition("[")[0])
+        del loss
+    assert len(said) == 2
+    assert "modified by an inplace operation" in said[0]
+    assert said[0] == said[1]
+    assert handle._counts.recomputed.tensors > 0
+
+
+def test_a_source_changed_later_raises_as_ever(forcing):
+    class Keeping(Calls):
+        def forward(self, x):
+            self.h = self.a(x)
+            return self.b(silu_twice(self.h))
+
+    def spoil(model):
+        with torch.no_grad():
+            model.h.add_(1)
+
+    both_raise(forcing, lambda: Keeping(None), spoil)
+
+
+def test_a_dropped_tensor_changed_later_raises_as_ever(forcing):
+    class Keeping(Calls):
+        def forward(self, x):
+            self.h = functional.gelu(self.a(x))
+            return self.b(self.h)
+
+    def spoil(model):
+        with torch.no_grad():
+            model.h.add_(1)
+
+    both_raise(forcing, lambda: Keeping(None), spoil)
+
+
+def test_a_parameter_changed_before_backward_raises_as_ever(forcing):
+    def spoil(model):
+        with torch.no_grad():
+            model.b.weight.add_(1)
+
+    both_raise(forcing, made(), spoil)
+
+
+def test_what_plain_torch_lets_change(forcing):
+    """A bias that autograd does not save, and a scale that it has taken a copy of."""
+
+    class Biased(Calls):
+        def __init__(self):
+            super().__init__(None)
+            self.bias = nn.Parameter(torch.ones(256))
+            self.register_buffer("shift", torch.ones(256))
+
+        def forward(self, x):
+            return self.b(functional.silu(functional.gelu(self.a(x)) + self.bias + self.shift))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64)).square().mean()
+        with torch.no_grad():
+            model.bias.add_(0.5)
+            model.shift.mul_(2)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Biased, step)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_retained_graph(forcing):
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(made(), step)
+
+
+def test_double_backward(forcing):
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64)).square().mean()
+        first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum((each * each).sum() for each in first).backward()
+        return gradients(model)
+
+    forcing.compare(made(), step)
+
+
+def test_partial_backward(forcing):
+    def step(model, number):
+        loss = model(torch.randn(32, 64)).square().mean()
+        late = torch.autograd.grad(loss, [model.b.weight], retain_graph=True)
+        return [*late, *torch.autograd.grad(loss, [model.a.weight])]
+
+    forcing.compare(made(), step)
+
+
+def test_two_graphs_at_once(forcing):
+    def step(model, number):
+        model.zero_grad()
+        first = model(torch.randn(32, 64)).square().mean()
+        second = model(torch.randn(32, 64)).abs().mean()
+        second.backward()
+        first.backward()
+        return gradients(model)
+
+    forcing.compare(made(), step, steps=8)
+
+
+def test_a_graph_without_backward(forcing):
+    def step(model, number):
+        model(torch.randn(32, 64)).square().mean()
+        return plain_step(model, number)
+
+    forcing.compare(made(), step)
+
+
+def test_backward_in_another_thread(forcing):
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64)).square().mean()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return gradients(model)
+
+    forcing.compare(made(), step)
+
+
+def test_checkpoints_inside_step_aside(forcing):
+    def function(h):
+        return checkpoint(silu_twice, h, use_reentrant=False) + functional.silu(functional.gelu(h))
+
+    forcing.compare(made(function), plain_step)
+
+
+def test_reentrant_checkpoints_inside(forcing):
+    def function(h):
+        return checkpoint(silu_twice, h, use_reentrant=True) + functional.silu(functional.gelu(h))
+
+    forcing.compare(made(function), plain_step)
+
+
+def test_hooks_of_modules_run_once(forcing):
+    calls = []
+
+    def make():
+        model = Calls(silu_twice)
+        model.a.register_forward_hook(lambda *args: calls.append(1) or None)
+        return model
+
+    forcing.compare(make, plain_step)
+    assert len(calls) == 12
+
+
+# -- the mode ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_leaves_no_mode(forcing):
+    class Failing(Calls):
+        fails = False
+
+        def forward(self, x):
+            h = functional.gelu(self.a(x))
+            if self.fails:
+                raise ValueError("on purpose")
+            return self.b(functional.silu(h))
+
+    model = Failing(None)
+    handle = forcing.enable(model)
+    for number in range(6):
+        model.fails = number == 4
+        if model.fails:
+            with pytest.raises(ValueError, match="on purpose"):
+                plain_step(model, number)
+        else:
+            plain_step(model, number)
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert handle._counts.recomputed.tensors > 0
+
+
+def test_modes_of_others_come_and_go(forcing):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Passing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def function(h):
+        with Passing():
+            h = silu_twice(functional.gelu(h))
+        return silu_twice(h)
+
+    def step(model, number):
+        with Passing():
+            plain_step(model, number)
+        return gradients(model)
+
+    forcing.compare(made(function), step)
+
+
+def test_the_mode_loads_no_compiler(tmp_path):
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    script = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from forced import Calls, Forcing, gradients
+import torch
+from torch.nn import functional
+model = Calls(lambda h: functional.silu(functional.gelu(h)))
+handle = Forcing({str(tmp_path)!r}).enable(model)
+for number in range(4):
+    model(torch.randn(32, 64)).square().mean().backward()
+assert handle._counts.recomputed.tensors > 0
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
