@@ -14,7 +14,8 @@ import torch
 from offload._core import SwappedStorage
 from offload.recomputation.measured import MeasuredRecipe, Refusal
 from offload.recomputation.recipe import Recipe
-from offload.recomputation.slicing import recipe_of
+from offload.recomputation.slicing import NOT_MADE, recipe_of
+from offload.recomputation.values import Held, Probe
 from offload.runtime.engine import Engine
 from offload.runtime.executor import SwapOnDemand
 from offload.runtime.recomputation import Recording, Surroundings
@@ -87,6 +88,7 @@ class _Trial(Recording):
         self._order = order
         self._base_bytes = base_bytes
         self._limit_bytes = limit_bytes
+        self._read: dict[int, list[Held | Probe]] = {}
         self._timed: list[tuple[int, Recipe, Any, Any]] = []
 
     def begin(self, surroundings: Surroundings) -> None:
@@ -105,6 +107,12 @@ class _Trial(Recording):
         """The forward pass is over."""
         super().end()
         self.is_over = True
+        for index, sources in self._read.items():
+            if any(source.is_changed for source in sources):
+                self.recipes.pop(index, None)
+                self._timed = [row for row in self._timed if row[0] != index]
+                self.refusals[index] = "what it reads is changed in place later"
+        self._read.clear()
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> None:
         """Try the recipe; the storage is swapped all the same."""
@@ -117,7 +125,7 @@ class _Trial(Recording):
             self.refusals[index] = "a part of a larger storage"
         else:
             value = self._recorder.value_of(tensor)
-            found = recipe_of(value, weighs=True) if value is not None else "written by what cannot be seen"
+            found = recipe_of(value, weighs=True) if value is not None else NOT_MADE
             refusal = found if isinstance(found, str) else self._try(tensor.untyped_storage(), index, found)
             if refusal:
                 self.refusals[index] = refusal
@@ -126,7 +134,7 @@ class _Trial(Recording):
         """Run a recipe once, compare and time it. Returns what speaks against it."""
         assert self._recorder is not None
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
-        missing = {number: slot for number, slot in recipe.slots.items() if there.get(number) is None}
+        missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}
         needed = recipe.peak_bytes + sum(slot.record.nbytes for slot in missing.values())
         if needed > self._room(index):
             return "too large to be tried within the memory limit"
@@ -152,6 +160,8 @@ class _Trial(Recording):
         end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
         with undisturbed():
             same = made.nbytes() == storage.nbytes() and torch.equal(_as_bytes(made), _as_bytes(storage))
+        if same:
+            self._read[index] = recipe.changeable
         if same and self._engine.is_accelerator:
             self._timed.append((index, recipe, begin, end))
         elif same:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.recomputation.random_state import as_before
-from offload.recomputation.values import Held, View, copy_of
+from offload.recomputation.values import Held, Probe, View
 from offload.torch_compat.dispatch import undisturbed
 from offload.torch_compat.tensors import version_of
 
@@ -25,9 +25,10 @@ _Storages = dict[int, torch.UntypedStorage]
 class ChangedSource(Exception):
     """A tensor that a recipe reads was changed in place."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, source: Held | Probe) -> None:
         super().__init__()
-        self.held = held
+        self.kind, self.shape = source.kind, source.shape
+        self.found, self.expected = version_of(source.tensor), source.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,6 @@ class Step:
 
     Attributes
     ----------
-    cloned
-        Values that it writes to while somebody else needs them as they are.
     results
         What is needed of what it makes, and the numbers of those values.
     last
@@ -56,15 +55,13 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: tuple[Any, torch.Tensor] | None
-    cloned: frozenset[int]
     results: tuple[tuple[Place, int], ...]
     last: tuple[int, ...]
 
     def run(self, storages: _Storages) -> None:
         """Run it on numbered storages, and add what it makes."""
-        seen = {**storages, **{number: copy_of(storages[number]) for number in self.cloned}}
-        args = [_rebuilt(each, seen) for each in self.args]
-        kwargs = {name: _rebuilt(each, seen) for name, each in self.kwargs.items()}
+        args = [_rebuilt(each, storages) for each in self.args]
+        kwargs = {name: _rebuilt(each, storages) for name, each in self.kwargs.items()}
         if self.random is not None:
             with as_before(*self.random):
                 result = self.func(*args, **kwargs)
@@ -115,7 +112,7 @@ class Recipe:
 
     target: int
     steps: tuple[Step, ...]
-    slots: dict[int, Any]
+    slots: dict[int, tuple[Any, Probe]]
     held: dict[int, Held]
     sources: dict[int, int]
     is_heavy: bool
@@ -132,6 +129,11 @@ class Recipe:
         """Of what it holds, and nobody else need."""
         return sum(held.nbytes for held in self.held.values() if held.is_own)
 
+    @property
+    def changeable(self) -> list[Held | Probe]:
+        """What tells whether somebody wrote to what it reads."""
+        return [*self.held.values(), *(probe for _, probe in self.slots.values())]
+
     def load(self) -> _Storages:
         """The bytes that it reads, on the device and ready for the current stream.
 
@@ -142,11 +144,11 @@ class Recipe:
         OSError
             Bytes could not be read back; a later call tries again.
         """
-        for held in self.held.values():
-            if version_of(held.tensor) != held.version:
-                raise ChangedSource(held)
+        for source in self.changeable:
+            if source.is_changed:
+                raise ChangedSource(source)
         found = {number: held.tensor.untyped_storage() for number, held in self.held.items()}
-        for number, slot in self.slots.items():
+        for number, (slot, _) in self.slots.items():
             found[number], begin = slot.record.swap_in()
             assert begin == 0  # recipes read whole storages alone
         return found

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from offload._core import version_owner
 from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
-from offload.recomputation.values import Call, Held, Reference, Value
+from offload.recomputation.values import Call, Held, Probe, Reference, Value
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
@@ -97,11 +97,13 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         key, version = storage_identity(storage), version_of(tensor)
         value = self._values.get(key)
         leaf = Value(nbytes, version, value.watch if value is not None else self._watch(storage))
-        held = Held(tensor, nbytes) if slot is None else None
+        held, probe = (Held(tensor, nbytes), None) if slot is None else (None, Probe(tensor))
         for each in (leaf, value):
             if each is not None and each.version == version:
-                each.index, each.slot, each.held = index, slot, held
+                each.index, each.slot, each.probe, each.held = index, slot, probe, held
         self._saved[key] = leaf
+        if value is not None and value.version != version:
+            self._values[key] = leaf  # what an operator does inside was seen, as its own pack opened the window
 
     def source(self, index: int) -> torch.UntypedStorage | None:
         """The storage that a pack saved, where it is still there and holds the same bytes."""

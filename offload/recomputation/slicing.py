@@ -9,9 +9,11 @@ from typing import Any
 
 from offload.recomputation.measured import Refusal
 from offload.recomputation.recipe import Argument, Recipe, Step
-from offload.recomputation.values import Call, Held, Reference, Value, references
+from offload.recomputation.values import Call, Held, Probe, Reference, Value, references
 
-__all__ = ["recipe_of"]
+__all__ = ["NOT_MADE", "recipe_of"]
+
+NOT_MADE = "not made by an operator of the step"
 
 _CALLS_MAX = 400  # of one recipe
 _UNSEEN = "written by what cannot be seen"
@@ -29,14 +31,14 @@ class _Cut:
         self._target = target
         self._numbers = {target: 0}
         self._calls: dict[int, Call] = {}
-        self._slots: dict[int, Any] = {}
+        self._slots: dict[int, tuple[Any, Probe]] = {}
         self._held: dict[int, Held] = {}
         self._sources: dict[int, int] = {}
 
     def take_in(self) -> Refusal:
         """Find every call that is needed. Returns why that cannot be; empty where it can."""
         if self._target.call is None:
-            return "made before the step, or by what cannot be seen"
+            return NOT_MADE
         pending = [self._target.call]
         while pending:
             call = pending.pop()
@@ -51,11 +53,13 @@ class _Cut:
             self._calls[call.number] = call
             for reference, is_written in _read_by(call):
                 value = reference.value
-                if value not in self._numbers and not self._is_there(value, call):
-                    if value.call is None:
-                        return "reads what nobody holds until backward"
-                    if value.call.number not in self._calls:
+                if value not in self._numbers:
+                    if not self._is_there(value, call):
+                        if value.call is None:
+                            return "reads what nobody holds until backward"
                         pending.append(value.call)
+                    elif is_written:
+                        return "changes in place what it reads"
                 if value.call is not None and value.call.operator.is_blank and not is_written:
                     return _UNSEEN
                 self._numbers.setdefault(value, len(self._numbers))
@@ -65,8 +69,9 @@ class _Cut:
         """Whether the value's bytes are to be had in backward; takes down where."""
         slot = value.slot() if value.slot is not None else None
         number = len(self._numbers)
-        if slot is not None:
-            self._slots[number] = slot
+        # Bytes that were changed in place may have left after that, or while it happened.
+        if slot is not None and value.probe is not None and not value.probe.is_changed:
+            self._slots[number] = slot, value.probe
         elif value.held is not None and value.held.is_usable(call.saves_weights):
             self._held[number] = value.held
         else:
@@ -105,19 +110,12 @@ class _Cut:
         return peak
 
     def _step(self, position: int, call: Call, made: list[Value], last_use: dict[Value, int]) -> Step:
-        cloned, last = set(), set()
-        for reference, is_written in _read_by(call):
-            number = self._numbers[reference.value]
-            is_last = last_use[reference.value] == position
-            if is_last:
-                last.add(number)
-            if is_written and (not is_last or number in self._slots or number in self._held):
-                cloned.add(number)
+        last = {self._numbers[ref.value] for ref, _ in _read_by(call) if last_use[ref.value] == position}
         ignored = _ignored(call)
         args = tuple(None if i in ignored else self._numbered(each) for i, each in enumerate(call.args))
         kwargs = {name: self._numbered(each) for name, each in call.kwargs.items()}
         results = tuple((value.place, self._numbers[value]) for value in made)
-        return Step(call.func, args, kwargs, call.random, frozenset(cloned), results, tuple(last))
+        return Step(call.func, args, kwargs, call.random, results, tuple(last))
 
     def _numbered(self, given: Any) -> Any:
         if type(given) is Reference:

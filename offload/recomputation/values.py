@@ -13,9 +13,27 @@ import torch
 from offload.recomputation.operators import Operator
 from offload.torch_compat.tensors import StorageWatch, conjugated, negated, version_of
 
-__all__ = ["Call", "Held", "Reference", "Value", "View", "copy_of", "references"]
+__all__ = ["Call", "Held", "Probe", "Reference", "Value", "View", "copy_of", "references"]
 
 COPIED_NBYTES_MAX = 64 << 10  # of a tensor that is copied rather than held
+
+
+class Probe:
+    """Tells whether a tensor was changed in place since; holds none of its memory."""
+
+    __slots__ = ("kind", "shape", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kind = tensor.type()
+        self.shape = tensor.shape
+        self.version = version_of(tensor)
+        self.tensor = tensor.detach()  # shares the version counter
+        self.tensor.data = tensor.new_empty(0)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was."""
+        return version_of(self.tensor) != self.version
 
 
 class Held:
@@ -44,19 +62,32 @@ class Held:
 
         A small tensor is copied, so that it may be changed before backward, as plain torch allows.
         """
-        if self._is_settled:
-            return is_saved or not self.is_state or self.nbytes <= COPIED_NBYTES_MAX
-        if version_of(self.tensor) != self.version:
+        if self.is_changed:
             return False
-        if (self.is_own or self.is_state) and self.nbytes <= COPIED_NBYTES_MAX:
-            self.tensor = View(self.tensor).of(copy_of(self.tensor.untyped_storage()))
+        is_copied = (self.is_own or self.is_state) and self.nbytes <= COPIED_NBYTES_MAX
+        if self.is_state and not is_saved and not is_copied:
+            return False
+        if not self._is_settled:
+            view = View(self.tensor)
+            self.tensor = view.of(copy_of(self.tensor.untyped_storage())) if is_copied else self.tensor.detach()
             self.version = version_of(self.tensor)
-        elif is_saved or not self.is_state:
-            self.tensor = self.tensor.detach()
-        else:
-            return False
-        self._is_settled = True
+            self._is_settled = True
         return True
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since."""
+        return version_of(self.tensor) != self.version
+
+    @property
+    def kind(self) -> str:
+        """Torch's name for its type."""
+        return self.tensor.type()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its sizes."""
+        return self.tensor.shape
 
 
 @dataclass(eq=False, slots=True)
@@ -87,12 +118,13 @@ class Value:
         Of the tensors that show it.
     watch
         Whether somebody still holds the storage.
-    index, slot, held
+    index, slot, probe, held
         Where else its bytes are: number of the pack that saved it, its slot, or a tensor that stays.
     """
 
     index = -1
     slot: Any = None  # a weak reference
+    probe: Probe | None = None  # of what has a slot
     held: Held | None = None
 
     def __init__(

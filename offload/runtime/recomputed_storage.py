@@ -15,7 +15,7 @@ import torch
 
 from offload._core import Gauge, version_owner
 from offload.recomputation.recipe import ChangedSource, Recipe
-from offload.torch_compat.tensors import StorageWatch, raise_changed, version_of, weak_reference
+from offload.torch_compat.tensors import StorageWatch, raise_changed, weak_reference
 
 __all__ = ["DroppedHandle", "Memory", "RecomputedStorage", "StorageKey", "WeakDroppedHandle"]
 
@@ -91,7 +91,7 @@ class RecomputedStorage:
         self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
         self._storage: torch.UntypedStorage | None = None
         self._stream = 0
-        for slot in recipe.slots.values():
+        for slot, _ in recipe.slots.values():
             slot.record.add_view()
 
     is_swapped_out = False
@@ -159,8 +159,7 @@ class RecomputedStorage:
         try:
             storages = recipe.load()
         except ChangedSource as changed:
-            tensor = changed.held.tensor
-            raise_changed(tensor.type(), tensor.shape, version_of(tensor), changed.held.version)
+            raise_changed(changed.kind, changed.shape, changed.found, changed.expected)
         begin = time.thread_time()
         storage = recipe.run(storages)
         self._ran(self.nbytes, time.thread_time() - begin)

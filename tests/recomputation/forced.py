@@ -119,6 +119,11 @@ class Forcing:
         return handle
 
     @staticmethod
+    def operators(handle):
+        trials = handle._on_device.controller.trials.values()
+        return {name for trial in trials for recipe in trial.recipes().values() for name in recipe.operators}
+
+    @staticmethod
     def refused(handle):
         trials = handle._on_device.controller.trials.values()
         return {text for trial in trials for text in trial.refusals().values()}

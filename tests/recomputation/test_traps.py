@@ -54,7 +54,7 @@ def test_casts_of_autocast_are_operators(forcing):
 def test_backward_within_autocast(forcing):
     def function(h):
         with torch.autocast("cpu", enabled=False):
-            return silu_twice(h.float())
+            return silu_twice(h.float()) @ torch.ones(256, 256).tril()  # in half precision, were it cast
 
     def step(model, number):
         with torch.autocast("cpu", torch.bfloat16):  # also around the operators that are run again
@@ -74,15 +74,24 @@ def test_chains_of_changes_in_place(forcing):
     forcing.compare(made(function), plain_step)
 
 
-def test_an_earlier_version_that_somebody_else_needs(forcing):
-    def function(h):
-        h = h * 2
-        first = torch.sin(h.detach()) * h.sum()
-        kept = h * h.detach().cos()  # saves the cosine, which is of the version before
-        h = h.exp_()
-        return kept + functional.silu(h.mul(2)) + first
+def test_bytes_that_changed_while_they_were_copied(forcing):
+    """A tensor that autograd saves and never asks for may be changed: what is copied of it is no source."""
 
-    forcing.compare(made(function), plain_step)
+    class Aside(Calls):
+        def forward(self, x):
+            h = functional.gelu(self.a(x)) * 2
+            self.aside = h.sin()  # saves h
+            out = functional.silu(h + 1)
+            with torch.no_grad():
+                h.exp_()
+            return self.b(out)
+
+    def step(model, number):
+        found = plain_step(model, number)
+        model.aside = None
+        return found
+
+    forcing.compare(lambda: Aside(None), step, swaps=True, wanted=lambda index, recipe: not recipe.is_heavy)
 
 
 def test_running_statistics_are_updated_once(forcing):
@@ -99,7 +108,8 @@ def test_running_statistics_are_updated_once(forcing):
         model(torch.randn(4, 3, 16, 16)).square().mean().backward()
         return [*gradients(model), *(each.clone() for each in model.buffers())]
 
-    forcing.compare(Normalized, step)
+    handle = forcing.compare(Normalized, step)
+    assert "aten.native_batch_norm.default" in forcing.operators(handle)
 
 
 def test_statistics_that_are_only_read(forcing):
@@ -172,7 +182,7 @@ def test_blank_memory_is_no_source(forcing):
     def function(h):
         blank = torch.empty(h.shape)
         blank.numpy()[:] = 3
-        return h * blank
+        return functional.silu(h + blank)
 
     handle = forcing.compare(made(function), plain_step, recomputes=None)
     assert "written by what cannot be seen" in forcing.refused(handle)
@@ -289,6 +299,90 @@ def test_what_plain_torch_lets_change(forcing):
         return gradients(model)
 
     forcing.compare(Biased, step)
+
+
+def test_a_source_changed_later_is_never_read(forcing):
+    """Even where autograd does not ask for the source itself, and so would not notice."""
+
+    class Keeping(Calls):
+        def forward(self, x):
+            self.h = self.a(x)
+            return self.b(functional.gelu(self.h))
+
+    model = Keeping(None)
+    handle = forcing.enable(model, wanted=lambda index, recipe: not recipe.is_heavy)
+    for number in range(3):
+        plain_step(model, number)
+    loss = model(torch.randn(32, 64)).square().mean()
+    with torch.no_grad():
+        model.h.add_(1)
+    try:
+        torch.autograd.grad(loss, [model.b.weight])
+    except RuntimeError as error:
+        said = str(error)
+    else:
+        said = ""
+    del loss, model.h
+    assert "modified by an inplace operation" in said
+    assert handle._counts.recomputed.tensors > 0
+
+
+def test_a_buffer_that_changes_within_forward(forcing):
+    class Counting(Calls):
+        steps = 0
+
+        def __init__(self):
+            super().__init__(None)
+            self.register_buffer("count", torch.zeros(256))
+
+        def forward(self, x):
+            self.steps += 1
+            h = functional.gelu(self.a(x)) + self.count
+            if self.steps > 3:
+                self.count.add_(1)
+            return self.b(functional.silu(functional.gelu(h * 2)))
+
+    forcing.compare(Counting, plain_step)
+
+
+def test_changes_by_another_thread(forcing):
+    class Threaded(Calls):
+        steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            h = functional.gelu(self.a(x)) * 2
+
+            def change():
+                with torch.no_grad():
+                    h.add_(1)
+
+            if self.steps > 3:
+                thread = threading.Thread(target=change)
+                thread.start()
+                thread.join()
+            return self.b(functional.silu(h + 1))
+
+    forcing.compare(lambda: Threaded(None), plain_step)
+
+
+def test_a_small_tensor_that_changes_before_backward(forcing):
+    class Shifted(Calls):
+        def __init__(self):
+            super().__init__(None)
+            self.offset = torch.ones(32, 1)
+
+        def forward(self, x):
+            return self.b(functional.silu(functional.gelu(self.a(x)) + self.offset))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64)).square().mean()
+        model.offset.add_(3)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Shifted, step)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""Every guard of recomputation, left out: a test of `test_traps.py` has to miss it."""
+
+import gc
+import inspect
+import textwrap
+from unittest import mock
+
+import pytest
+import test_traps
+import torch
+from forced import Forcing
+
+from offload.profiling import recipe_trial
+from offload.recomputation import operators, recipe, recorder, slicing, values
+from offload.runtime import hooks, saved_view
+
+# Guard: where it stands, its text, what stands there instead, and the test that misses it.
+GUARDS = {
+    "random numbers are drawn from the state before": (
+        (recipe.Step, "run", "self.random is not None", "False"),
+        test_traps.test_random_numbers_are_drawn_again,
+    ),
+    "a recipe runs without casts": (
+        (recipe, "undisturbed", "torch._C._DisableAutocast()", "torch.enable_grad()"),
+        test_traps.test_backward_within_autocast,
+    ),
+    "bytes that changed are no source": (
+        (recipe_trial._Trial, "end", "any(source.is_changed for source in sources)", "False"),
+        test_traps.test_bytes_that_changed_while_they_were_copied,
+    ),
+    "blank memory is no source": (
+        (slicing._Cut, "take_in", "value.call.operator.is_blank and not is_written", "False"),
+        test_traps.test_blank_memory_is_no_source,
+    ),
+    "operators in any order are refused": (
+        (operators, "_look", "name in REFUSED", "False"),
+        test_traps.test_operators_that_add_up_in_any_order,
+    ),
+    "operators of others are refused": (
+        (operators, "_look", 'namespace not in ("aten", "prims")', "False"),
+        test_traps.test_operators_of_others,
+    ),
+    "a source that stays has its version checked": (
+        (recipe.Recipe, "load", "source.is_changed", "False"),
+        test_traps.test_a_source_changed_later_is_never_read,
+    ),
+    "a small tensor is read as it was": (
+        (values.Held, "is_usable", "self.is_changed", "False"),
+        test_traps.test_a_buffer_that_changes_within_forward,
+    ),
+    "a small tensor is copied": (
+        (values.Held, "is_usable", "(self.is_own or self.is_state) and self.nbytes <= COPIED_NBYTES_MAX", "False"),
+        test_traps.test_a_small_tensor_that_changes_before_backward,
+    ),
+    "an operator reads the version that was recorded": (
+        (recorder.OperatorRecorder, "_note", "value.version != version_of(given)", "False"),
+        test_traps.test_changes_by_another_thread,
+    ),
+    "a dropped tensor is checked when it comes back": (
+        (saved_view.SwappedView, "restore", "found != self._saved_version", "False"),
+        test_traps.test_a_dropped_tensor_changed_later_raises_as_ever,
+    ),
+    "a window opens only where no other mode is on": (
+        (recorder.OperatorRecorder, "resume", "mode_count() == self._modes", "True"),
+        test_traps.test_modes_of_others_come_and_go,
+    ),
+    "the mode goes off with the step": (
+        (hooks.HookContext, "__exit__", "self._hooks.end_forward()", "pass"),
+        test_traps.test_an_exception_leaves_no_mode,
+    ),
+}
+
+
+def left_out(owner, name, text, instead):
+    """A function with a part of its source replaced."""
+    found = getattr(owner, name)
+    function = found.fget if isinstance(found, property) else inspect.unwrap(found)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert text in source, f"{name} does not read {text!r} any more"
+    names = dict(function.__globals__)
+    exec(source.replace(text, instead).replace("super()", f"super({getattr(owner, '__name__', '')}, self)"), names)
+    made = property(names[name]) if isinstance(found, property) else names[name]
+    return mock.patch.object(owner, name, made)
+
+
+def run(test, spill_dir):
+    test(Forcing(spill_dir))
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("guard", GUARDS)
+def test_every_guard_is_missed(guard, tmp_path):
+    where, test = GUARDS[guard]
+    operators._known.clear()
+    try:
+        with left_out(*where), pytest.raises((AssertionError, RuntimeError)):
+            run(test, str(tmp_path))
+    finally:
+        operators._known.clear()
+        while torch._C._len_torch_dispatch_stack():
+            torch._C._pop_torch_dispatch_stack(None)
+        gc.collect()
