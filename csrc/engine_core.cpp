@@ -266,7 +266,6 @@ int engine_init(PyObject* self, PyObject* args, PyObject* kwargs) {
         (books->unswapped = gauge_of(unswapped)) == nullptr)
       return;
     books->alignment_bytes = books->store->alignment_bytes();
-    books->is_accelerator = new_storage != Py_None;
     books->in_flight_bytes_max = in_flight_bytes_max;
     books->device = shared(device);
     books->current_stream = none_as_null(current);

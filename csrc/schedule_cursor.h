@@ -25,6 +25,7 @@ struct Count {
 // What a schedule says of one pack. -1: nothing.
 struct PackRow {
   int64_t kept_bytes = -1;   // a tensor of just this size stays, without a second look
+  bool is_kept_again = false;  // or one of any size, on a storage that stays and is counted already
   int64_t node_after = -1;   // the node that begins with this pack
   int64_t weighed = -1;      // the node at which activations are weighed then
   int64_t watched = -1;      // the node that its unpack begins
@@ -73,8 +74,8 @@ class ScheduleCursor {
   // quiet: nothing is due. due: something is. unwatched: the recorded backward did not ask for it. back: it asked for it
   // before the present node.
   enum class Ask : uint8_t { quiet, due, unwatched, back };
-  // `due`: the schedule keeps it, and Python has to act at the node that begins.
-  enum class Verdict : uint8_t { undecided, kept, due };
+  // `kept_again`: its storage is kept and counted. `due`: the schedule keeps it, and Python has to act at the node that begins.
+  enum class Verdict : uint8_t { undecided, kept, kept_again, due };
 
   ScheduleCursor(std::shared_ptr<const PackTable> table, std::shared_ptr<NodeClock> clock,
                  std::shared_ptr<ActivationMeter> meter)

@@ -115,7 +115,7 @@ bool drain(Books& books) {
 
 void retire(Books& books, const std::shared_ptr<Ticket>& ticket, Target& target) {
   if (OFFLOAD_BROKEN("abandoned targets are kept")) return;
-  if (books.is_accelerator || books.alignment_bytes == 1)
+  if (books.new_storage || books.alignment_bytes == 1)
     books.retired.emplace_back(ticket, Target{target.block, shared(target.storage.get())});
 }
 

@@ -3,11 +3,15 @@
 Torch's profiler tells every allocation of torch's own; what the engine brings back is told by the blocks themselves.
 """
 
+import logging
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
+import torch
 from torch.autograd.profiler import profile, record_function
 
+from offload import _core
 from offload.runtime.engine import Engine
 
 _BLOCK = "block of "
@@ -15,19 +19,28 @@ _BLOCK = "block of "
 
 def tell_blocks():
     """Have every block of the engine mark its beginning and its end in a profile. Returns what undoes it."""
-    allocate = Engine.allocate
+    init = Engine.__init__
 
-    def telling(self, nbytes, residue):
-        allocated = allocate(self, nbytes, residue)
-        _mark(nbytes)
-        weakref.finalize(allocated[2], _mark, -nbytes)
-        return allocated
+    def telling(self, store, device, in_flight_bytes_max=None):
+        init(self, store, device, in_flight_bytes_max)
+        given = (store, device, self.resident, self.unswapped, self.in_flight_bytes_max)
+        new_storage = partial(_told_storage, max(store.alignment_bytes, 64))
+        _core.EngineCore.__init__(
+            self, *given, current_stream=None, record_use=None, new_storage=new_storage, warn=logging.warning
+        )
 
     def undo():
-        Engine.allocate = allocate
+        Engine.__init__ = init
 
-    Engine.allocate = telling
+    Engine.__init__ = telling
     return undo
+
+
+def _told_storage(alignment, nbytes, residue):
+    block = _core.HostBlock(nbytes, alignment, residue)
+    _mark(nbytes)
+    weakref.finalize(block, _mark, -nbytes)
+    return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
 
 
 def _mark(nbytes):

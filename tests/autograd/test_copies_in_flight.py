@@ -28,7 +28,7 @@ class Targets:
             engine, *given, current_stream=None, record_use=None, new_storage=self.allocate, warn=print
         )
 
-    def allocate(self, nbytes):
+    def allocate(self, nbytes, _):
         block = np.empty(nbytes, dtype=np.uint8)
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
         self.blocks.append((storage._weak_ref(), block))
