@@ -31,7 +31,7 @@ ScheduleCursor::Verdict ScheduleCursor::pack(int64_t pack_index, int64_t nbytes)
     node = found->node_after;
   }
   if (meter_ != nullptr) meter_->weigh(found->weighed, 0);
-  return found->is_kept_again ? Verdict::kept_again : Verdict::kept;
+  return Verdict::kept;
 }
 
 bool ScheduleCursor::unpack(int64_t pack_index) {

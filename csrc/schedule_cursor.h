@@ -74,8 +74,8 @@ class ScheduleCursor {
   // quiet: nothing is due. due: something is. unwatched: the recorded backward did not ask for it. back: it asked for it
   // before the present node.
   enum class Ask : uint8_t { quiet, due, unwatched, back };
-  // `kept_again`: its storage is kept and counted. `due`: the schedule keeps it, and Python has to act at the node that begins.
-  enum class Verdict : uint8_t { undecided, kept, kept_again, due };
+  // `due`: the schedule keeps it, and Python has to act at the node that begins.
+  enum class Verdict : uint8_t { undecided, kept, due };
 
   ScheduleCursor(std::shared_ptr<const PackTable> table, std::shared_ptr<NodeClock> clock,
                  std::shared_ptr<ActivationMeter> meter)
@@ -83,7 +83,9 @@ class ScheduleCursor {
 
   // Decides a pack where the schedule keeps a tensor of this size.
   Verdict pack(int64_t pack_index, int64_t nbytes);
-  // The same for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
+  // Whether a pack that is kept shows a storage that is counted already.
+  bool keeps_again(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->is_kept_again; }
+  // The same as `pack` for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
   bool unpack(int64_t pack_index);
   // Whether the unpack of a tensor that stayed moves the schedule on.
   bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }

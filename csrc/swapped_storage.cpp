@@ -37,7 +37,7 @@ bool is_swapped_out(const SwappedState& state) {
 
 void drop_target(SwappedState& state) {
   const Target gone = std::move(state.target);
-  state.target = {};
+  state.target = Target();
   state.is_incoming = false;
   state.books->resident->add(-state.key.nbytes);
 }

@@ -245,6 +245,8 @@ class EngineCore:
     """What every swapped tensor passes of an engine; see csrc/engine_core.h."""
 
     in_flight_bytes_max: int
+    # Makes the memory of a copy-in: takes its bytes, and its address modulo the store's alignment. None: host blocks.
+    new_storage: Callable[[int, int], UntypedStorage] | None
     def __init__(
         self,
         store: SwapStore,

@@ -3,10 +3,8 @@
 Torch's profiler tells every allocation of torch's own; what the engine brings back is told by the blocks themselves.
 """
 
-import logging
 import weakref
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -17,30 +15,36 @@ from offload.runtime.engine import Engine
 _BLOCK = "block of "
 
 
-def tell_blocks():
-    """Have every block of the engine mark its beginning and its end in a profile. Returns what undoes it."""
+def told_blocks(alignment, told):
+    """What an engine's `new_storage` may be: `told` is called with the bytes of every block that begins or ends."""
+
+    def new_storage(nbytes, residue):
+        block = _core.HostBlock(nbytes, max(alignment, 64), residue)
+        told(nbytes)
+        weakref.finalize(block, told, -nbytes)
+        return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+
+    return new_storage
+
+
+def tell_blocks(engine):
+    """Have every block of the engine mark its beginning and its end in a profile."""
+    engine.new_storage = told_blocks(engine.store.alignment_bytes, _mark)
+
+
+def tell_blocks_of_all():
+    """The same for every engine that is made from now on. Returns what undoes it."""
     init = Engine.__init__
 
-    def telling(self, store, device, in_flight_bytes_max=None):
-        init(self, store, device, in_flight_bytes_max)
-        given = (store, device, self.resident, self.unswapped, self.in_flight_bytes_max)
-        new_storage = partial(_told_storage, max(store.alignment_bytes, 64))
-        _core.EngineCore.__init__(
-            self, *given, current_stream=None, record_use=None, new_storage=new_storage, warn=logging.warning
-        )
+    def telling(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        tell_blocks(self)
 
     def undo():
         Engine.__init__ = init
 
     Engine.__init__ = telling
     return undo
-
-
-def _told_storage(alignment, nbytes, residue):
-    block = _core.HostBlock(nbytes, alignment, residue)
-    _mark(nbytes)
-    weakref.finalize(block, _mark, -nbytes)
-    return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
 
 
 def _mark(nbytes):
