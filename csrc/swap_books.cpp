@@ -34,9 +34,7 @@ bool release_source(Books& books, const CopyOutRef& copy_out) {
   const Owned saved = shared(std::exchange(copy_out->saved, nullptr));
   // The source stays where its copy failed, as if it had not been swapped.
   if (saved && state != State::failed && state != State::cancelled && !copied_out(saved.get())) return false;
-  static std::deque<CopyOutRef> held;  // never destroyed: Python is gone by then
-  if (OFFLOAD_BROKEN("a source that has left is let go")) held.push_back(std::make_shared<CopyOut>()),
-      held.back()->source = shared(copy_out->source.get());
+  if (OFFLOAD_BROKEN("a source that has left is let go")) (void)copy_out->source.share();
   if (!saved || (state != State::failed && state != State::cancelled)) copy_out->source = Owned();
   return state != State::failed || tell_failure(books, *copy_out->ticket);
 }
