@@ -235,6 +235,18 @@ int engine_set_in_flight_bytes_max(PyObject* self, PyObject* value, void*) {
   return 0;
 }
 
+PyObject* engine_new_storage(PyObject* self, void*) {
+  const Books* const books = books_of(self);
+  return books != nullptr ? shared(books->new_storage ? books->new_storage.get() : Py_None).release() : nullptr;
+}
+
+int engine_set_new_storage(PyObject* self, PyObject* value, void*) {
+  Books* const books = books_of(self);
+  if (books == nullptr) return -1;
+  books->new_storage = shared(value == Py_None ? nullptr : value);
+  return 0;
+}
+
 PyObject* engine_failure(PyObject* self, void*) {
   const Books* const books = books_of(self);
   if (books == nullptr) return nullptr;
@@ -266,7 +278,6 @@ int engine_init(PyObject* self, PyObject* args, PyObject* kwargs) {
         (books->unswapped = gauge_of(unswapped)) == nullptr)
       return;
     books->alignment_bytes = books->store->alignment_bytes();
-    books->is_accelerator = new_storage != Py_None;
     books->in_flight_bytes_max = in_flight_bytes_max;
     books->device = shared(device);
     books->current_stream = none_as_null(current);
@@ -316,6 +327,7 @@ PyGetSetDef engine_attributes[] = {
     {"targets_held", engine_targets_held, nullptr, nullptr, nullptr},
     {"in_flight_bytes", engine_in_flight_bytes, nullptr, nullptr, nullptr},
     {"in_flight_bytes_max", engine_in_flight_bytes_max, engine_set_in_flight_bytes_max, nullptr, nullptr},
+    {"new_storage", engine_new_storage, engine_set_new_storage, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace

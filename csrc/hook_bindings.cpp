@@ -105,6 +105,7 @@ void register_step(py::module_& module) {
   py::class_<PackTable, std::shared_ptr<PackTable>>(module, "PackTable")
       .def(py::init<>())
       .def("keep", [](PackTable& table, size_t index, int64_t nbytes) { table.at(index).kept_bytes = nbytes; })
+      .def("keep_again", [](PackTable& table, size_t index) { table.at(index).is_kept_again = true; })
       .def("begin_node", [](PackTable& table, size_t index, int64_t node) { table.at(index).node_after = node; })
       .def("weigh", [](PackTable& table, size_t index, int64_t node) { table.at(index).weighed = node; })
       .def("watch", [](PackTable& table, size_t index, int64_t node) { table.at(index).watched = node; })

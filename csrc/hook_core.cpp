@@ -155,8 +155,10 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   }
   if (core->cursor != nullptr) {
     const ScheduleCursor::Verdict verdict = core->cursor->pack(index, nbytes);
-    if (verdict == ScheduleCursor::Verdict::kept) return keep(core, tensor, index, core->planned, core->reason, nbytes);
-    if (verdict == ScheduleCursor::Verdict::due) return ask(self, names.pack_due, tensor, index, nbytes);
+    const int64_t counted = core->cursor->keeps_again(index) ? 0 : nbytes;
+    if (verdict == ScheduleCursor::Verdict::kept)
+      return keep(core, tensor, index, core->planned, core->reason, counted);
+    if (verdict == ScheduleCursor::Verdict::due) return ask(self, names.pack_due, tensor, index, counted);
   }
   const int parameter = is_parameter(tensor);
   if (parameter < 0) return nullptr;

@@ -34,9 +34,7 @@ bool release_source(Books& books, const CopyOutRef& copy_out) {
   const Owned saved = shared(std::exchange(copy_out->saved, nullptr));
   // The source stays where its copy failed, as if it had not been swapped.
   if (saved && state != State::failed && state != State::cancelled && !copied_out(saved.get())) return false;
-  static std::deque<CopyOutRef> held;  // never destroyed: Python is gone by then
-  if (OFFLOAD_BROKEN("a source that has left is let go")) held.push_back(std::make_shared<CopyOut>()),
-      held.back()->source = shared(copy_out->source.get());
+  if (OFFLOAD_BROKEN("a source that has left is let go")) (void)copy_out->source.share();
   if (!saved || (state != State::failed && state != State::cancelled)) copy_out->source = Owned();
   return state != State::failed || tell_failure(books, *copy_out->ticket);
 }
@@ -115,7 +113,7 @@ bool drain(Books& books) {
 
 void retire(Books& books, const std::shared_ptr<Ticket>& ticket, Target& target) {
   if (OFFLOAD_BROKEN("abandoned targets are kept")) return;
-  if (books.is_accelerator || books.alignment_bytes == 1)
+  if (books.new_storage || books.alignment_bytes == 1)
     books.retired.emplace_back(ticket, Target{target.block, shared(target.storage.get())});
 }
 

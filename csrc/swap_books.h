@@ -46,11 +46,10 @@ struct Books {
   std::shared_ptr<Gauge> resident;   // bytes of swapped storages that are on the device
   std::shared_ptr<Gauge> unswapped;  // the same storages, had they stayed
   size_t alignment_bytes = 1;
-  bool is_accelerator = false;
   Owned device;          // torch's
   Owned current_stream;  // callable; null on the CPU
   Owned record_use;      // callable that takes a tensor; null on the CPU
-  Owned new_storage;     // callable that takes bytes; null on the CPU
+  Owned new_storage;     // callable that takes bytes and an address modulo `alignment_bytes`; null: blocks of the host
   Owned warn;            // callable that takes a message and its argument
   int64_t in_flight_bytes = 0;
   int64_t in_flight_bytes_max = 0;

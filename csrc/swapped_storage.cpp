@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <new>
 
+#include "error.h"
 #include "mutants.h"
 #include "python_errors.h"
 
@@ -114,15 +115,16 @@ namespace {
 bool allocate(SwappedState& state, void** address) {
   Books& books = *state.books;
   const auto nbytes = static_cast<size_t>(state.key.nbytes);
-  if (!books.is_accelerator) {
+  if (!books.new_storage) {
     // At least 64, as torch aligns its own: vendor kernels may round otherwise on less.
     const size_t alignment = std::max<size_t>(books.alignment_bytes, 64);
     state.target.block = std::make_shared<HostBlock>(nbytes, alignment, state.source_address % books.alignment_bytes);
     *address = state.target.block->data();
     return true;
   }
-  const Owned size(PyLong_FromSize_t(nbytes));
-  Owned storage(size ? PyObject_CallFunctionObjArgs(books.new_storage.get(), size.get(), nullptr) : nullptr);
+  const Owned size(PyLong_FromSize_t(nbytes)), residue(PyLong_FromSize_t(state.source_address % books.alignment_bytes));
+  if (!size || !residue) return false;
+  Owned storage(PyObject_CallFunctionObjArgs(books.new_storage.get(), size.get(), residue.get(), nullptr));
   const Owned place(
       storage ? PyObject_CallFunctionObjArgs(tensors.storage_address, storage.get(), nullptr) : nullptr);
   if (!place) return false;
@@ -171,11 +173,17 @@ void abandon_incoming(SwappedState& state) {
   drop_target(state);
 }
 
-bool warn_of_read(const Books& books, const char* text) {
+// Of the exception that is being handled.
+bool warn_of_read(const Books& books) {
+  raise_in_python();
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  const Owned kind(type), error(value), frames(traceback);
+  const Owned text(PyObject_Str(error.get()));
   const Owned format(PyUnicode_FromString("a read ahead of need failed, and is repeated: %s"));
-  const Owned reason(PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(std::char_traits<char>::length(text)), "replace"));
-  if (!format || !reason) return false;
-  return Owned(PyObject_CallFunctionObjArgs(books.warn.get(), format.get(), reason.get(), nullptr)).get() != nullptr;
+  if (!format || !text) return false;
+  return Owned(PyObject_CallFunctionObjArgs(books.warn.get(), format.get(), text.get(), nullptr)).get() != nullptr;
 }
 
 bool bring_back(SwappedState& state) {
@@ -186,8 +194,8 @@ bool bring_back(SwappedState& state) {
   if (state.target && state.is_incoming) {
     try {
       await_incoming(state, stream);
-    } catch (const SpillError& error) {
-      if (!warn_of_read(*state.books, error.what())) return false;
+    } catch (const SpillError&) {
+      if (!warn_of_read(*state.books)) return false;
     }
   }
   if (state.target) return true;

@@ -112,6 +112,7 @@ class PackTable:
     """A schedule compiled to rows by pack index."""
 
     def keep(self, index: int, nbytes: int) -> None: ...
+    def keep_again(self, index: int) -> None: ...
     def begin_node(self, index: int, node: int) -> None: ...
     def weigh(self, index: int, node: int) -> None: ...
     def watch(self, index: int, node: int) -> None: ...
@@ -251,6 +252,8 @@ class EngineCore:
     """What every swapped tensor passes of an engine; see csrc/engine_core.h."""
 
     in_flight_bytes_max: int
+    # Makes the memory of a copy-in: takes its bytes, and its address modulo the store's alignment. None: host blocks.
+    new_storage: Callable[[int, int], UntypedStorage] | None
     def __init__(
         self,
         store: SwapStore,
@@ -260,7 +263,7 @@ class EngineCore:
         in_flight_bytes_max: int,
         current_stream: Callable[[], int] | None,
         record_use: Callable[[Tensor], None] | None,
-        new_storage: Callable[[int], UntypedStorage] | None,
+        new_storage: Callable[[int, int], UntypedStorage] | None,
         warn: Callable[[str, str], None],
     ) -> None: ...
     @property

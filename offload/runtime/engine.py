@@ -38,6 +38,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     )
 
 
+def _new_storage(device: torch.device, nbytes: int, _: int) -> torch.UntypedStorage:
+    # Not torch.empty: that fills its memory where algorithms shall be deterministic.
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
 class Engine(_core.EngineCore):
     """One device's swap store, seen as storages.
 
@@ -66,8 +71,7 @@ class Engine(_core.EngineCore):
             in_flight_bytes_max or self._device.in_flight_bytes_max,
             current_stream=there.current_stream if there is not None else None,
             record_use=there.record_use if there is not None else None,
-            # Not torch.empty: that fills its memory where algorithms shall be deterministic.
-            new_storage=partial(torch.UntypedStorage, device=device) if there is not None else None,
+            new_storage=partial(_new_storage, device) if there is not None else None,
             warn=log.warning,
         )
         self.store = store

@@ -23,12 +23,9 @@ class Targets:
 
     def __init__(self, engine):
         self.blocks = []
-        given = (engine.store, engine.device, engine.resident, engine.unswapped, engine.in_flight_bytes_max)
-        _core.EngineCore.__init__(
-            engine, *given, current_stream=None, record_use=None, new_storage=self.allocate, warn=print
-        )
+        engine.new_storage = self.allocate
 
-    def allocate(self, nbytes):
+    def allocate(self, nbytes, _):
         block = np.empty(nbytes, dtype=np.uint8)
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
         self.blocks.append((storage._weak_ref(), block))
