@@ -77,7 +77,8 @@ class DirectStore final : public SwapStore {
   SpillFile file_;
   Queue outgoing_;  // copy-outs not begun
   Queue incoming_;  // copy-ins not finished
-  // Last, so that they are destroyed first. No task is left by then: every task on a lane holds a reference to the store.
+  // Last, so that they are destroyed first. No task is left by then, because every task on a lane holds a reference to
+  // the store.
   const OwnedStream out_lane_;
   const OwnedStream in_lane_;
 };

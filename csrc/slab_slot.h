@@ -32,8 +32,8 @@ enum class Spill : uint8_t {
 
 struct SlabSlot final : Slot {
   Block block;               // null unless the bytes are in pinned memory
-  Stream compute = nullptr;  // the compute stream at swap_out, and from prefetch on the one at prefetch
-  EventRef produced;         // recorded on the compute stream at swap_out; null once the copy-out has been issued
+  Stream compute = nullptr;  // the stream on which `produced`, and later `target_free`, is recorded
+  EventRef produced;
   std::shared_ptr<Transfer> out;  // null once the copy-out has been added to the statistics
   std::shared_ptr<Transfer> in;
   EventRef target_free;  // recorded on the compute stream at prefetch

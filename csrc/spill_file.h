@@ -81,8 +81,8 @@ class SpillFile {
 
   SpillStats stats() const;
 
-  // The file's system calls. A replacement is used by transfers that begin later and lives as long as the file. They can
-  // be replaced once.
+  // The file's system calls. A replacement is used by transfers that begin later and lives as long as the file. They
+  // can be replaced once.
   FileIo& io() const { return *io_.load(); }
   void replace_io(std::shared_ptr<FileIo> io) { io_ = (replacement_ = std::move(io)).get(); }
   int descriptor() const { return descriptor_; }

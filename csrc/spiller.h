@@ -46,7 +46,7 @@ class Spiller {
 
   SlabParts& parts_;
   std::set<SlabRef, ColdestFirst> resident_;  // the candidates: in a slab, with no copy-in or spill pending
-  EventRef last_spill_;  // of the lane: fires when every spill queued so far has ended; null if none is queued
+  EventRef last_spill_;                       // lane event: all queued spills have ended; null if none is queued
   std::exception_ptr failure_;
   const OwnedStream lane_;
 };
