@@ -122,7 +122,7 @@ class DeviceMemory:
         return rows
 
     def parts(self, swapped_bytes: int, movable_bytes: int) -> list[tuple[str, int]]:
-        """Return the parts of the memory, for a picture: name and bytes; they add up to the total plus what is short."""
+        """Return name and bytes of each part of the memory, for a picture; the sum is the total plus what is short."""
         movable = min(movable_bytes, self.used_bytes)
         swapped = min(swapped_bytes, self.used_bytes - movable)
         parts = [
