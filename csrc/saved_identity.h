@@ -1,6 +1,6 @@
-// Which bytes a saved tensor shows: the tensor that owns its version counter, the version, and the storage.
+// Identifies the bytes of a saved tensor: the tensor that owns its version counter, the version, and the storage.
 //
-// On the data path: engine.py asks at every pack that may swap. Callers hold the GIL; an entry that fails leaves a
+// engine.py uses it at every pack of a tensor that may be swapped. Callers hold the GIL. A function that fails sets a
 // Python error.
 #pragma once
 

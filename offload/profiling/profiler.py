@@ -1,4 +1,4 @@
-"""Records one step, forward and backward: which tensors autograd saves, when backward needs them and, for a plan, durations.
+"""Records one step, forward and backward: what autograd saves, when backward uses it and, for a plan, durations.
 
 The first step of each signature is recorded; later steps follow the schedule that is made from the record.
 """

@@ -1,4 +1,4 @@
-"""torch.compile with the engine: keeps its tracer out of the hooks, and finds how much memory a compiled backward needs.
+"""torch.compile with the engine: keeps its tracer out of the hooks, finds the memory that a compiled backward needs.
 
 A compiled graph saves its tensors through the same hooks as eager code, but all at the end of its forward, and its
 backward unpacks all of them before it begins.
