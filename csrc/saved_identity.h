@@ -1,6 +1,6 @@
-// Identifies the bytes of a saved tensor: the tensor that owns its version counter, the version, and the storage.
+// Which bytes a saved tensor shows: the tensor that owns its version counter, the version, and the storage.
 //
-// engine.py uses it at every pack of a tensor that may be swapped. Callers hold the GIL. A function that fails sets a
+// On the data path: engine.py asks at every pack that may swap. Callers hold the GIL; an entry that fails leaves a
 // Python error.
 #pragma once
 

@@ -54,7 +54,7 @@ class Plan:
     recomputes : tuple of Recomputation
         The tensors that are recomputed, sorted by id.
     swap_only : bool
-        Whether the plan and the bound leave recomputation out.
+        Whether recomputation was left out, and of the bound too.
     """
 
     swaps: tuple[Swap, ...]
@@ -134,7 +134,7 @@ class Plan:
         Returns
         -------
         str
-            Lines of text. If nothing is swapped or recomputed, the reason follows the summary.
+            Lines of text. Where nothing swaps and nothing is recomputed, the second part is the reason.
         """
         lines = [self.summary()]
         if not self.swaps and not self.recomputes:
