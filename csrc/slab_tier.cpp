@@ -99,7 +99,8 @@ void SlabStore::issue_out(Slot& slot) {
 
 bool SlabStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
-  if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");  // false
+  // OFFLOAD_BROKEN is false in normal builds (mutants.h).
+  if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
   copy_out_queue_.cancel(static_cast<SlabSlot&>(slot));
   return true;
 }
@@ -124,7 +125,7 @@ void SlabStore::swap_in(const SlotRef& base, Stream compute) {
   const EventRef in_event = slot->in_event;
   lock.unlock();
   if (OFFLOAD_BROKEN("a read that failed is told") && in_event == nullptr)
-    return;  // only in a test without this guard, so that it sees wrong bytes instead of a crash
+    return;  // only in a test that leaves this guard out: it then sees wrong bytes instead of a crash
   OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 
