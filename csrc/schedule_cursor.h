@@ -1,8 +1,8 @@
-// Where a step is in its schedule, as far as the hooks of kept tensors need it: those are most hooks, and most of what
-// offload costs a model of which it swaps little.
+// The position of a step in its schedule, as the hooks of kept tensors need it. They are most of the hooks, and if
+// little is swapped, most of the cost of offload.
 //
-// On the data path: hook_core.cpp asks at every pack and unpack; what is due at a node, and every swapped tensor, is
-// Python's (executor.py), which moves the same cursor. Knows no Python. Not thread safe: callers hold the GIL.
+// hook_core.cpp uses it at every pack and unpack. Python (executor.py) runs what is due at a node and handles swapped
+// tensors; it uses the same cursor. This file uses no Python. Not thread safe: callers hold the GIL.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-"""Measures how fast copies are between a device and the tier below it, through the engine's own path.
+"""Measures how fast copies are between a device and the tier below it, with the engine itself.
 
-Beside the data path: `calibration.py` keeps what is found here.
+`calibration.py` caches the result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Watches one step, forward and backward: what autograd saves, who asks for it when, and for a plan also how long.
+"""Records one step, forward and backward: what autograd saves, when backward uses it and, for a plan, durations.
 
-On the data path: a signature's first step is recorded here; later steps follow the schedule made of it.
+The first step of each signature is recorded; later steps follow the schedule that is made from the record.
 """
 
 from __future__ import annotations

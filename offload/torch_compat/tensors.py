@@ -1,6 +1,6 @@
-"""What torch tells of a tensor only privately.
+"""Properties of a tensor that torch exposes only in private interfaces.
 
-On the data path: hooks ask here at every pack that may swap.
+Hooks use them at every pack of a tensor that may be swapped.
 """
 
 from __future__ import annotations
