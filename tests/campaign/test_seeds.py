@@ -10,7 +10,6 @@ import pytest
 from campaign.build import build_mutants
 from campaign.seeds import SEEDS, THREADED_EVERY, TIERS, run_apart
 
-
 SEEDS_LONG = 2000
 
 
