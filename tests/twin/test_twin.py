@@ -35,7 +35,7 @@ ROWS = {
     "backend": ["tests/twin/inside/test_backend.py"],
     "models": ["tests/twin/inside/test_models.py"],
     "operators": ["tests/twin/inside/test_operators.py"],
-    "training": ["tests/twin/inside/test_training.py"],
+    "training": ["tests/twin/inside/test_training.py", "tests/twin/inside/test_edges.py"],
     "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
     "marked gpu": ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)],
