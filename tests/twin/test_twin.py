@@ -76,6 +76,11 @@ def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
 
 
+@pytest.mark.long
+def test_the_long_ones_on_the_simulated_accelerator(backend, figures):
+    run_row("long", ["--long", "-m", "long", "tests/twin/inside/test_processes.py"], figures)
+
+
 def test_no_file_is_forgotten():
     marked = {
         path.relative_to(ROOT / "tests").with_suffix("").as_posix()
