@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faults.inject import inject_fault
+from live_bytes import end_copies_at_once
 from page_check import check_page
 from test_planned_training import enabled, known_link, make, train  # noqa: F401
 from torch import nn
@@ -32,7 +33,7 @@ import torch, offload
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, {tests!r})
-from live_bytes import Peak, tell_blocks, told_blocks
+from live_bytes import Peak, end_copies_at_once, tell_blocks, told_blocks
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -63,7 +64,7 @@ def step(peak=None):
 
 handle = offload.enable(model, {knobs})
 if {is_manual}:
-    handle._engine.in_flight_bytes_max = 1  # its copies end in time, however busy the machine is
+    end_copies_at_once(handle._engine)
 result = dict(before=repr(handle))
 try:
     for _ in range(7):
@@ -282,6 +283,7 @@ def test_late_is_what_a_schedule_brought_back_too_late(tmp_path: Path) -> None:
 def test_by_hand_a_few_steps_are_measured_and_that_is_said() -> None:
     model, optimizer = make()
     with offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1) as handle:
+        end_copies_at_once(handle._engine)
         train(model, optimizer, [256] * 12)
         report = handle.report()
         verdict = report.verdict

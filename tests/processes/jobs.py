@@ -263,6 +263,7 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
         if limit == "disk":
             fill(ballast)
         elif limit == "RLIMIT_AS":
+            enlarge_stacks()
             resource.setrlimit(kind, (virtual_bytes() + room_bytes, before[1]))
         else:
             resource.setrlimit(kind, (4096, before[1]))
@@ -300,6 +301,19 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
         "notes": list(about.notes),
         "live": [handle._engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]],
     }
+
+
+def enlarge_stacks():
+    """Have every new thread ask for 256 MiB: more than a limit leaves that has room for whatever else there is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    attributes = ctypes.create_string_buffer(256)  # more than a pthread_attr_t
+    for error in (
+        libc.pthread_attr_init(attributes),
+        libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(256 << 20)),
+        libc.pthread_setattr_default_np(attributes),
+    ):
+        if error:
+            raise OSError(error, os.strerror(error))
 
 
 def give_up_locking():

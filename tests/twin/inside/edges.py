@@ -8,7 +8,7 @@ import threading
 from functools import cache
 
 import torch
-from test_training import BY_HAND, assert_same, mlp, train
+from test_training import BY_HAND, assert_same, mlp, plain_step, train
 from twin import sim
 
 import offload
@@ -45,10 +45,21 @@ def striped(number):
 # -- what exposes an edge ----------------------------------------------------------------------------------------------
 
 
+def held_step(model, x):
+    """All of a step is queued before any of it runs: the host sees nothing end meanwhile, however fast streams are."""
+    torch.sim.synchronize()
+    sim.hold_streams(True)
+    try:
+        plain_step(model, x)
+    finally:
+        sim.hold_streams(False)
+
+
 def whole_steps():
     for options in BY_HAND:
-        assert_same(train(options, steps=3), trained())
-        assert_same(train(options, steps=3, in_flight=1), trained())
+        step_of = plain_step if options["lb"] == "auto" else held_step  # a step that measures the link waits for it
+        assert_same(train(options, step_of=step_of, steps=3), trained())
+        assert_same(train(options, step_of=step_of, steps=3, in_flight=1), trained())
 
 
 def come_back_at_once(nbytes):
@@ -233,6 +244,7 @@ def prefetched_on_one_stream_and_used_on_another():
     torch.sim.synchronize()
     its_engine.drain()
     del x
+    sim.hold_streams(True)  # until all is queued: else the host may see the copy-in done, which is an order too
     with torch.sim.stream(streams[0]):
         slot.record.prefetch()
     with torch.sim.stream(streams[1]):
@@ -240,6 +252,7 @@ def prefetched_on_one_stream_and_used_on_another():
         total = view.restore().sum()
     with torch.sim.stream(streams[0]):
         fresh(SMALL).fill_(2)
+    sim.hold_streams(False)
     torch.sim.synchronize()
     assert total.item() == SMALL
 
@@ -256,8 +269,8 @@ def abandoned_while_it_comes_in():
     slot.record.ticket.swap_in(torch.sim.Stream().native_handle)  # issues the copy-in, for a stream that does nothing
     del slot
     its_engine.collect()
-    sim.hold_streams(False)
     kept = [fresh(SMALL).fill_(2) for _ in range(2)]
+    sim.hold_streams(False)
     torch.sim.synchronize()
     assert all(bool((each == 2).all()) for each in kept)
     its_engine.drain()
