@@ -110,6 +110,20 @@ PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return keep(as_core(self), args[0], index, found, args[2], nbytes);
 }
 
+// count(counted, nbytes): one more tensor.
+PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "count takes a Count and bytes");
+    return nullptr;
+  }
+  const int64_t nbytes = PyLong_AsLongLong(args[1]);
+  const std::shared_ptr<Count> counted = PyErr_Occurred() ? nullptr : count_of(args[0]);
+  if (counted == nullptr) return nullptr;
+  ++counted->tensors;
+  counted->nbytes += nbytes;
+  Py_RETURN_NONE;
+}
+
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
 // Whether the engine knows tensors of this kind at all; −1: a Python error.
@@ -200,6 +214,8 @@ PyMethodDef core_methods[] = {
     {"pack", guarded<core_pack>, METH_O, "pack(tensor): what the graph node shall hold instead of it."},
     {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): the tensor that pack was given, as it was."},
     {"checked", core_checked, METH_O, "checked(kept): its tensor, unless somebody wrote to it."},
+    {"count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_count)), METH_FASTCALL,
+     "count(counted, nbytes): one more tensor of so many bytes."},
     {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_keep)), METH_FASTCALL,
      "keep(tensor, index, reason, nbytes): count a tensor that stays; what the graph node shall hold."},
     {nullptr, nullptr, 0, nullptr}};

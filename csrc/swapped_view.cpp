@@ -238,8 +238,8 @@ PyObject* on_storage(SwappedView* view, Target& target, int64_t begin) {
   const Owned offset(storage ? PyLong_FromLongLong(view->offset + begin / view->itemsize) : nullptr);
   const Owned shape(offset ? tuple_of(view->sizes, dimensions(view)) : nullptr);
   const Owned stride(shape ? tuple_of(strides(view), dimensions(view)) : nullptr);
-  // Nothing here requires a gradient, so none of it is recorded where grad is on (create_graph).
-  Owned tensor(stride ? PyObject_CallFunctionObjArgs(tensors.detach, empty, nullptr) : nullptr);
+  // With a version counter of its own. Nothing here requires a gradient, so none of it is recorded where grad is on.
+  Owned tensor(stride ? get(tensors.data, empty) : nullptr);
   if (!tensor) return nullptr;
   const Owned done(PyObject_CallFunctionObjArgs(tensors.set_storage, tensor.get(), storage.get(), offset.get(),
                                                 shape.get(), stride.get(), nullptr));

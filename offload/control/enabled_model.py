@@ -100,6 +100,7 @@ class EnabledModel:
         self.on_device = self._session_on(model, device, options, engine)
         self._wrappers: list[weakref.ref[ForwardWrapper]] = []  # the modules hold them
         self.wraps = options.n_tensors != 0 or always
+        self._unwrapped_owner = None if self.wraps else owner  # no module holds it there
         if self.wraps:  # 0 is a true no-op: nothing is wrapped
             wrapper = ForwardWrapper(model, self._around_forward)
             self._keep(wrapper, owner)

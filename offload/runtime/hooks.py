@@ -183,15 +183,11 @@ class StepHooks(HookCore):
             self._recomputation.saved(tensor, index, key, slot)
         if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
             self._engine.limit_in_flight()
-        count = self._counts.swapped
-        count.tensors += 1
-        count.nbytes += key[3]
+        self.count(self._counts.swapped, key[3])
         return view_of(tensor, slot, index)
 
     def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage | DroppedHandle) -> Packed:
-        count = self._counts.duplicates
-        count.tensors += 1
-        count.nbytes += tensor.nbytes
+        self.count(self._counts.duplicates, tensor.nbytes)
         self._observer.duplicated(index, slot)
         return view_of(tensor, slot, index)
 

@@ -44,6 +44,30 @@ def test_without_dlpack(offloaded, without_dlpack):
     offloaded.differentiate(views, torch.linspace(0.1, 1, 3000).reshape(60, 50).requires_grad_(), again=True)
 
 
+def twice(offloaded):
+    """What comes back is saved again, under a version of its own."""
+
+    def run(model, step, settle):
+        x = torch.linspace(0.1, 1, 3000).reshape(60, 50).requires_grad_()
+        with step():
+            gradient = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+            settle()
+            loss = gradient.square().sum()
+        settle()
+        loss.backward()
+        return gradient.detach(), x.grad
+
+    offloaded.compare(run, lambda x: (x * 2).sin()[1:].exp() * (x * 3).t().cos().t()[1:] * (x * 5).tanh()[:-1])
+
+
+def test_saved_again(offloaded):
+    twice(offloaded)
+
+
+def test_saved_again_without_dlpack(offloaded, without_dlpack):
+    twice(offloaded)
+
+
 def test_a_session_that_is_dropped_is_freed_without_a_collection(offloaded):
     """Not disabled, its graph alive: the last reference to the graph frees the engine and its store."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
