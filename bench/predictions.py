@@ -29,7 +29,7 @@ from offload.devices import allocator
 from offload.units import format_bytes, format_seconds
 
 sys.path.append(str(machine.ROOT / "tests"))
-from live_bytes import Peak, tell_blocks
+from live_bytes import Peak, tell_blocks_of_all
 
 SETTLE_STEPS = 8  # profiling, and what planning anew may take
 MEASURED_STEPS = {"gpt": 5, "resnet": 25}  # several seconds of each, so that one hiccup of the disk is no median
@@ -83,7 +83,7 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
     """One row; `fraction`: the memory limit as a share of the unswapped peak, None for the default knobs."""
     size = MODELS[family]
     plain, planned = Contestant(family, size), Contestant(family, size)
-    tell_blocks()
+    tell_blocks_of_all()
     plain.step(0)
     unswapped_peak = plain.tracked_peak(1)
     plain = Contestant(family, size)

@@ -25,6 +25,7 @@ struct Count {
 // What a schedule says of one pack. -1: nothing.
 struct PackRow {
   int64_t kept_bytes = -1;   // a tensor of just this size stays, without a second look
+  bool is_kept_again = false;  // or one of any size, on a storage that stays and is counted already
   int64_t node_after = -1;   // the node that begins with this pack
   int64_t weighed = -1;      // the node at which activations are weighed then
   int64_t watched = -1;      // the node that its unpack begins
@@ -82,7 +83,9 @@ class ScheduleCursor {
 
   // Decides a pack where the schedule keeps a tensor of this size.
   Verdict pack(int64_t pack_index, int64_t nbytes);
-  // The same for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
+  // Whether a pack that is kept shows a storage that is counted already.
+  bool keeps_again(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->is_kept_again; }
+  // The same as `pack` for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
   bool unpack(int64_t pack_index);
   // Whether the unpack of a tensor that stayed moves the schedule on.
   bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from live_bytes import Peak, tell_blocks
+from live_bytes import Peak, tell_blocks_of_all
 from torch import nn
 
 import offload
@@ -33,7 +33,7 @@ def known_link(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def told_blocks():
-    undo = tell_blocks()
+    undo = tell_blocks_of_all()
     yield
     undo()
 

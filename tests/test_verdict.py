@@ -32,21 +32,16 @@ import torch, offload
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, {tests!r})
-from live_bytes import Peak, tell_blocks
-from offload.runtime.engine import Engine
+from live_bytes import Peak, tell_blocks, told_blocks
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())))
 optimizer = torch.optim.AdamW(model.parameters())
 blocks, outputs, most = [0], [], [0]
-allocate = Engine.allocate
 
-def counted(self, nbytes, residue):
-    allocated = allocate(self, nbytes, residue)
+def told(nbytes):
     blocks[0] += nbytes
-    weakref.finalize(allocated[2], lambda: blocks.__setitem__(0, blocks[0] - nbytes))
-    return allocated
 
 def count(*_):
     outputs[:] = [row for row in outputs if not row[0].expired()]
@@ -77,17 +72,18 @@ except offload.InfeasibleLimitError as error:
     result.update(error=str(error), least=error.least_limit_bytes, notes=getattr(error, "__notes__", []))
     result["is_out_of_memory"] = isinstance(error, MemoryError) or hasattr(error, "offload_explanation")
 else:
-    Engine.allocate = counted
+    engine = handle._engine
+    engine.new_storage = told_blocks(engine.store.alignment_bytes, told)
     hooks = [layer.register_forward_hook(came) for layer in model]
     step()
     for hook in hooks:
         hook.remove()
-    Engine.allocate = allocate
+    engine.new_storage = None
     result["activations"] = most[0]
 report = handle.report()
 result.update(text=str(report), html=report._repr_html_(), told=repr(handle), about=report.to_dict())
 if "error" not in result:
-    tell_blocks()
+    tell_blocks(handle._engine)
     peak, x = Peak(), torch.randn(8192, 256)
     with peak.watch():
         model(x).square().mean().backward()

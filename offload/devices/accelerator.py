@@ -52,6 +52,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.module = torch.get_device_module(device)
+        self._stream: tuple[int, Any] | None = None  # the latest current one, by its handle: an object costs more
         self._raw_stream = raw_current_stream(device.type) if device.index is not None else None
 
     def current_stream(self) -> int:
@@ -64,7 +65,10 @@ class Accelerator:
 
     def record_use(self, tensor: torch.Tensor) -> None:
         """Torch's `record_stream`: nothing where the block is the current stream's own."""
-        tensor.record_stream(self.module.current_stream(self.torch_device))
+        handle = self.current_stream()
+        if self._stream is None or handle != self._stream[0]:
+            self._stream = (handle, self.module.current_stream(self.torch_device))
+        tensor.record_stream(self._stream[1])
 
     def mark(self) -> Any:
         """An event that was recorded."""

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from offload._core import SwappedStorage
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import PackEntry, StepOrder
-from offload.runtime.swapped_storage import SlotHandle
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import current_node
 from offload.torch_compat.call_stack import running_module
@@ -41,7 +41,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.order = StepOrder()
-        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
+        self._slots: dict[int, weakref.ref[SwappedStorage]] = {}
         self._autograd_node: object = None
 
     @property
@@ -68,13 +68,13 @@ class Recorder:
         """The later saved, the sooner needed, as a guess."""
         return 2**32 - pack_index
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
         self._slots[pack_index] = weakref.ref(slot)
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
         """Another view of a storage saved before."""
         first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
@@ -201,7 +201,7 @@ class Profiler(Recorder):
         """A hook begins."""
         self.stopwatch.begin()
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
@@ -216,7 +216,7 @@ class Profiler(Recorder):
         slot.record.wait_copied_out()
         super().swapped(pack_index, slot, tensor)
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
         """Another view of a storage saved before."""
         self._note_module(pack_index)
         super().duplicated(pack_index, slot)

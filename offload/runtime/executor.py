@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from offload._core import ActivationMeter, NodeClock, ScheduleCursor, measure_step
+from offload._core import ActivationMeter, NodeClock, ScheduleCursor, SwappedStorage, measure_step
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62
@@ -53,10 +52,10 @@ class StepObserver(Protocol):
     def need(self, pack_index: int) -> int:
         """Spill priority: larger if the tensor is needed later."""
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
         """Another view was saved; the copy-out of its storage has already started."""
 
     def packed(self, pack_index: int) -> None:
@@ -91,8 +90,8 @@ class SwapOnDemand:
         return 2**32 - pack_index
 
     def begin(self) -> None: ...
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None: ...
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None: ...
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None: ...
+    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None: ...
     def packed(self, pack_index: int) -> None: ...
     def unpacking(self, pack_index: int) -> None: ...
     def unpacked(self, pack_index: int) -> None: ...
@@ -232,7 +231,7 @@ class ScheduleExecutor:
         self._watched = schedule.watched
         self._swapped_bytes = schedule.swapped_bytes
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
-        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
+        self._slots: dict[int, weakref.ref[SwappedStorage]] = {}
         self._next_release = 0
         self._next_prefetch = 0
         self._acted = False  # whether this hook waits or starts a copy; if not, its time counts as computation
@@ -285,11 +284,11 @@ class ScheduleExecutor:
         entry = self._swapped_bytes.get(pack_index)
         return entry[1] if entry is not None else self.schedule.need(pack_index)
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
         self._slots[pack_index] = weakref.ref(slot)
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage) -> None:
         """Another view of a swapped storage was saved: nothing is due."""
 
     def packed(self, pack_index: int) -> None:

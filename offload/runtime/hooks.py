@@ -12,15 +12,13 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload._core import HookCore, KeptTensor, PinningFailed, follow
+from offload._core import HookCore, KeptTensor, PinningFailed, SwappedStorage, SwappedView, follow, view_of
 from offload.options import Options
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver, SwapOnDemand
-from offload.runtime.saved_view import SwappedView, raise_changed
-from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.torch_compat.autograd import innermost_hooks
-from offload.torch_compat.tensors import version_of
+from offload.torch_compat.tensors import raise_changed, version_of
 
 # What a graph node holds in a saved tensor's place.
 Packed = KeptTensor | SwappedView
@@ -58,12 +56,12 @@ class StepHooks(HookCore):
     """
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__(policy.options.min_tensor_bytes, policy.counts, policy.engine.queues)
+        super().__init__(policy.options.min_tensor_bytes, policy.counts, policy.engine)
         self._engine = policy.engine
         self._min_nbytes = policy.options.min_tensor_bytes
         self._counts = policy.counts
         self.policy = policy
-        self._kept: set[StorageKey] = set()
+        self._kept: set[tuple[int, ...]] = set()
         self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
         self.attach(SwapOnDemand())
         self.attached = False
@@ -152,17 +150,13 @@ class StepHooks(HookCore):
         self._observer.swapped(index, slot, tensor)
         if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
             self._engine.limit_in_flight()
-        count = self._counts.swapped
-        count.tensors += 1
-        count.nbytes += key[3]
-        return SwappedView(tensor, slot, index)
+        self.count(self._counts.swapped, key[3])
+        return view_of(tensor, slot, index)
 
-    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SlotHandle) -> Packed:
-        count = self._counts.duplicates
-        count.tensors += 1
-        count.nbytes += tensor.nbytes
+    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage) -> Packed:
+        self.count(self._counts.duplicates, tensor.nbytes)
         self._observer.duplicated(index, slot)
-        return SwappedView(tensor, slot, index)
+        return view_of(tensor, slot, index)
 
 
 def innermost_step_hooks() -> StepHooks | None:

@@ -130,8 +130,8 @@ def end(directory, tier, where):
     if where == "prefetching":
         handle._engine.drain()
         torch.autograd.grad(losses[0], [x], retain_graph=True)
-        for reference in list(handle._engine._live.values())[:10]:
-            reference().record.prefetch()
+        for storage in handle._engine.live_storages()[:10]:
+            storage.prefetch()
     elif where == "in a thread":
         # Not a daemon: the interpreter ends those inside torch's backward, whose own frames do not survive it.
         threading.Thread(target=losses[0].backward).start()
@@ -149,7 +149,8 @@ def end_with_copies_queued(directory):
 
 
 def copies_under_way():
-    return sum(not copy_out.ticket.out_done() for copy_out in KEPT_ALIVE[1]._engine._copies_out)
+    engine = KEPT_ALIVE[1]._engine
+    return sum(not storage.ticket.out_done() for storage in engine.live_storages())
 
 
 def leave(*_):
@@ -365,5 +366,5 @@ def sample(handle):
         "file": stats["spill_file_bytes"],
         "pool held": stats["pool_held_bytes"],
         "pool requested": stats["pool_requested_bytes"],
-        "targets held": len(handle._engine._retired),
+        "targets held": handle._engine.targets_held,
     }
