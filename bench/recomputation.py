@@ -83,14 +83,16 @@ class Contestant:
         self.model = self.network.make(size).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []  # of the training thread: what others on the machine do not change
 
     def step(self, number: int) -> list[Tensor]:
         """Train one step; the loss, the gradients and the buffers."""
         x, y = self.network.draw(self.size, torch.Generator().manual_seed(number))
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.thread_time()
         loss = loss_of(self.model(x), y)
         loss.backward()
         self.seconds.append(time.perf_counter() - begin)
+        self.processor_seconds.append(time.thread_time() - used)
         results = [loss.detach().clone(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
         results += [buffer.clone() for buffer in self.model.buffers()]
         del loss
@@ -115,7 +117,7 @@ def min_bytes(size: dict[str, int]) -> str:
     return "1KiB" if size in [network.tiny for network in NETWORKS.values()] else "1MiB"
 
 
-def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
+def measure(name: str, link: str, size_name: str, settle: int, measured: int) -> dict[str, Any]:
     """One row."""
     size = getattr(NETWORKS[name], size_name)
     limit, peak = limit_of(name, size)
@@ -123,7 +125,7 @@ def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
     asked = {"memory_limit": limit, "min_tensor_bytes": min_bytes(size)}
     handles = offload.enable(alone.model, **asked, recompute=False), offload.enable(joint.model, **asked)
     equal = True
-    for number in range(SETTLE_STEPS + MEASURED_STEPS):
+    for number in range(settle + measured):
         expected = plain.step(number)
         for other in (alone, joint):
             equal = all(map(torch.equal, other.step(number), expected)) and equal
@@ -131,7 +133,14 @@ def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
     assert swap_plan is not None
     assert plan is not None
     sizes = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
-    about = {each: _spread(contestant.seconds) for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)}
+    about = {
+        each: _spread(contestant.seconds[-measured:])
+        for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)
+    }
+    used = {
+        each: median(contestant.processor_seconds[-measured:])
+        for each, contestant in zip(KINDS, (plain, alone, joint), strict=True)
+    }
     return {
         "network": name,
         "link": link,
@@ -144,6 +153,7 @@ def measure(name: str, link: str, size_name: str) -> dict[str, Any]:
         "slowdown_joint": about["joint"]["median"] / about["plain"]["median"] - 1,
         "slowdown_swap_least": about["swap"]["least"] / about["plain"]["least"] - 1,
         "slowdown_joint_least": about["joint"]["least"] / about["plain"]["least"] - 1,
+        "processor_seconds": used,
         "planned_swap": swap_plan.expected_seconds / swap_plan.compute_seconds - 1,
         "planned_joint": plan.expected_seconds / plan.compute_seconds - 1,
         "predicted_seconds": plan.expected_seconds,
@@ -163,8 +173,8 @@ KINDS = ("plain", "swap", "joint")
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    low, middle, high = quantiles(seconds[-MEASURED_STEPS:], n=4)
-    return {"median": middle, "low": low, "high": high, "least": min(seconds[-MEASURED_STEPS:])}
+    low, middle, high = quantiles(seconds, n=4)
+    return {"median": middle, "low": low, "high": high, "least": min(seconds)}
 
 
 def keeps_goal(row: dict[str, Any]) -> bool:
@@ -180,7 +190,8 @@ def line(row: dict[str, Any]) -> str:
         f"{row['network']:<9}{row['link'] or 'as it is':<10}bits {'equal' if row['bits_equal'] else 'DIFFER'}  plain "
         f"{format_seconds(took['plain']['median'])}  swap alone {row['slowdown_swap']:+.0%} (fastest steps "
         f"{row['slowdown_swap_least']:+.0%}, planned {row['planned_swap']:+.0%})  joint {row['slowdown_joint']:+.0%} "
-        f"(fastest steps {row['slowdown_joint_least']:+.0%}, planned {row['planned_joint']:+.0%})  of "
+        f"(fastest steps {row['slowdown_joint_least']:+.0%}, planned {row['planned_joint']:+.0%}, processor time "
+        f"{row['processor_seconds']['joint'] / row['processor_seconds']['plain'] - 1:+.0%})  of "
         f"{count} tensors {swaps} swap, {format_bytes(row['swapped_bytes'])}, {recomputes} are recomputed, "
         f"{format_bytes(row['recomputed_bytes'])} in {format_seconds(row['recompute_seconds'])}  peak "
         f"{format_bytes(row['predicted_peak_bytes'])} of {format_bytes(row['unswapped_peak_bytes'])}"
@@ -195,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--link", action="append", help='only over this link, such as "0.15GB/s" (repeatable)')
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="quick")
     parser.add_argument("--threads", type=int, help="of torch; default: as torch chooses")
+    parser.add_argument("--settle", type=int, default=SETTLE_STEPS, help="steps before those that are measured")
+    parser.add_argument("--measured", type=int, default=MEASURED_STEPS, help="steps that are measured")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.threads is not None:
@@ -209,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, link in chosen:
         if args.network is not None and name not in args.network:
             continue
-        task = json.dumps({"name": name, "link": link, "size_name": args.size})
+        about = {"name": name, "link": link, "size_name": args.size}
+        task = json.dumps({**about, "settle": args.settle, "measured": args.measured})
         threads = [] if args.threads is None else ["--threads", str(args.threads)]
         command = [sys.executable, __file__, *threads, "--worker", task]
         environment = {**os.environ, **allocator.preload_environment(), "OFFLOAD_THROTTLE": link}

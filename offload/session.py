@@ -162,8 +162,7 @@ class Session:
         """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
 
         `step`, the model's forward, and backward where it brings a tensor back add the note by themselves; this covers
-        all of backward and the optimizer too.
-        Before Python 3.11, whose exceptions take no notes, the note is logged.
+        all of backward and the optimizer too. Before Python 3.11, whose exceptions take no notes, the note is logged.
 
         Parameters
         ----------
@@ -284,9 +283,8 @@ def _session_on(
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    swapped, kept = at.counts.in_step()
-    subject = oom.Subject(at.model, at.engine, at.options, swapped, kept, at.counts.dropped_in_step())
-    oom.tell(error, subject, path)
+    about = (*at.counts.in_step(), at.counts.dropped_in_step())
+    oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)
 
 
 def enable(

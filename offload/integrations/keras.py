@@ -26,7 +26,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     ----------
     **options
         The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`.
+        `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
     ------

@@ -163,12 +163,12 @@ class Plan:
         """Why a tensor stays; `without` are the bytes by node with everything kept."""
         most = max(without[tensor.last_forward + 1 : tensor.first_backward], default=0)
         if tensor.first_backward == tensor.last_forward + 1:
-            why = "it is used again at once"
+            why = "since it is used again at once"
         elif most <= self.limit_bytes:
-            why = f"the step takes at most {format_bytes(most)} while it is not in use"
+            why = f"since the step takes at most {format_bytes(most)} while it is not in use"
         else:
-            why = "what else moves is enough"
-        return f"{self._name(tensor)}: kept, {why}{self._instead(tensor)}"
+            why = "since moving others is enough"
+        return f"{self._name(tensor)}: kept {why}{self._instead(tensor)}"
 
     def _instead(self, tensor: SavedTensor) -> str:
         """What recomputing a tensor that is not recomputed would take, or why it cannot be."""

@@ -95,13 +95,18 @@ class _Trial(Recording):
         """The forward pass begins in this thread, and the recording with it."""
         if can_record() and not self._order.compiled_nodes:
             super().begin(surroundings)
-            self.passed(-1)
+            if self._recorder is not None:
+                self._recorder.resume()
 
-    def passed(self, index: int) -> None:
-        """The hook of this pack is about to return: record again."""
+    def passed(self, index: int, tensor: torch.Tensor) -> None:
+        """The hook that packs `tensor` is about to return: record again."""
         if self._recorder is not None:
             self._recorder.latest_pack = index
             self._recorder.resume()
+
+    def abandon(self) -> None:
+        """The step is not the recorded one."""
+        self.is_as_recorded = False
 
     def end(self) -> None:
         """The forward pass is over."""

@@ -354,5 +354,5 @@ class ScheduleExecutor:
         self.on_schedule = self.cursor.is_on_schedule = False
         self._watched = {}
         if self.recomputation is not None:
-            self.recomputation.end()
+            self.recomputation.abandon()
         self._deviate()

@@ -103,7 +103,7 @@ class StepHooks(HookCore):
             packed = self._swap_or_keep(tensor, index, nbytes)
         observer.packed(index)
         if recomputation is not None:
-            recomputation.passed(index)
+            recomputation.passed(index, tensor)
         return packed
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:

@@ -46,8 +46,11 @@ class Recomputation(Protocol):
     def pause(self) -> None:
         """A hook begins; what it does is none of the step's own operators."""
 
-    def passed(self, index: int) -> None:
-        """The hook of this pack is about to return."""
+    def passed(self, index: int, tensor: torch.Tensor) -> None:
+        """The hook that packs `tensor` is about to return."""
+
+    def abandon(self) -> None:
+        """The step is not the recorded one: drop nothing more."""
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
         """Drop a storage rather than copy it. None: it is swapped."""
@@ -64,7 +67,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._recorder: OperatorRecorder | None = None
-        self._is_open = False
+        self._was_on = False  # when the hook began
 
     def begin(self, surroundings: Surroundings) -> None:
         """The forward pass begins in this thread."""
@@ -74,6 +77,7 @@ class Recording:
     def pause(self) -> None:
         """A hook begins."""
         if self._recorder is not None:
+            self._was_on = self._recorder.is_on
             self._recorder.suspend()
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
@@ -102,16 +106,20 @@ class DroppedTensors(Recording):
         self._schedule = schedule
         self._engine = engine
         self._ran = ran
+        self._is_open = False
+        self._is_abandoned = False
         self._opens = frozenset(opens for opens, _ in schedule.windows)
         self._closes = frozenset(closes for _, closes in schedule.windows)
 
     def begin(self, surroundings: Surroundings) -> None:
         """The forward pass begins in this thread, and with it the first window, if it is that early."""
         super().begin(surroundings)
-        self.passed(-1)
+        self._is_open = -1 in self._opens
+        if self._is_open and self._recorder is not None:
+            self._recorder.resume()
 
-    def passed(self, index: int) -> None:
-        """The hook of this pack is about to return: a window may begin or end."""
+    def passed(self, index: int, tensor: torch.Tensor) -> None:
+        """The hook that packs `tensor` is about to return: a window may begin or end."""
         recorder = self._recorder
         if recorder is None:
             return
@@ -120,8 +128,15 @@ class DroppedTensors(Recording):
             recorder.forget()
         if index in self._opens:
             self._is_open = True
-        if self._is_open:
+        # An operator that packs a lazily conjugated tensor was called with the mode on, and goes on with another tensor,
+        # which Python does not know: torch fails where the mode is off then.
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if (self._is_open and not self._is_abandoned) or (self._was_on and is_lazy):
             recorder.resume()
+
+    def abandon(self) -> None:
+        """The step is not the recorded one: drop nothing more."""
+        self._is_abandoned = True
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
         """A storage was swapped out, dropped, or stays, perhaps not for the first time."""
@@ -130,7 +145,13 @@ class DroppedTensors(Recording):
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
         """Drop a storage. None where the schedule does not say so, or this step's own recipe does not keep to it."""
         known = self._schedule.recipes.get(index)
-        if known is None or self._recorder is None or key[2] != 0 or not self._schedule.matches(index, key[3]):
+        if (
+            known is None
+            or self._recorder is None
+            or self._is_abandoned
+            or key[2] != 0
+            or not self._schedule.matches(index, key[3])
+        ):
             return None
         value = self._recorder.value_of(tensor)
         recipe = recipe_of(value) if value is not None else None

@@ -12,7 +12,7 @@ from forced import Forcing
 
 from offload.profiling import recipe_trial
 from offload.recomputation import operators, recipe, recorder, slicing, values
-from offload.runtime import hooks
+from offload.runtime import hooks, recomputation
 
 # Guard: where it stands, its text, what stands there instead, and the test that misses it.
 GUARDS = {
@@ -59,6 +59,10 @@ GUARDS = {
     "a window opens only where no other mode is on": (
         (recorder.OperatorRecorder, "resume", "mode_count() == self._modes", "True"),
         test_traps.test_modes_of_others_come_and_go,
+    ),
+    "the mode stays for a conjugated tensor": (
+        (recomputation.DroppedTensors, "passed", "self._was_on and is_lazy", "False"),
+        test_traps.test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor,
     ),
     "the mode goes off with the step": (
         (hooks.HookContext, "__exit__", "self._hooks.end_forward()", "pass"),

@@ -524,6 +524,18 @@ def test_modes_of_others_come_and_go(forcing):
     forcing.compare(made(function), step)
 
 
+def test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor(forcing):
+    """The operator that packs it was called with the mode on, and goes on with another tensor."""
+
+    def function(h):
+        return torch.fft.ihfft(h).sin().abs().repeat(1, 2)[:, :256]
+
+    def wanted(index, recipe):
+        return any("fft" in name for name in recipe.operators)
+
+    forcing.compare(made(function), plain_step, wanted=wanted)
+
+
 def test_the_mode_loads_no_compiler(tmp_path):
     import subprocess
     import sys
