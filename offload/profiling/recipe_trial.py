@@ -88,6 +88,7 @@ class _Trial(Recording):
         self._order = order
         self._base_bytes = base_bytes
         self._limit_bytes = limit_bytes
+        self._met: set[int] = set()
         self._read: dict[int, list[Held | Probe]] = {}
         self._timed: list[tuple[int, Recipe, Any, Any]] = []
 
@@ -112,6 +113,7 @@ class _Trial(Recording):
         """The forward pass is over."""
         super().end()
         self.is_over = True
+        self.is_as_recorded &= self._met == self._order.entries.keys()
         for index, sources in self._read.items():
             if any(source.is_changed for source in sources):
                 self.recipes.pop(index, None)
@@ -122,6 +124,7 @@ class _Trial(Recording):
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> None:
         """Try the recipe; the storage is swapped all the same."""
         entry = self._order.entries.get(index)
+        self._met.add(index)
         if entry is None or entry.nbytes != key[3]:
             self.is_as_recorded = False
         elif self._recorder is None:
@@ -188,7 +191,10 @@ class _Trial(Recording):
     def _room(self, index: int) -> int:
         if self._limit_bytes is None or self._base_bytes is None:
             return 2**62
-        return self._limit_bytes - self._base_bytes[self._order.entries[index].packed] - self._engine.resident.now
+        assert self._recorder is not None
+        entry = self._order.entries[index]
+        there = entry.nbytes + self._recorder.alive_bytes + self._engine.resident.now
+        return self._limit_bytes - self._base_bytes[entry.packed] - there
 
 
 def _measured(recipe: Recipe, seconds: float, nbytes: int) -> MeasuredRecipe:

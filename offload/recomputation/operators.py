@@ -62,6 +62,7 @@ class Operator:
         Why no recipe goes through it; empty: one may.
     """
 
+    name: str
     writes: tuple[int | str, ...] = ()
     passes: bool = False
     is_seeded: bool = False
@@ -87,7 +88,7 @@ def operator_of(func: Any) -> Operator:
 def _look(func: Any) -> Operator:
     schema = getattr(func, "_schema", None)
     if schema is None:
-        return Operator(passes=True)
+        return Operator(str(func), passes=True)
     namespace, _, name = schema.name.partition("::")
     writes = tuple(
         argument.name if argument.kwarg_only else position
@@ -102,6 +103,7 @@ def _look(func: Any) -> Operator:
         refusal = f"made by {name}, which may not repeat itself"
     statistics, training = STATISTICS.get(name, ((), -1))
     return Operator(
+        name=str(func),
         writes=writes,
         passes=is_view and not refusal,
         is_seeded=torch.Tag.nondeterministic_seeded in func.tags,

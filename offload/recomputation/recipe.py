@@ -52,6 +52,7 @@ class Step:
     """
 
     func: Any
+    name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: tuple[Any, torch.Tensor] | None
@@ -122,7 +123,7 @@ class Recipe:
     @property
     def operators(self) -> tuple[str, ...]:
         """Names, in order."""
-        return tuple(str(step.func) for step in self.steps)
+        return tuple(step.name for step in self.steps)
 
     @property
     def held_bytes(self) -> int:

@@ -114,6 +114,11 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 return saved.watch.storage() if unchanged and saved.watch is not None else None
         return None
 
+    @property
+    def alive_bytes(self) -> int:
+        """Of what was packed, the bytes that forward still holds."""
+        return sum(each.nbytes for each in self._saved.values() if each.watch is not None and each.watch.is_alive)
+
     def _watch(self, storage: torch.UntypedStorage) -> StorageWatch:
         watch = StorageWatch(storage)
         self.watches.append(watch)

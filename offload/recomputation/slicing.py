@@ -53,15 +53,16 @@ class _Cut:
             self._calls[call.number] = call
             for reference, is_written in _read_by(call):
                 value = reference.value
-                if value not in self._numbers:
-                    if not self._is_there(value, call):
-                        if value.call is None:
-                            return "reads what nobody holds until backward"
-                        pending.append(value.call)
-                    elif is_written:
+                number = self._numbers.get(value)
+                if self._is_there(value, call) if number is None else number in self._slots or number in self._held:
+                    if is_written:
                         return "changes in place what it reads"
-                if value.call is not None and value.call.operator.is_blank and not is_written:
+                elif value.call is None:
+                    return "reads what nobody holds until backward"
+                elif value.call.operator.is_blank and not is_written:
                     return _UNSEEN
+                elif number is None:
+                    pending.append(value.call)
                 self._numbers.setdefault(value, len(self._numbers))
         return _UNSEEN if self._target.call.operator.is_blank else ""
 
@@ -115,7 +116,7 @@ class _Cut:
         args = tuple(None if i in ignored else self._numbered(each) for i, each in enumerate(call.args))
         kwargs = {name: self._numbered(each) for name, each in call.kwargs.items()}
         results = tuple((value.place, self._numbers[value]) for value in made)
-        return Step(call.func, args, kwargs, call.random, results, tuple(last))
+        return Step(call.func, call.operator.name, args, kwargs, call.random, results, tuple(last))
 
     def _numbered(self, given: Any) -> Any:
         if type(given) is Reference:

@@ -128,7 +128,7 @@ class DroppedTensors(Recording):
             recorder.forget()
         if index in self._opens:
             self._is_open = True
-        # An operator that packs a lazily conjugated tensor was called with the mode on, and goes on with another tensor,
+        # An operator that packs a lazily conjugated tensor was called with the mode on, and goes on with another,
         # which Python does not know: torch fails where the mode is off then.
         is_lazy = tensor.is_conj() or tensor.is_neg()
         if (self._is_open and not self._is_abandoned) or (self._was_on and is_lazy):
@@ -159,6 +159,8 @@ class DroppedTensors(Recording):
             return None
         if not known.sources.issuperset(recipe.sources.values()) or recipe.held_bytes > known.held_bytes:
             return None  # it would keep what the plan does not keep
+        if recipe.operators != known.operators:
+            return None  # nobody has compared what these make
         slot = self._engine.drop(tensor, key, recipe, self._ran)
         self.saved(tensor, index, key, slot)
         return slot

@@ -126,6 +126,11 @@ class StorageWatch:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._reference: Any = storage._weak_ref()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody still holds it. Its identity stays taken until `close`."""
+        return self._reference is not None and not torch.UntypedStorage._expired(self._reference)
+
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, where somebody still holds it. Its identity stays taken until `close`."""
         if self._reference is None:

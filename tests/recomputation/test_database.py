@@ -21,12 +21,14 @@ import offload
 SHORT_SHARE = 10
 SAMPLES = 3
 STEPS = 4  # recorded, tried, dropping twice
+# Sees bytes beside its input's; has no sine; saves a tensor before it is filled.
+LEFT_OUT = ("as_strided_partial_views", "chalf", "nn_functional_rrelu")
 ALWAYS = ("mul", "sin", "nn_functional_gelu", "nn_functional_silu", "nn_functional_layer_norm", "matmul")
 
 
 def pytest_generate_tests(metafunc):
     if "op" in metafunc.fixturenames:
-        chosen = [op for op in op_db if op.supports_autograd]
+        chosen = [op for op in op_db if op.supports_autograd and op.formatted_name not in LEFT_OUT]
         if not metafunc.config.getoption("--all-databases"):
             names = [op for op in chosen if zlib.crc32(op.formatted_name.encode()) % SHORT_SHARE == 0]
             chosen = [op for op in chosen if op in names or op.formatted_name in ALWAYS]

@@ -452,6 +452,22 @@ def test_backward_in_another_thread(forcing):
     forcing.compare(made(), step)
 
 
+def test_forward_in_another_thread(forcing):
+    def step(model, number):
+        found = []
+
+        def run():
+            torch.manual_seed(number)
+            found.extend(plain_step(model, number))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return found
+
+    forcing.compare(made(), step)
+
+
 def test_checkpoints_inside_step_aside(forcing):
     def function(h):
         return checkpoint(silu_twice, h, use_reentrant=False) + functional.silu(functional.gelu(h))
@@ -481,14 +497,15 @@ def test_hooks_of_modules_run_once(forcing):
 # -- the mode ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_leaves_no_mode(forcing):
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_no_mode(forcing, kind):
     class Failing(Calls):
         fails = False
 
         def forward(self, x):
             h = functional.gelu(self.a(x))
             if self.fails:
-                raise ValueError("on purpose")
+                raise kind("on purpose")
             return self.b(functional.silu(h))
 
     model = Failing(None)
@@ -496,7 +513,7 @@ def test_an_exception_leaves_no_mode(forcing):
     for number in range(6):
         model.fails = number == 4
         if model.fails:
-            with pytest.raises(ValueError, match="on purpose"):
+            with pytest.raises(kind, match="on purpose"):
                 plain_step(model, number)
         else:
             plain_step(model, number)
