@@ -6,7 +6,9 @@ holds the source until the copy has ended, and later puts the same bytes back un
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +38,12 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     )
+
+
+def _discard(queue: deque[Any], entry: object) -> None:
+    """Remove an entry, unless it is gone: a signal handler in the same thread may have been faster."""
+    with contextlib.suppress(ValueError):
+        queue.remove(entry)
 
 
 def _new_storage(device: torch.device, nbytes: int, _: int) -> torch.UntypedStorage:
@@ -80,6 +88,7 @@ class Engine(_core.EngineCore):
         self._dropped: deque[RecomputedStorage] = deque()  # whose tensor is still there
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
         self._dead: deque[WeakDroppedHandle] = deque()  # whose graph is gone, and whose record is still to be freed
+        self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
 
     def current_stream(self) -> int:
         """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
@@ -117,17 +126,17 @@ class Engine(_core.EngineCore):
 
     def collect_dropped(self) -> None:
         """Free what dead graphs held of dropped tensors, and bring `dropped` up to date."""
-        while self._dead:
-            reference = self._dead[0]
-            record = getattr(reference, "record", None)  # none yet where an interrupt came at once
-            if record is not None:
-                if self._dropped_handles.get(record.key) is reference:
-                    del self._dropped_handles[record.key]
-                record.free()
-            self._dead.popleft()  # last: an interrupt before this has it all repeated
-        for record in list(self._dropped):
-            if record.is_gone():
-                self._dropped.remove(record)
+        with self._collecting:
+            for reference in list(self._dead):
+                record = getattr(reference, "record", None)  # none yet where an interrupt came at once
+                if record is not None:
+                    if self._dropped_handles.get(record.key) is reference:
+                        del self._dropped_handles[record.key]
+                    record.free()
+                _discard(self._dead, reference)  # last: after an interrupt before it, all of this is repeated
+            for record in list(self._dropped):
+                if record.is_gone():
+                    _discard(self._dropped, record)
 
     def mark(self) -> Any:
         """A point in time: of the clock on the CPU, of the current stream on an accelerator."""
