@@ -34,12 +34,12 @@ void become_lane(int niceness) {
 
 }  // namespace
 
-std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, int niceness) {
-  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, niceness));
+std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, int niceness, double bandwidth) {
+  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, niceness, bandwidth));
 }
 
-HostDriver::HostDriver(LaneOrder order, uint64_t seed, int niceness)
-    : order_(order), niceness_(niceness), random_(seed) {}
+HostDriver::HostDriver(LaneOrder order, uint64_t seed, int niceness, double bandwidth)
+    : order_(order), niceness_(niceness), bandwidth_(bandwidth), random_(seed) {}
 
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
@@ -235,17 +235,28 @@ double HostDriver::event_elapsed_ms(Event from, Event to) {
   return begin == nullptr || end == nullptr ? 0 : 1e3 * (end->done_seconds - begin->done_seconds);
 }
 
+void HostDriver::pace(double begin_seconds, size_t bytes) const {
+  if (bandwidth_ <= 0) return;
+  const double left = begin_seconds + static_cast<double>(bytes) / bandwidth_ - now_seconds();
+  if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
+}
+
 void HostDriver::copy_out(void* host, const void* device, size_t bytes, Stream stream) {
-  call(stream, [=] { std::memcpy(host, device, bytes); });
+  const Copy copy{host, device, bytes};
+  copy_out_batch(&copy, 1, stream);
 }
 
 void HostDriver::copy_in(void* device, const void* host, size_t bytes, Stream stream) {
-  call(stream, [=] { std::memcpy(device, host, bytes); });
+  copy_out(device, host, bytes, stream);
 }
 
 void HostDriver::copy_out_batch(const Copy* copies, size_t count, Stream stream) {
-  call(stream, [batch = std::vector<Copy>(copies, copies + count)] {
-    for (const Copy& copy : batch) std::memcpy(copy.to, copy.from, copy.bytes);
+  call(stream, [this, batch = std::vector<Copy>(copies, copies + count)] {
+    for (const Copy& copy : batch) {
+      const double begin_seconds = now_seconds();
+      std::memcpy(copy.to, copy.from, copy.bytes);
+      pace(begin_seconds, copy.bytes);
+    }
   });
 }
 

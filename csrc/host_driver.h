@@ -29,7 +29,9 @@ enum class LaneOrder { threads, delays, stepped };
 class HostDriver final : public Driver, public std::enable_shared_from_this<HostDriver> {
  public:
   // Lanes run at `niceness` relative to the process (0…19), so that copies do not steal the training's cores.
-  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0, int niceness = 0);
+  // `bandwidth` in bytes per second, unless 0, is the most that each lane copies: a slow link, for measurements.
+  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0, int niceness = 0,
+                                            double bandwidth = 0);
 
   const char* name() const noexcept override { return "host"; }
   void require_same_process() const override;
@@ -58,6 +60,8 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
 
   // Queues host work on a lane. `work` must not throw.
   void call(Stream lane, std::function<void()> work);
+  // For work on a lane: sleeps until a copy of `bytes` that began at `begin_seconds` would have ended at `bandwidth`.
+  void pace(double begin_seconds, size_t bytes) const;
   // An event that work fires by hand: pending from arm to fire.
   void event_arm(Event event);
   void event_fire(Event event);
@@ -86,7 +90,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   };
   using StreamRef = std::shared_ptr<HostStream>;
 
-  HostDriver(LaneOrder order, uint64_t seed, int niceness);
+  HostDriver(LaneOrder order, uint64_t seed, int niceness, double bandwidth);
   static bool runnable(const HostStream& stream);
   static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream);
   void enqueue(Stream stream, Operation operation);
@@ -101,6 +105,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
 
   const LaneOrder order_;
   const int niceness_;
+  const double bandwidth_;
   const Process owner_;
   std::mutex mutex_;
   std::condition_variable changed_;  // callers that wait for an event or for a stream to drain

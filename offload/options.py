@@ -22,6 +22,9 @@ HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
 FREE_DISK_BYTES_MIN = 64 << 20
 
 
+Recompute = Literal["auto", "cheap"]
+
+
 @dataclass(frozen=True)
 class Options:
     """The checked arguments of `offload.enable`; sizes in bytes."""
@@ -35,7 +38,7 @@ class Options:
     host_limit: int
     spill_dir: str  # empty: no disk tier
     host_limit_is_given: bool = False
-    recompute: Literal["auto", "cheap"] | None = None  # None: nothing is recomputed
+    recompute: Recompute | None = None  # None: never
 
 
 def check_options(
@@ -50,6 +53,7 @@ def check_options(
     exclude: Iterable[str],
     host_limit: int | str | None,
     spill_dir: str | os.PathLike[str] | None,
+    recompute: object = None,
 ) -> Options:
     """Check the arguments of `offload.enable` against each other and against the machine.
 
@@ -80,6 +84,7 @@ def check_options(
         host_limit=_check_host_limit(device, host_limit),
         host_limit_is_given=host_limit is not None,
         spill_dir=_check_spill_dir(device, spill_dir),
+        recompute=_check_recompute(recompute, n_tensors),
     )
 
 
@@ -123,6 +128,21 @@ def _check_lookahead(lb: int | str | None) -> int | None:
     if isinstance(lb, bool) or not isinstance(lb, int) or lb < 1:
         raise ValueError(f'lb must be at least 1 backward node, or "auto", not {lb!r}')
     return lb
+
+
+def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | None:
+    if recompute is False:
+        return None
+    if recompute is not None and recompute != "auto" and recompute != "cheap":
+        raise ValueError(f'recompute takes "auto", "cheap" or False, not {recompute!r}')
+    if n_tensors is None:
+        return "cheap" if recompute == "cheap" else "auto"
+    if recompute is not None:
+        raise ValueError(
+            f"recompute={recompute!r} and n_tensors contradict each other: the one plans, the other is by hand; "
+            "drop one, or write recompute=False"
+        )
+    return None
 
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""What a user calls: enable a model, ask its handle what happens, disable it.
+"""The public interface: enable a model, read what its handle reports, disable it.
 
-On top of the data path: puts the parts together.
+A session connects the engine, the controller and the report of one model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from offload.control.device_session import DeviceSession
 from offload.control.enabled_model import EnabledModel
 from offload.control.limits import LIMITS
 from offload.control.manual import ManualController
+from offload.control.trial import make_trial
 from offload.devices.memory import peak_bytes, watch_refusals
 from offload.diagnostics import oom
 from offload.diagnostics.assessment import wish
@@ -161,8 +162,7 @@ class Session:
         """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
 
         `step`, the model's forward, and backward where it brings a tensor back add the note by themselves; this covers
-        all of backward and the optimizer too.
-        Before Python 3.11, whose exceptions take no notes, the note is logged.
+        all of backward and the optimizer too. Before Python 3.11, whose exceptions take no notes, the note is logged.
 
         Parameters
         ----------
@@ -279,12 +279,12 @@ def _session_on(
     on_recorded: Callable[[StepOrder], None],
 ) -> DeviceSession:
     link, listener = partial(measure_link, device, options), registry.profile_listener()
-    return DeviceSession(model, device, options, engine, link, on_recorded, listener, _explain, LIMITS)
+    return DeviceSession(model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS)
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    swapped, kept = at.counts.in_step()
-    oom.tell(error, oom.Subject(at.model, at.engine, at.options, swapped, kept), path)
+    about = (*at.counts.in_step(), at.counts.dropped_in_step())
+    oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)
 
 
 def enable(
@@ -298,6 +298,7 @@ def enable(
     exclude: Iterable[str] = (),
     host_limit: int | str | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
+    recompute: Literal["auto", "cheap", False] | None = None,
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory while it trains.
 
@@ -321,12 +322,16 @@ def enable(
     min_tensor_bytes
         Smaller storages stay. Bytes, or a string such as ``"1MiB"``.
     exclude
-        Names of submodules, as in ``model.named_modules()``, whose saved tensors stay.
+        Names of submodules, as in ``model.named_modules()``, whose saved tensors stay, and are not recomputed either.
     host_limit
         Most host memory that this process pins (CUDA), in bytes or as a string. Default: the smaller of half of the
         available RAM and what the control group leaves, divided by the processes of this run on this machine.
     spill_dir
         Folder of the spill file. Default: the folder for temporary files on the CPU, no disk tier on CUDA.
+    recompute
+        ``"auto"``, the default where a plan is made: also drop tensors and recompute them in backward, where that is
+        faster than swapping them and a trial step has shown that it gives the same bits. ``"cheap"``: the same without
+        matrix products, convolutions and attention. ``False``: swap alone.
 
     Returns
     -------
@@ -359,6 +364,7 @@ def enable(
         "exclude": exclude,
         "host_limit": host_limit,
         "spill_dir": spill_dir,
+        "recompute": recompute,
     }
     device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
     options = check_options(model, device, **asked)

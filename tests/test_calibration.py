@@ -21,10 +21,11 @@ import torch
 from accelerator import KIND, LIBRARY, gpu
 from faults.inject import inject_fault
 
+import offload
 from offload import _core
 from offload.devices import processor_use
 from offload.profiling import calibration, link_measurement
-from offload.profiling.calibration import Calibration, calibrate
+from offload.profiling.calibration import Calibration, calibrate, measure_link
 
 CPU = torch.device("cpu")
 used_by_others = processor_use.used_by_others
@@ -267,3 +268,30 @@ def test_a_gpu_is_measured(tmp_path: Path) -> None:
     assert found.device == gpu.get_device_name(0)
     assert found.out_bandwidth_both > 0
     assert calibrate(store, torch.device(KIND, 0), "", cache_dir=tmp_path) == found
+
+
+@pytest.mark.parametrize("tier", ["direct", "slab"])
+def test_a_throttled_link_is_measured_as_slow_as_it_is(tier: str, tmp_path: Path) -> None:
+    lanes = _core.HostDriver(bandwidth=50e6)
+    if tier == "direct":
+        store = _core.SwapStore.direct(lanes, str(tmp_path))
+    else:
+        store = _core.SwapStore.slab(lanes, lanes, 8 << 20, slab_bytes=8 << 20)
+    found = calibrate(store, CPU, str(tmp_path) if tier == "direct" else "", cache_dir=tmp_path / "cache")
+    assert max(found.out_bandwidth, found.in_bandwidth, found.out_bandwidth_both, found.in_bandwidth_both) <= 52e6
+
+
+def test_the_environment_throttles_and_is_part_of_what_identifies_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bandwidths = []
+    for text in ("50MB/s", "20MB/s"):
+        monkeypatch.setenv("OFFLOAD_THROTTLE", text)
+        with offload.enable(torch.nn.Linear(4, 1), spill_dir=tmp_path) as handle:
+            bandwidths.append(measure_link(CPU, handle._options).out_bandwidth)
+    assert bandwidths[0] <= 52e6
+    assert bandwidths[1] <= 21e6
+    monkeypatch.setenv("OFFLOAD_THROTTLE", "slow")
+    with pytest.raises(ValueError, match=r'OFFLOAD_THROTTLE: .* such as "12GB/s"'):
+        offload.enable(torch.nn.Linear(4, 1))

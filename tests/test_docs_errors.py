@@ -26,6 +26,7 @@ UNLISTED = {
     "offload/profiling/calibration.py": "a cached file that cannot be used is measured again, and that is logged",
     "offload/plan/json_fields.py": "every message names the place in the file, what was expected and what was found",
     "offload/plan/recompute.py": "the planner names only tensors that have a recipe",
+    "offload/recomputation/recipe.py": "the trial step meets it first, and the recipe is not used",
     "offload/plan/search.py": "offload.enable and the command line check these before",
     "offload/plan/simulate.py": "offload.enable and the command line check these before",
     "offload/plan/trace.py": "every message names the place in the file, what was expected and what was found",

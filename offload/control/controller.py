@@ -20,8 +20,10 @@ from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
 from offload.control.signature import Signature
+from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
+from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
-from offload.plan import InfeasibleLimitError, Link, Plan, fastest_plan, least_memory_plan, manual_plan
+from offload.plan import InfeasibleLimitError, Link
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
@@ -75,6 +77,8 @@ class PlanController:
         Measures the link; called for the first plan.
     held
         What is on the device before a step begins.
+    make_trial
+        Begins a trial step, or says why none may run.
     on_profile
         Called with every profile before it is planned.
     limits
@@ -89,6 +93,7 @@ class PlanController:
         on_recorded: Callable[[StepOrder], None],
         measure_link: Callable[[], Link],
         held: Callable[[], HeldBytes],
+        make_trial: MakeTrial,
         on_profile: ProfileListener | None = None,
         limits: Limits = LIMITS,
     ) -> None:
@@ -98,6 +103,7 @@ class PlanController:
         self._on_recorded = on_recorded
         self._measure_link = measure_link
         self._held = held
+        self._make_trial = make_trial
         self._on_profile = on_profile
         self._limits = limits
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
@@ -125,11 +131,15 @@ class PlanController:
                 return self._record(state, model, held()) if larger is None else self._borrow(signature, larger, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
                 return self._record(state, model, held())  # profile again: temporaries may be recorded now
+            if planned.trial is not None and not planned.trial.is_as_recorded:
+                self.forget(signature)
+                return self._record(state, model, held())
             self._judge(state, planned, held)
-            if state.phase is Phase.PLANNING:
-                self._plan(planned, held())
-                state.enter(Phase.MEASURING)
-            return self._follow(signature, state, planned)
+            if state.phase is not Phase.PLANNING:
+                return self._follow(signature, planned)
+            self._plan(planned, held())
+            state.enter(Phase.MEASURING)
+            return self._trial(state, planned) or self._follow(signature, planned)
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
@@ -169,15 +179,20 @@ class PlanController:
     def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
         """Move a planned signature to the phase that its measured steps and the held memory call for."""
         planned.read_measurements(self._counts)
+        planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
         limit_bytes = self._options.memory_limit
         if planned.plan is None:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
             state.enter(Phase.PLANNING, "more memory is in use before a step")
+        elif state.phase is Phase.TRIAL:
+            if planned.trial is None:
+                has_proven = planned.recipes is not None and planned.recipes.recompute
+                state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
         elif self._is_off(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
         elif planned.is_measured or not self._measures(planned):
-            without_hooks = not planned.plan.swaps and limit_bytes is None
+            without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
     def _is_off(self, planned: PlannedStep) -> bool:
@@ -194,7 +209,7 @@ class PlanController:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
-    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
+    def _follow(self, signature: object, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
         about = self._about(signature, planned.schedule)
@@ -205,6 +220,25 @@ class PlanController:
         executor = MeteredExecutor(*about, Stopwatch(self._engine), planned.weights)
         planned.executors.append(executor)
         return executor
+
+    def _trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver | None:
+        """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
+        plan = planned.plan
+        assert plan is not None
+        if planned.recipes is not None or planned.trial is not None:
+            return None
+        if not is_worth_a_trial(plan, self._options, self._limits):
+            return None
+        room = self._options.memory_limit or plan.peak_bytes
+        trial = self._make_trial(self._engine, planned.profile.order, plan.trace.base_bytes, room)
+        if isinstance(trial, str):
+            planned.recipes = Recipes(reason=trial)
+            log.info("nothing is recomputed: %s", trial)
+            return None
+        planned.trial = trial
+        self._counts.trial_steps += 1
+        state.enter(Phase.TRIAL)
+        return trial
 
     def _about(
         self, signature: object, schedule: Schedule | None
@@ -221,23 +255,13 @@ class PlanController:
     def _plan(self, planned: PlannedStep, held: HeldBytes) -> None:
         planned.held = most(planned.held, held)
         try:
-            plan = self._wanted_plan(planned)
+            room = device_bytes(self._engine.device)
+            plan = wanted_plan(planned.trace(), planned.link, self._options, room, self._limits)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
             raise
         planned.follow(plan, self._options.memory_limit)
         self._latest = planned
-
-    def _wanted_plan(self, planned: PlannedStep) -> Plan:
-        trace, link = planned.trace(), planned.link
-        limit_bytes, slowdown = self._options.memory_limit, self._options.max_slowdown
-        if self._options.n_tensors is not None:
-            room = device_bytes(self._engine.device)
-            return manual_plan(trace, link, self._options.n_tensors, "auto", limit_bytes=room)
-        if limit_bytes is not None and slowdown is None:
-            return fastest_plan(trace, link, limit_bytes)
-        assert slowdown is not None
-        return least_memory_plan(trace, link, slowdown, limit_bytes)
 
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
         """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
@@ -352,6 +376,12 @@ class PlanController:
     def gives_up(self) -> bool:
         """Whether some signature swaps on demand because its steps keep deviating."""
         return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
+
+    @property
+    def why_nothing_recomputed(self) -> str:
+        """Why no trial step could run for the signature with the most steps; empty if one has, or none was due."""
+        planned = self.main
+        return planned.recipes.reason if planned is not None and planned.recipes is not None else ""
 
     @property
     def knows_temporaries(self) -> bool:

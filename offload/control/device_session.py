@@ -19,6 +19,7 @@ from offload.control.controller import PlanController, ProfileListener
 from offload.control.limits import Limits
 from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
+from offload.control.trial import MakeTrial
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory
@@ -46,6 +47,8 @@ class DeviceSession:
         Measures the link; called at the first plan.
     on_recorded
         Called with every step that has been recorded.
+    make_trial
+        Begins a trial step of recomputation, or says why none may run.
     on_profile
         Called with every profile before it is planned; where it is given, every model is profiled.
     explain
@@ -62,6 +65,7 @@ class DeviceSession:
         engine: Engine,
         link: Callable[[], Link],
         on_recorded: Callable[[StepOrder], None],
+        make_trial: MakeTrial,
         on_profile: ProfileListener | None,
         explain: Callable[[BaseException, DeviceSession, str | os.PathLike[str] | None], None],
         limits: Limits,
@@ -89,7 +93,7 @@ class DeviceSession:
         else:
             self.held = HeldMemory(model, engine)
             self.controller = PlanController(
-                options, engine, self.counts, on_recorded, link, self.held.look, on_profile, limits
+                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, on_profile, limits
             )
             self.held.on_optimizer_step(self.controller.end_profiles)
 

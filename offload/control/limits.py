@@ -43,6 +43,8 @@ class Limits:
         How much faster than planned the link has to be to call for a new plan.
     late_seconds
         A shorter wait for a tensor is not called late.
+    noise
+        Relative gain in time or memory that is not worth a trial step, or recomputation.
     """
 
     signatures: int = 64
@@ -59,6 +61,7 @@ class Limits:
     tolerance: float = 0.05
     faster_link: float = 0.25
     late_seconds: float = 0.5e-3
+    noise: float = 0.01
 
 
 LIMITS = Limits()

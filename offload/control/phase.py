@@ -3,9 +3,12 @@
 Beside the data path: the controller moves signatures from phase to phase, `SignatureState.enter` is the only door.
 
     PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY ──▶ UNHOOKED      (a plan without swaps, no limit to keep)
-        ▲             ▲            │            │          │
-        │             └────────────┴────────────┴──────────┘          a promise is broken, or memory has grown
+        ▲          ▲  │  ▲         │            │          │
+        │      TRIAL ◀┘  └─────────┴────────────┴──────────┘          a promise is broken, or memory has grown
         └─── the step deviates from the recorded one ◀── any ──▶ ON_DEMAND   it has done so too often
+
+A plan that swaps alone and costs time, or under `max_slowdown` more memory than the least, is followed by one trial
+step, which proves how tensors can be recomputed. The next plan chooses between both.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class Phase(enum.Enum):
 
     PROFILING = "profiling"  # a step is recorded; until its backward has ended, others swap everything on demand
     PLANNING = "planning"  # recorded; the next step begins with a new plan
+    TRIAL = "trial"  # one step is recorded by operator and its recipes are proven; meanwhile others follow the plan
     MEASURING = "measuring"  # the plan's first steps are measured
     STEADY = "steady"  # the plan keeps what it promised, or may not be replaced any more
     UNHOOKED = "unhooked"  # the plan swaps nothing: hooks are off, but for one step in many

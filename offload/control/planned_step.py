@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.control.limits import Limits
+from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
@@ -49,8 +50,10 @@ class PlannedStep:
         Number of steps that followed a plan; number of new plans after the first one.
     executors
         Executors of steps whose measurements have not been read yet.
-    node_seconds, step_seconds, swap_seconds
-        Measured in the last steps: the duration of each node, of the step, and of the hooks per swap.
+    node_seconds, step_seconds, swap_seconds, recompute_seconds
+        Measured in the last steps: the duration of each node, of the step, of the hooks per swap, of recomputation.
+    recompute_factors
+        How many times as long as in the trial step recomputation has taken since, by tensor id.
     starts
         When each node of the last measured step began, in seconds after the first.
     late
@@ -63,6 +66,10 @@ class PlannedStep:
         The most activations in memory in each of the last measured steps.
     refusal
         The error that says why no plan keeps the limit; None if one does.
+    trial
+        The trial step that is under way.
+    recipes
+        What the trial step has proven; None before it.
     """
 
     limits: Limits
@@ -78,17 +85,22 @@ class PlannedStep:
     node_seconds: deque[tuple[float, ...]] = field(init=False)
     step_seconds: deque[float] = field(init=False)
     swap_seconds: deque[float] = field(init=False)
+    recompute_seconds: deque[float] = field(init=False)
     activation_bytes: deque[int] = field(init=False)
+    recompute_factors: dict[int, float] = field(default_factory=dict)
     starts: tuple[float, ...] = ()
     late: dict[int, float] = field(default_factory=dict)
     late_tensors: int = 0
     weights: ActivationBytes | None = None
     refusal: InfeasibleLimitError | None = None
+    trial: TrialObserver | None = None
+    recipes: Recipes | None = None
 
     def __post_init__(self) -> None:
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
         self.swap_seconds = deque(maxlen=self.limits.measurements)
+        self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)
 
     @property
@@ -97,7 +109,7 @@ class PlannedStep:
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
     def trace(self) -> Trace:
-        """The profile's trace with the bytes that are held now and the durations measured since."""
+        """The profile's trace with the bytes that are held now, the durations measured since, and proven recipes."""
         trace = self.profile.trace
         profile, held = self.profile, self.held
         # Where gradients exist already, those that the profiled step allocated are not allocated a second time.
@@ -107,18 +119,23 @@ class PlannedStep:
         if self.node_seconds:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
-        return replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
+        trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
+        return trace if self.recipes is None else self.recipes.added_to(trace, self.recompute_factors)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
         if self.late:
             plan = _with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
+        if self.recipes is not None:
+            plan = replace(plan, refusals=self.recipes.refusals)
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
         self.plan, self.refusal = plan, None
-        self.weights = ActivationBytes.of_plan(plan.trace, plan.swaps)
-        self.schedule = planned_schedule(self.profile.order, plan, self.profile.members)
+        self.weights = ActivationBytes.of_plan(plan)
+        measured = self.recipes.measured if self.recipes is not None else None
+        self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
         self.step_seconds.clear()
+        self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
 
@@ -126,6 +143,19 @@ class PlannedStep:
         """Whether the plan would break the limit with what is held now."""
         more = most(self.held, held).total - self.held.total
         return self.plan is not None and self.plan.peak_bytes + more > limit_bytes
+
+    def read_trial(self, counts: Counts, *, cheap: bool) -> None:
+        """Read what the trial step under way has proven, where it is over."""
+        trial = self.trial
+        if trial is None or not trial.finished:
+            return
+        self.trial, self.recipes = None, recipes_of(trial, self.profile.members, cheap=cheap)
+        if self.plan is not None:
+            self.plan = replace(self.plan, refusals=self.recipes.refusals)
+        measured = trial.measured()
+        if measured is not None:
+            row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_trial=True)
+            counts.steps_measured.append(row)
 
     def read_measurements(self, counts: Counts) -> None:
         """Read the measurements of the last steps that the device has finished, and count these steps."""
@@ -137,20 +167,27 @@ class PlannedStep:
             if measured is None:
                 unread.append(executor)
             elif executor.schedule is self.schedule:
-                counts.steps_measured.append(self._take_in(measured))
+                counts.steps_measured.append(self._take_in(measured, executor.recompute_seconds))
                 self._take_in_late(executor, measured, counts)
                 if executor.peak_bytes is not None:
                     self.activation_bytes.append(executor.peak_bytes)
         self.executors.clear()
         self.executors.extend(unread)
 
-    def _take_in(self, measured: Measured) -> StepRecord:
+    def _take_in(self, measured: Measured, recompute_seconds: float) -> StepRecord:
         plan = self.plan
         assert plan is not None
+        # Hooks recompute: nodes do not include it, their own time does.
         if plan.swaps:
-            self.swap_seconds.append(measured.hook_seconds / len(plan.swaps))
+            in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
+            self.swap_seconds.append(in_hooks / len(plan.swaps))
+        tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
+        if tried and measured.hook_seconds:  # on the CPU
+            self.recompute_seconds.append(recompute_seconds)
+            factor = median(self.recompute_seconds) / tried
+            self.recompute_factors.update(dict.fromkeys((row.id for row in plan.recomputes), factor))
         # If copies use CPU time while a hook runs, that time is part of the hook's duration, not of a node's.
-        waiting = plan.step_seconds - plan.compute_seconds
+        waiting = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
         self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
@@ -164,10 +201,12 @@ class PlannedStep:
 
     def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:
         owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
+        assert self.plan is not None
+        swapped = {swap.id for swap in self.plan.swaps}
         self.late = {}
         for index, seconds in measured.waits.items():
             tensor = owner.get(self.profile.order.duplicates.get(index, index))
-            if tensor is not None and seconds > self.limits.late_seconds:
+            if tensor in swapped and seconds > self.limits.late_seconds:
                 self.late[tensor] = self.late.get(tensor, 0.0) + seconds
         late = executor.late_packs(measured, self.limits.late_seconds).keys()
         self.late_tensors = len({owner[index] for index in late if index in owner})
@@ -209,7 +248,7 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
 
 def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
     """Prefetch each late tensor earlier, by the seconds it was late, as far as the limit allows."""
-    trace, starts = plan.trace, plan.timing.start
+    starts = plan.timing.start
     swaps = {swap.id: swap for swap in plan.swaps}
     for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):
         swap = swaps.get(tensor_id)
@@ -218,11 +257,12 @@ def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes:
         prefetch = swap.prefetch
         while prefetch > swap.release and starts[swap.prefetch] - starts[prefetch] < seconds:
             earlier = Swap(swap.id, swap.release, prefetch - 1)
-            if _peak(trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
+            if _peak(plan.recomputed_trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
                 break
             prefetch -= 1
         swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
-    return make_plan(trace, plan.link, tuple(swaps.values()), plan.limit_bytes)
+    recomputes = None if plan.swap_only else [row.id for row in plan.recomputes]
+    return make_plan(plan.trace, plan.link, tuple(swaps.values()), plan.limit_bytes, recomputes=recomputes)
 
 
 def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:

@@ -20,7 +20,7 @@ from offload.devices.memory import resident_set
 from offload.diagnostics.verdict import Verdict
 from offload.options import Options, is_in_memory
 from offload.plan import unswapped_bytes
-from offload.runtime.activations import ActivationBytes
+from offload.runtime.activations import unswapped_activations
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.units import format_bytes, parse_bytes, round_up_bytes
@@ -120,7 +120,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
     verdict = replace(
         verdict,
-        activation_bytes_unswapped=max(ActivationBytes.of_plan(trace, ()).unswapped, default=None),
+        activation_bytes_unswapped=max(unswapped_activations(trace), default=None),
         compute_seconds=compute,
         tensors=len(trace.tensors),
     )
@@ -142,7 +142,7 @@ def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdic
     is_by_hand = subject.options.n_tensors is not None and len(plan.trace.tensors) > 0
     return replace(
         verdict,
-        kind="by hand" if is_by_hand else "planned" if plan.swaps else "nothing to swap",
+        kind="by hand" if is_by_hand else "planned" if plan.swaps or plan.recomputes else "nothing to swap",
         activation_bytes=max(planned.activation_bytes, default=None),
         activation_bytes_planned=max(weights.planned, default=None),
         step_bytes_planned=plan.peak_bytes if planned.profile.knows_temporaries else None,
@@ -150,9 +150,11 @@ def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdic
         step_seconds=median(planned.step_seconds) if planned.step_seconds else None,
         step_seconds_planned=plan.expected_seconds,
         tensors_swapped=len(plan.swaps),
+        tensors_recomputed=len(plan.recomputes),
+        recompute_seconds=plan.recompute_seconds,
         late_tensors=planned.late_tensors,
         late_seconds=sum(planned.late.values()),
-        late_seconds_planned=plan.step_seconds - plan.compute_seconds,
+        late_seconds_planned=plan.step_seconds - plan.compute_seconds - plan.recompute_seconds,
         is_removed=subject.counts.bare_steps > 0,
         reason=_why_nothing(planned, subject),
     )
@@ -175,7 +177,7 @@ def _nothing_can_move(counts: Counts) -> str:
 
 def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
     """What keeps planned steps from being as they were planned."""
-    if not verdict.tensors_swapped:
+    if not (verdict.tensors_swapped or verdict.tensors_recomputed):
         return
     engine, counts = subject.engine, subject.counts
     if engine.failed:

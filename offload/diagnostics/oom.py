@@ -51,6 +51,8 @@ class Subject:
         What has been swapped out since the last forward began.
     kept
         What autograd saved since then and stayed, by reason.
+    dropped
+        What has been dropped since then, to be recomputed in backward.
     """
 
     model: nn.Module | None
@@ -58,6 +60,7 @@ class Subject:
     options: Options
     swapped: Count
     kept: Mapping[str, Count]
+    dropped: Count = field(default_factory=Count)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Explanation:
     in_flight_bytes: int
     verdict: str
     remedies: tuple[Remedy, ...] = field(default=())
+    dropped: Count = field(default_factory=Count)
 
     @property
     def movable_bytes(self) -> int:
@@ -93,6 +97,7 @@ class Explanation:
     def saved_rows(self) -> list[tuple[str, str, str]]:
         """What autograd saved in this step: reason, amount, and whether it can move."""
         rows = [("swapped out", _words(self.swapped), "moved")] if self.swapped.tensors else []
+        rows += [("dropped", _words(self.dropped), "recomputed in backward")] if self.dropped.tensors else []
         for reason, count in sorted(self.kept.items(), key=lambda item: -item[1].nbytes):
             rows.append((f"kept: {reason}", _words(count), "cannot move" if reason in _FIXED else "could move"))
         return rows
@@ -185,6 +190,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
         in_flight_bytes=engine.in_flight_bytes,
         verdict=_verdict(memory, movable, leaving, is_saved=bool(kept) or bool(leaving)),
         remedies=tuple(_remedies(memory, kept, subject.options, engine)),
+        dropped=subject.dropped,
     )
 
 
@@ -303,6 +309,8 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
         return None
     limit = _limit_to_plan(memory, options) if options.n_tensors is None and unchosen else None
     arguments: dict[str, object] = {"memory_limit": limit} if limit else {"n_tensors": -1, "lb": 1}
+    if limit and options.recompute != "auto":
+        arguments["recompute"] = options.recompute or False
     if small >= _MIN_TENSOR_BYTES:
         arguments["min_tensor_bytes"] = "64KiB"
     elif options.min_tensor_bytes != _MIN_TENSOR_BYTES:

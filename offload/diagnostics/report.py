@@ -12,7 +12,7 @@ from typing import Any
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
 from offload.runtime.counters import Count, StepRecord
-from offload.units import format_bytes
+from offload.units import format_bytes, format_seconds
 
 LATE_SECONDS = 1e-3
 
@@ -99,6 +99,12 @@ class Report:
         Scheduled steps that were not measured: on a CUDA device and by hand all but the first few.
     profiled_steps : int
         Steps that were profiled, which is slow: the first one of each shape.
+    trial_steps : int
+        Steps that proved how tensors can be recomputed, which is slow: at most one of each shape.
+    recomputed : Count
+        Storages that were dropped and recomputed in backward, and their bytes.
+    recompute_seconds : float
+        How long that took, in seconds.
     borrowed_steps : int
         Steps that followed the plan of a larger shape.
     bare_steps : int
@@ -126,6 +132,9 @@ class Report:
     prefetched_late: int = 0
     unmeasured_steps: int = 0
     profiled_steps: int = 0
+    trial_steps: int = 0
+    recomputed: Count = field(default_factory=Count)
+    recompute_seconds: float = 0.0
     borrowed_steps: int = 0
     bare_steps: int = 0
     steps_measured: tuple[StepRecord, ...] = ()
@@ -160,6 +169,8 @@ class Report:
             "host_bytes_wasted": store["pool_used_bytes"] - store["pool_requested_bytes"],
             "feed": self.feed.to_dict(),
             "profiled_steps": self.profiled_steps,
+            "trial_steps": self.trial_steps,
+            "recomputed": {**self.recomputed.to_dict(), "seconds": self.recompute_seconds},
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
@@ -185,6 +196,7 @@ class Report:
             ("steps", f"{self.steps} on {self.device}, {self.tier}"),
             *self._profiled(),
             ("swapped", _words(self.swapped)),
+            *self._recomputed(),
             *[(f"kept: {reason}", _words(count)) for reason, count in sorted(self.kept.items())],
             ("saved twice, copied once", _words(self.deduplicated)),
             ("copy-out", _rate(about["copy_out"])),
@@ -211,10 +223,15 @@ class Report:
             yield "time measured", f"{which}: forward and backward, without the optimizer"
             yield "time without offload", "estimated: the computation of these steps, without copies and waits"
 
+    def _recomputed(self) -> Iterator[tuple[str, str]]:
+        if self.recomputed.tensors:
+            yield "recomputed", f"{_words(self.recomputed)} in {format_seconds(self.recompute_seconds)}"
+
     def _profiled(self) -> Iterator[tuple[str, str]]:
         if self.profiled_steps or self.borrowed_steps:
+            tried = f"trial steps of recomputation: {self.trial_steps}; " if self.trial_steps else ""
             reused = f"steps that reuse a larger shape's plan: {self.borrowed_steps}"
-            yield "slow profiling steps", f"{self.profiled_steps}; {reused}"
+            yield "slow profiling steps", f"{self.profiled_steps}; {tried}{reused}"
 
 
 def _direction(store: dict[str, float], name: str) -> dict[str, float]:

@@ -42,6 +42,9 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         prefetched_late=counts.prefetched_late,
         unmeasured_steps=counts.unmeasured_steps,
         profiled_steps=counts.profiled_steps,
+        trial_steps=counts.trial_steps,
+        recomputed=counts.recomputed.copy(),
+        recompute_seconds=counts.recompute_seconds,
         borrowed_steps=counts.borrowed_steps,
         bare_steps=counts.bare_steps,
         steps_measured=tuple(counts.steps_measured),
@@ -106,6 +109,8 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
             "a step was profiled while another profiler ran, or left before its backward had ended: its "
             "temporaries are unknown to the plan, and memory_limit does not count them"
         )
+    if isinstance(here.controller, PlanController) and (why := here.controller.why_nothing_recomputed):
+        yield f"nothing is recomputed: {why}"
     if here.engine.failed:
         yield f"{here.engine.failed} tensors stayed because writing them failed: {here.engine.failure}"
     if counts.prefetches_without_memory:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload._core import SwappedView
 from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine
 from offload.runtime.hooks import Packed, Policy, StepHooks
-from offload.runtime.saved_view import SwappedView
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import modules_in_graphs, wrappers_of
@@ -74,6 +74,7 @@ class _Mark:
     moment: Any
     name: str
     memory: tuple[int, int, int]
+    recomputed: tuple[float, int] = (0.0, 0)  # seconds and bytes, in the hook that ends at this moment
 
 
 class WatchedRound(StepHooks):
@@ -105,8 +106,10 @@ class WatchedRound(StepHooks):
         recording.backward_runs()
         module = self._module_of.get(id(packed), "")
         recording.mark("unpack", f"{node.name()} of {module}" if module else node.name())
+        counts = self.policy.counts
+        seconds, nbytes = counts.recompute_seconds, counts.recomputed.nbytes
         tensor = super().unpack(packed)
-        recording.mark("unpacked")
+        recording.mark("unpacked", "", (counts.recompute_seconds - seconds, counts.recomputed.nbytes - nbytes))
         return tensor
 
 
@@ -178,12 +181,14 @@ class StepRecording:
             self.finish()
         self.mark("forward")
 
-    def mark(self, kind: str, name: str = "") -> None:
-        """Note this moment."""
+    def mark(self, kind: str, name: str = "", recomputed: tuple[float, int] = (0.0, 0)) -> None:
+        """Note this moment; `recomputed` are the seconds and bytes of a hook that ends."""
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
-            memory = (device_of(self._device).allocated_bytes(), engine.resident.now, engine.unswapped.now)
-            self._marks.append(_Mark(kind, self._clock.now(), name, memory))
+            engine.collect_dropped()
+            resident = engine.resident.now + engine.dropped.now
+            memory = (device_of(self._device).allocated_bytes(), resident, engine.unswapped.now)
+            self._marks.append(_Mark(kind, self._clock.now(), name, memory, recomputed))
 
     def running_module(self) -> str:
         """Name of the innermost module that runs in this thread now."""
@@ -244,7 +249,7 @@ class StepRecording:
             if stop > start:
                 moved.append(Span(lanes[kind], kind, self._tickets.get(ticket_id, ""), start, stop, nbytes))
         memory = tuple(MemorySample(at, *mark.memory) for at, mark in zip(times, self._marks, strict=True))
-        waits = self._waits(times)
+        held_up = self._waits(times)
         return StepTimeline(
             device=str(self._device),
             tier=self._tier,
@@ -252,7 +257,7 @@ class StepRecording:
             if device_of(self._device).is_accelerator
             else "resident set of the process",
             seconds=seconds,
-            spans=(*without(self._compute(times), waits), *waits, *sorted(moved, key=lambda span: span.start)),
+            spans=(*without(self._compute(times), held_up), *held_up, *sorted(moved, key=lambda span: span.start)),
             memory=memory,
         )
 
@@ -286,10 +291,17 @@ class StepRecording:
         return merged(spans)
 
     def _waits(self, times: list[float]) -> list[Span]:
+        """Hooks that wait or recompute. What a recipe reads is there first, so it runs at the end of its hook."""
         spans = []
         for (at, mark), (until, after) in itertools.pairwise(zip(times, self._marks, strict=True)):
             ends = {"pack": "packed", "unpack": "unpacked"}.get(mark.kind)
-            if ends == after.kind and until - at >= WAIT_SECONDS_MIN:
+            if ends != after.kind:
+                continue
+            seconds, nbytes = after.recomputed
+            waited = max(at, until - seconds)
+            if waited - at >= WAIT_SECONDS_MIN:
                 name = "before a copy-out" if mark.kind == "pack" else mark.name
-                spans.append(Span("waiting", "wait", name, at, until))
+                spans.append(Span("waiting", "wait", name, at, waited))
+            if nbytes:
+                spans.append(Span("recompute", "recompute", mark.name, waited, until, nbytes))
         return spans

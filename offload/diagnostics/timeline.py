@@ -13,14 +13,14 @@ from offload.units import format_bytes, format_seconds
 
 __all__ = ["LANES", "MemorySample", "Span", "StepTimeline", "merged", "without"]
 
-LANES = ("compute", "waiting", "copy out", "copy in", "disk")
+LANES = ("compute", "recompute", "waiting", "copy out", "copy in", "disk")
 
 
 class Span(NamedTuple):
     """Something that took time: on which lane, of which kind, called what, from when to when, moving how much.
 
-    `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"wait"``, ``"out"``, ``"in"``, ``"spill"`` or
-    ``"fill"``; times are seconds from the start of the recording.
+    `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"recompute"``, ``"wait"``, ``"out"``, ``"in"``,
+    ``"spill"`` or ``"fill"``; times are seconds from the start of the recording.
     """
 
     lane: str
@@ -93,6 +93,10 @@ class StepTimeline:
         share = waited / self.seconds if self.seconds else 0.0
         lines = [f"{format_seconds(self.seconds)} on {self.device}; swaps go to {self.tier}."]
         lines.append(f"Compute waited {format_seconds(waited)} for copies ({share:.1%}).")
+        recomputed = self.busy_seconds("recompute")
+        if recomputed:
+            again = format_bytes(self.moved_bytes("recompute"))
+            lines.append(f"Recomputed: {again} in {format_seconds(recomputed)}.")
         for lane, kind, words in (("copy out", "out", "Swapped out"), ("copy in", "in", "Swapped in")):
             busy = self.busy_seconds(lane)
             if busy:

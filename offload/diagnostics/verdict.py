@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from offload.units import alike_bytes, alike_seconds, format_bytes, round_up_bytes
+from offload.units import alike_bytes, alike_seconds, format_bytes, format_seconds, round_up_bytes
 
 __all__ = ["Kind", "Verdict"]
 
@@ -55,8 +55,10 @@ class Verdict:
         The same as the plan predicts it.
     compute_seconds : float or None
         About what they take without offload: the computation of measured steps, between the engine's hooks.
-    tensors, tensors_swapped : int
-        How many tensors of a step could be swapped, and how many are.
+    tensors, tensors_swapped, tensors_recomputed : int
+        How many tensors of a step could be swapped, how many are, and how many are dropped and recomputed instead.
+    recompute_seconds : float
+        How long the plan has a step recompute, in seconds.
     late_tensors : int
         How many of them the last measured step waited for when it needed them.
     late_seconds : float
@@ -92,6 +94,8 @@ class Verdict:
     compute_seconds: float | None = None
     tensors: int = 0
     tensors_swapped: int = 0
+    tensors_recomputed: int = 0
+    recompute_seconds: float = 0.0
     late_tensors: int = 0
     late_seconds: float = 0.0
     late_seconds_planned: float = 0.0
@@ -184,14 +188,18 @@ class Verdict:
             yield f"{self.kind}: {self.reason}"
 
     def _swapped(self) -> str:
+        moved = f"{self.tensors_swapped} of {self.tensors} tensors swapped"
+        if self.tensors_recomputed:
+            moved += f", {self.tensors_recomputed} recomputed"
+            moved += f" in {format_seconds(self.recompute_seconds)} a step" if self.recompute_seconds >= _SHORT else ""
         if not self.late_tensors:
-            return f"{self.tensors_swapped} of {self.tensors} tensors swapped, none late"
+            return f"{moved}, none late"
         seconds, planned = self.late_seconds, self.late_seconds_planned
         words = alike_seconds([seconds, planned])
         about = [f"{words(seconds)} a step"] if seconds >= _SHORT else []
         about += [f"{words(planned)} planned"] if planned >= _SHORT else []
         late = f"{self.late_tensors} late" + (f" ({', '.join(about)})" if about else "")
-        return f"{self.tensors_swapped} of {self.tensors} tensors swapped, {late}"
+        return f"{moved}, {late}"
 
 
 def _compared(found: int | None, without: int, words: Callable[[int], str], where: str, how: str) -> str:

@@ -1,6 +1,6 @@
-"""Keras 3 on its torch backend: a callback for `model.fit`.
+"""Keras 3 with its torch backend: a callback for `model.fit`.
 
-Beside the data path: `fit` calls `train_function` for every batch; the callback wraps that.
+`fit` calls `train_function` for every batch; the callback wraps that function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     ----------
     **options
         The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`.
+        `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
     ------

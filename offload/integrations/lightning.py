@@ -1,7 +1,6 @@
 """Lightning: a callback for `Trainer.fit`.
 
-Beside the data path: whatever the loop, Lightning runs the user's step through `strategy.training_step`; the callback
-wraps that.
+In all its loops Lightning runs the user's step through `strategy.training_step`; the callback wraps that method.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     ----------
     **options
         The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`.
+        `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
     ------

@@ -1,11 +1,11 @@
-"""The plan: the swaps, the predicted step time and memory, and the certificate.
+"""The plan: the swaps, the predicted step time and memory, and a lower bound on the step time.
 
-Place on the data path: the planner's result. The executor follows it; the report and `offload plan` show it.
+It is the planner's result. The executor follows it; the report and `offload plan` show it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -25,36 +25,38 @@ _NO_SWAPS = "nothing is worth swapping"
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan with its certificate: a lower bound on the step time and the gap to it.
+    """A plan, with a lower bound on the step time and the gap to it.
 
     Parameters
     ----------
     swaps : tuple of Swap
-        The swaps, sorted by id; empty where every tensor stays in device memory.
+        The swaps, sorted by id; empty if every tensor stays in device memory.
     step_seconds : float
         Predicted step time by `simulate`, in seconds.
     compute_seconds : float
         Step time without swaps and recomputation, in seconds.
     bound_seconds : float
-        Lower bound on the step time of every plan within `limit_bytes`, in seconds: `joint_bound`, or `cut_bound`
-        where the plan swaps alone.
+        Lower bound on the step time of every plan within `limit_bytes`, in seconds: `cut_bound` if `swap_only`, else
+        `joint_bound`.
     gap : float
         ``step_seconds / bound_seconds - 1``.
     peak_bytes, unswapped_peak_bytes : int
         Largest number of bytes resident during any node, with the plan and without it.
     host_bytes : int
-        Largest number of bytes in the tier below device memory. A tensor counts from its pack to its first use in
-        backward.
+        Largest number of bytes in the tier below device memory. A tensor counts from the node that saves it to its
+        first use in backward.
     limit_bytes : int
-        Limit that the bound refers to: the limit that was asked for, or else the plan's own peak.
+        Limit that the bound refers to: the limit that was given, else the plan's own peak.
     trace : Trace
         The step.
     link : Link
-        The link that was assumed.
+        The link that was planned with.
     recomputes : tuple of Recomputation
         The tensors that are recomputed, sorted by id.
     swap_only : bool
         Whether recomputation was left out, and of the bound too.
+    refusals : mapping of int to str
+        Why tensors cannot be recomputed, by id, where that is known.
     """
 
     swaps: tuple[Swap, ...]
@@ -70,10 +72,11 @@ class Plan:
     link: Link = field(repr=False)
     recomputes: tuple[Recomputation, ...] = ()
     swap_only: bool = True
+    refusals: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def recomputed_trace(self) -> Trace:
-        """The step with the recomputations in it: what the swaps are swaps of."""
+        """The step with its recomputations, to which the swaps refer."""
         return recomputed(self.trace, (row.id for row in self.recomputes)) if self.recomputes else self.trace
 
     @cached_property
@@ -89,7 +92,7 @@ class Plan:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Overhead of the swaps, in seconds, by the figures of the link. `step_seconds` does not include it."""
+        """Overhead of the swaps in seconds, computed from the link. `step_seconds` does not include it."""
         size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
         return sum(self.link.overhead_seconds(size[swap.id]) for swap in self.swaps)
 
@@ -129,52 +132,80 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """Return the summary, then one line for each swap in copy-out order and one for each recomputed tensor.
+        """Return the summary, then what becomes of each tensor and why: swapped, recomputed, kept.
 
         Returns
         -------
         str
-            Lines of text. Where nothing swaps and nothing is recomputed, the second part is the reason.
+            Lines of text: swaps in copy-out order, recomputations and kept tensors in the order of the step. Where
+            nothing swaps and nothing is recomputed, the second part is the reason.
         """
         lines = [self.summary()]
         if not self.swaps and not self.recomputes:
             reason = "every tensor stays in device memory"
             if self.unswapped_peak_bytes <= self.limit_bytes:
                 reason = f"the step fits as it is: {format_bytes(self.unswapped_peak_bytes)} at its peak"
-            lines.append(f"{_NO_SWAPS}: {reason}")
+            return "\n".join([*lines, f"{_NO_SWAPS}: {reason}"])
         tensors = {tensor.id: tensor for tensor in self.recomputed_trace.tensors}
+        originals = {tensor.id: tensor for tensor in self.trace.tensors}
         late = self.late_seconds()
         for swap in sorted(self.swaps, key=lambda swap: (tensors[swap.id].packed, swap.id)):
-            lines.append(self._sentence(tensors[swap.id], swap, *late[swap.id]))
-        tensors = {tensor.id: tensor for tensor in self.trace.tensors}
-        lines += [
-            self._recompute_sentence(tensors[row.id], row.at) for row in sorted(self.recomputes, key=lambda x: x.at)
-        ]
-        return "\n".join(lines)
+            sentence = self._sentence(tensors[swap.id], swap, *late[swap.id])
+            lines.append(sentence + self._instead(originals[swap.id]))
+        for row in sorted(self.recomputes, key=lambda x: x.at):
+            lines.append(self._recompute_sentence(originals[row.id], row.at))
+        moved = {swap.id for swap in self.swaps} | {row.id for row in self.recomputes}
+        without = unswapped_bytes(self.trace)
+        kept = sorted((x for x in self.trace.tensors if x.id not in moved), key=lambda x: (x.produced, x.id))
+        return "\n".join([*lines, *(self._kept_sentence(tensor, without) for tensor in kept)])
+
+    def _kept_sentence(self, tensor: SavedTensor, without: Sequence[int]) -> str:
+        """Why a tensor stays; `without` are the bytes by node with everything kept."""
+        most = max(without[tensor.last_forward + 1 : tensor.first_backward], default=0)
+        if tensor.first_backward == tensor.last_forward + 1:
+            why = "since it is used again at once"
+        elif most <= self.limit_bytes:
+            why = f"since the step takes at most {format_bytes(most)} while it is not in use"
+        else:
+            why = "since moving others is enough"
+        return f"{self._name(tensor)}: kept {why}{self._instead(tensor)}"
+
+    def _instead(self, tensor: SavedTensor) -> str:
+        """What recomputing a tensor that is not recomputed would take, or why it cannot be."""
+        if tensor.id in self.refusals:
+            return f"; cannot be recomputed: {self.refusals[tensor.id]}"
+        recipe = tensor.recompute
+        return f"; recomputing it would take {format_seconds(recipe.seconds)}" if recipe is not None else ""
+
+    def _name(self, tensor: SavedTensor) -> str:
+        return f"{self.trace.nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}"
 
     def _recompute_sentence(self, tensor: SavedTensor, at: int) -> str:
         nodes = self.trace.nodes
         recipe = tensor.recompute
         assert recipe is not None
         sources = ", ".join(str(i) for i in recipe.inputs)
+        link, size = self.link, tensor.bytes
+        copies = 2 * link.latency + size / link.out_bandwidth + size / link.in_bandwidth
         return (
-            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: dropped after node "
-            f"{tensor.last_forward} ({nodes[tensor.last_forward].name}), recomputed at node {at} ({nodes[at].name}) in "
-            f"{format_seconds(recipe.seconds)}" + (f" from {sources}" if sources else "")
+            f"{self._name(tensor)}: dropped after node {tensor.last_forward} ({nodes[tensor.last_forward].name}), "
+            f"recomputed at node {at} ({nodes[at].name}) in {format_seconds(recipe.seconds)}"
+            + (f" from {sources}" if sources else "")
+            + f"; its copies would take {format_seconds(copies)}"
         )
 
     def _sentence(self, tensor: SavedTensor, swap: Swap, late_out: float, late_in: float) -> str:
         nodes = self.trace.nodes
         lead = tensor.first_backward - swap.prefetch
+        ahead = f"{lead} {'node' if lead == 1 else 'nodes'}"
         waits = []
         if late_out > 0:
             waits.append(f"{format_seconds(late_out)} for the copy-out")
         if late_in > 0:
             waits.append(f"{format_seconds(late_in)} for the copy-in")
         return (
-            f"{nodes[tensor.produced].name} (tensor {tensor.id}), {format_bytes(tensor.bytes)}: released at node "
-            f"{swap.release} ({nodes[swap.release].name}), prefetched at node {swap.prefetch} "
-            f"({nodes[swap.prefetch].name}), {lead} {'node' if lead == 1 else 'nodes'} before its use at node "
+            f"{self._name(tensor)}: released at node {swap.release} ({nodes[swap.release].name}), prefetched at node "
+            f"{swap.prefetch} ({nodes[swap.prefetch].name}), {ahead} before its use at node "
             f"{tensor.first_backward}; " + (f"compute waits {' and '.join(waits)}" if waits else "hidden")
         )
 
@@ -212,12 +243,12 @@ def make_plan(
     swaps : sequence of Swap
         The swaps.
     limit_bytes : int, optional
-        Limit that the bound refers to, in bytes; the plan's own peak if not given.
+        Limit that the bound refers to, in bytes; by default, the plan's own peak.
     bound_seconds : float, optional
-        The bound at that limit, in seconds, where it is known already.
+        The bound at that limit, in seconds, if it is known already.
     recomputes : iterable of int, optional
-        Ids of the tensors that are recomputed. Where it is given, even empty, the bound is that of all plans that swap
-        and recompute; else it is that of those that swap alone.
+        Ids of the tensors that are recomputed. If this is given, even empty, the bound is that of all plans that swap
+        and recompute, otherwise that of all swap-only plans.
 
     Returns
     -------

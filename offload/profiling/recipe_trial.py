@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload._core import SwappedStorage
 from offload.recomputation.measured import MeasuredRecipe, Refusal
 from offload.recomputation.recipe import Recipe
 from offload.recomputation.slicing import NOT_MADE, recipe_of
@@ -19,8 +20,8 @@ from offload.recomputation.values import Held, Probe
 from offload.runtime.engine import Engine
 from offload.runtime.executor import SwapOnDemand
 from offload.runtime.recomputation import Recording, Surroundings
+from offload.runtime.recomputed_storage import StorageKey
 from offload.runtime.schedule import StepOrder
-from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.torch_compat.dispatch import can_record, undisturbed
 
 __all__ = ["RecipeTrial"]
@@ -49,7 +50,7 @@ class RecipeTrial(SwapOnDemand):
         self._trial = _Trial(engine, order, base_bytes, limit_bytes)
         self.recomputation = self._trial
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone, so that the step needs the least memory."""
         slot.record.wait_copied_out()
 

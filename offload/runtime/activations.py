@@ -14,14 +14,13 @@ from itertools import accumulate
 
 import torch
 
-from offload._core import ActivationMeter
-from offload.plan import Swap
+from offload._core import ActivationMeter, SwappedStorage
+from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, ScheduleExecutor, Stopwatch
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import SlotHandle
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.tensors import StorageWatch
 
@@ -35,7 +34,7 @@ class ActivationBytes:
     unswapped
         With everything kept.
     kept
-        Of those that the schedule keeps.
+        Of those that the schedule keeps, and of dropped ones until forward needs them no more.
     planned
         As the plan has it; by hand nothing.
     """
@@ -45,13 +44,14 @@ class ActivationBytes:
     planned: tuple[int, ...] = ()
 
     @classmethod
-    def of_plan(cls, trace: Trace, swaps: Iterable[Swap]) -> ActivationBytes:
-        """Those of a step of which `swaps` are planned."""
-        planned_swaps = {swap.id: swap for swap in swaps}
-        unswapped, kept, planned = [], [], []
-        for tensor in trace.tensors:
+    def of_plan(cls, plan: Plan) -> ActivationBytes:
+        """Those of a step that follows a plan. What recomputation reads stays, or is back, until then."""
+        planned_swaps = {swap.id: swap for swap in plan.swaps}
+        # In forward nothing tells when a dropped tensor goes: it counts as kept until the plan's last use of it.
+        in_forward, in_backward = _recomputed_spans(plan)
+        kept, planned = list(in_forward), [*in_forward, *in_backward]
+        for tensor in plan.recomputed_trace.tensors:
             span = (tensor.packed + 1, tensor.last_use, tensor.bytes)
-            unswapped.append(span)
             swap = planned_swaps.get(tensor.id)
             if swap is None:
                 kept.append(span)
@@ -59,8 +59,8 @@ class ActivationBytes:
             else:
                 planned.append((tensor.packed + 1, swap.release - 1, tensor.bytes))
                 planned.append((swap.prefetch, tensor.last_use, tensor.bytes))
-        node_count = len(trace.nodes)
-        return cls(*(_by_node(node_count, spans) for spans in (unswapped, kept, planned)))
+        node_count = len(plan.trace.nodes)
+        return cls(unswapped_activations(plan.trace), *(_by_node(node_count, spans) for spans in (kept, planned)))
 
     @classmethod
     def of_manual(cls, schedule: Schedule, held: Iterable[int] = ()) -> ActivationBytes:
@@ -76,6 +76,28 @@ class ActivationBytes:
             if entry.pack_index not in schedule.swapped:
                 kept.append(span)
         return cls(_by_node(node_count, unswapped), _by_node(node_count, kept))
+
+
+def unswapped_activations(trace: Trace) -> tuple[int, ...]:
+    """Bytes of activations by node with everything kept."""
+    return _by_node(len(trace.nodes), ((x.packed + 1, x.last_use, x.bytes) for x in trace.tensors))
+
+
+Spans = list[tuple[int, int, int]]
+
+
+def _recomputed_spans(plan: Plan) -> tuple[Spans, Spans]:
+    """Of the tensors that a plan recomputes: from pack to last use in forward; and from the time that they are back."""
+    tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
+    last_uses = {row.id: tensors[row.id].last_use for row in plan.recomputes}
+    for row in plan.recomputes:
+        recipe = tensors[row.id].recompute
+        assert recipe is not None
+        for source in last_uses.keys() & set(recipe.inputs):
+            last_uses[source] = max(last_uses[source], row.at)
+    dropped = [(tensors[row.id], row.at) for row in plan.recomputes]
+    in_forward = [(tensor.packed + 1, tensor.last_forward, tensor.bytes) for tensor, _ in dropped]
+    return in_forward, [(at, last_uses[tensor.id], tensor.bytes) for tensor, at in dropped]
 
 
 def _by_node(node_count: int, spans: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -155,7 +177,7 @@ class MeteredExecutor(ScheduleExecutor):
         super().pass_by(pack_index)
         self._meter_at(pack_index)
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
         super().swapped(pack_index, slot, tensor)
         if self._storages is not None:

@@ -24,6 +24,7 @@ class StepRecord:
     predicted_seconds: float | None
     seconds: float
     paused_seconds: float  # of it: within the engine, waiting included
+    is_trial: bool = False  # proves how tensors can be recomputed, and computes more for it
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers."""
@@ -40,6 +41,7 @@ class Counts(defaultdict[str, Count]):
         super().__init__(Count)
         self.swapped = Count()
         self.duplicates = Count()
+        self.dropped = Count()  # in forward, to be made again
         self.recomputed = Count()  # made again in backward, as often as that was
         self.recompute_seconds = 0.0
         self.prefetched = 0
@@ -51,10 +53,12 @@ class Counts(defaultdict[str, Count]):
         self.prefetches_without_memory = 0
         self.begun = _core.Gauge()  # steps; what measures one of them looks whether another begins
         self.profiled_steps = 0
+        self.trial_steps = 0
         self.borrowed_steps = 0
         self.bare_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
         self._swapped_before = Count()
+        self._dropped_before = Count()
         self._kept_before: dict[str, Count] = {}
 
     @property
@@ -69,6 +73,7 @@ class Counts(defaultdict[str, Count]):
     def begin_step(self) -> None:
         """A forward pass begins: what follows is `in_step`."""
         self._swapped_before = self.swapped.copy()
+        self._dropped_before = self.dropped.copy()
         self._kept_before = {reason: count.copy() for reason, count in self.items()}
 
     def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
@@ -80,6 +85,10 @@ class Counts(defaultdict[str, Count]):
             self.loaded_late += misses - self._misses_before
         self._misses_before = misses
         self._follows = self._follows if follows is None else follows
+
+    def dropped_in_step(self) -> Count:
+        """What has been dropped since the last forward pass began."""
+        return self.dropped.minus(self._dropped_before)
 
     def in_step(self) -> tuple[Count, dict[str, Count]]:
         """What has moved since the last forward pass began, and by reason what has stayed."""

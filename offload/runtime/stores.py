@@ -17,10 +17,11 @@ from offload.devices.device import device_of
 from offload.options import Options
 from offload.runtime.engine import LANE_NICENESS, Engine
 from offload.runtime.weak import WeakReferences
+from offload.units import parse_bandwidth
 
-__all__ = ["engines", "make_engine", "make_store"]
+__all__ = ["engines", "make_engine", "make_store", "throttle"]
 
-_stores: dict[tuple[int, str, str, int], weakref.ref[_core.SwapStore]] = {}
+_stores: dict[tuple[int, str, str, int, float], weakref.ref[_core.SwapStore]] = {}
 _lock = threading.Lock()
 _engines: WeakReferences[Engine] = WeakReferences()
 
@@ -37,7 +38,8 @@ def make_engine(device: torch.device, options: Options) -> Engine:
     """
     limit = options.host_limit if options.host_limit_is_given else 0
     # The pid: what a forked child inherits is no store to it.
-    key = (os.getpid(), str(device), os.path.realpath(options.spill_dir) if options.spill_dir else "", limit)
+    folder = os.path.realpath(options.spill_dir) if options.spill_dir else ""
+    key = (os.getpid(), str(device), folder, limit, throttle())
     with _lock:
         known = _stores.get(key)
         store = known() if known is not None else None
@@ -53,10 +55,22 @@ def make_engine(device: torch.device, options: Options) -> Engine:
 
 def make_store(device: torch.device, options: Options) -> _core.SwapStore:
     """A store that is shared with nobody. Raises what `make_engine` raises."""
-    lanes = _core.HostDriver(niceness=LANE_NICENESS)
+    lanes = _core.HostDriver(niceness=LANE_NICENESS, bandwidth=throttle())
     if device.type == "cpu":
         return _core.SwapStore.direct(lanes, options.spill_dir)
     return _core.SwapStore.slab(device_of(device).driver(), lanes, options.host_limit, options.spill_dir)
+
+
+def throttle() -> float:
+    """The most bytes per second that the host driver copies in each direction; 0: as fast as it can.
+
+    Raises
+    ------
+    ValueError
+        `OFFLOAD_THROTTLE` is no bandwidth.
+    """
+    asked = os.environ.get("OFFLOAD_THROTTLE", "")
+    return parse_bandwidth(asked, "OFFLOAD_THROTTLE") if asked else 0.0
 
 
 def engines() -> list[Engine]:

@@ -29,7 +29,7 @@ __all__ = [
     "pair_chart",
 ]
 
-COLORS = ("red", "orange", "amber", "green", "blue", "violet", "slate", "gray", "pale")
+COLORS = ("red", "orange", "amber", "green", "blue", "violet", "pink", "slate", "gray", "pale")
 STYLE = """svg { display: block; width: 100%; min-width: 640px; height: auto; }
 svg text { fill: var(--faint); font-size: 12.5px; }
 svg text.strong { fill: var(--ink); font-weight: 600; }
@@ -67,6 +67,7 @@ STEP_KINDS = {
     "forward": Kind("forward", "green"),
     "backward": Kind("backward", "violet"),
     "optimizer": Kind("optimizer", "slate"),
+    "recompute": Kind("recomputation", "pink"),
     "wait": Kind("compute waits for a copy", "orange"),
     "out": Kind("copy out", "amber"),
     "in": Kind("copy in", "blue"),
@@ -190,7 +191,7 @@ def lane_chart(label: str, lanes: Mapping[str, Sequence[Box]], *, seconds: float
     axis = _TimeAxis(seconds, origin)
     parts = axis.frame(len(lanes) * _LANE + 8, label)
     for number, (name, boxes) in enumerate(lanes.items()):
-        parts.append(f'<text class="strong" x="8" y="{number * _LANE + 29}">{escape(name)}</text>')
+        parts.append(f'<text class="strong" x="2" y="{number * _LANE + 29}">{escape(name)}</text>')
         parts += [_rectangle(axis, group, number * _LANE + 12) for group in _visible(axis, boxes)]
     kinds = dict.fromkeys(box.kind for boxes in lanes.values() for box in boxes)
     return "".join([*parts, "</svg>"]) + _legend([(kind.color, kind.name) for kind in kinds])

@@ -22,10 +22,10 @@ _DOCUMENT = Template("""<!DOCTYPE html>
 <style>
 :root { color-scheme: light dark; --page: #fafaf8; --ink: #1c2024; --faint: #5d656e; --line: #d9dce0; --card: #fff;
   --red: #b3261e; --orange: #d9480f; --amber: #b7791f; --green: #4a8f5c; --blue: #1667b7; --violet: #8a6fb5;
-  --slate: #58677a; --gray: #8a939d; --pale: #e4e6e9; }
+  --pink: #c2347f; --slate: #58677a; --gray: #8a939d; --pale: #e4e6e9; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e6e8eb; --faint: #9ba4ae; --line: #343b43;
   --card: #1b1f24; --red: #ff8a80; --orange: #ff9a5c; --amber: #e3b25c; --green: #7cc48f; --blue: #6cb2f5;
-  --violet: #b9a2e3; --slate: #8796a8; --gray: #8f99a4; --pale: #3b434c; } }
+  --violet: #b9a2e3; --pink: #f08cc0; --slate: #8796a8; --gray: #8f99a4; --pale: #3b434c; } }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 1100px; margin: 0 auto; padding: 26px 18px 36px; }

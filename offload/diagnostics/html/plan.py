@@ -11,6 +11,7 @@ from html import escape
 from offload.diagnostics.html.chart import STEP_KINDS, Box, Series, lane_chart, memory_chart
 from offload.diagnostics.html.page import document, paragraphs, section
 from offload.plan import Copy, Plan, Timing, simulate
+from offload.plan.trace import SavedTensor
 from offload.units import format_bandwidth, format_seconds
 
 __all__ = ["render"]
@@ -67,13 +68,24 @@ def _series(name: str, color: str, timing: Timing) -> Series:
 
 
 def _lanes(plan: Plan) -> dict[str, list[Box]]:
-    compute, before = [], 0.0
-    for node, start, finish in zip(plan.trace.nodes, plan.timing.start, plan.timing.finish, strict=True):
+    tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
+    dropped: dict[int, list[SavedTensor]] = {}
+    for row in plan.recomputes:
+        dropped.setdefault(row.at, []).append(tensors[row.id])
+    compute, again, before = [], [], 0.0
+    timing = plan.timing
+    for k, (node, start, finish) in enumerate(zip(plan.trace.nodes, timing.start, timing.finish, strict=True)):
         if start > before:
             compute.append(Box(STEP_KINDS["wait"], f"before {node.name}", before, start))
-        compute.append(Box(STEP_KINDS["backward" if node.backward else "forward"], node.name, start, finish))
+        begin = start
+        for tensor in sorted(dropped.get(k, ()), key=lambda x: x.produced):  # the node's first seconds
+            assert tensor.recompute is not None
+            end = begin + tensor.recompute.seconds
+            name = f"tensor {tensor.id} of {plan.trace.nodes[tensor.produced].name}"
+            again.append(Box(STEP_KINDS["recompute"], name, begin, end, tensor.bytes))
+            begin = end
+        compute.append(Box(STEP_KINDS["backward" if node.backward else "forward"], node.name, begin, finish))
         before = finish
-    tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
 
     def boxes(kind: str, copies: Sequence[Copy]) -> list[Box]:
         found = []
@@ -83,5 +95,5 @@ def _lanes(plan: Plan) -> dict[str, list[Box]]:
             found.append(Box(STEP_KINDS[kind], name, copy.start, copy.end, tensor.bytes))
         return found
 
-    timing = plan.timing
-    return {"compute": compute, "copy out": boxes("out", timing.copy_outs), "copy in": boxes("in", timing.copy_ins)}
+    lanes = {"compute": compute, "copy out": boxes("out", timing.copy_outs), "copy in": boxes("in", timing.copy_ins)}
+    return {"compute": compute, "recompute": again, **lanes} if again else lanes

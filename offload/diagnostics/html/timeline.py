@@ -42,7 +42,7 @@ def render(step: StepTimeline) -> str:
         "<h1>One training step</h1>",
         paragraphs(*step.summary()),
         section("Compute and copies over the step", lanes, paragraphs(_HINT, kind="faint")),
-        section("Activations in memory: the tensors that this step swapped", activations),
+        section("Activations in memory: the tensors that this step swapped or recomputed", activations),
         section("Memory in use", memory),
         _waits(step),
     )
@@ -50,7 +50,9 @@ def render(step: StepTimeline) -> str:
 
 def _lanes(step: StepTimeline) -> dict[str, list[Box]]:
     """The boxes by lane; waits lie in the compute lane, where they are."""
-    lanes = {"compute": ("compute", "waiting"), "copy out": ("copy out",), "copy in": ("copy in",)}
+    lanes: dict[str, tuple[str, ...]] = {"compute": ("compute", "waiting")}
+    lanes |= {"recompute": ("recompute",)} if step.on("recompute") else {}
+    lanes |= {"copy out": ("copy out",), "copy in": ("copy in",)}
     lanes |= {"disk": ("disk",)} if step.on("disk") else {}
     found = {}
     for name, shown in lanes.items():

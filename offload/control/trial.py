@@ -1,0 +1,188 @@
+"""The trial step: when it is due, and what the planner makes of the recipes that it proves.
+
+Beside the data path: between `offload.recomputation`, which numbers storages by pack, and the planner, whose tensors
+have an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
+from typing import Protocol
+
+import torch
+
+from offload.control.limits import Limits
+from offload.options import Options
+from offload.plan import Plan, least_feasible_limit
+from offload.plan.trace import Recompute, Trace
+from offload.profiling.recipe_trial import RecipeTrial
+from offload.recomputation.measured import MeasuredRecipe
+from offload.runtime.engine import Engine
+from offload.runtime.executor import Measured, StepObserver, Stopwatch
+from offload.runtime.schedule import StepOrder
+from offload.torch_compat.dispatch import can_record
+
+__all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
+
+_HEAVY = 'it takes a matrix product, a convolution or attention, and recompute="cheap" leaves those out'
+_UNKNOWN = "the trial step did not see how it is made"
+_CIRCLE = "it and one of its sources would have to be made from each other"
+
+
+class TrialObserver(StepObserver, Protocol):
+    """Records one step, runs each recipe once and compares the result bit for bit."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything has been tried."""
+
+    @property
+    def is_as_recorded(self) -> bool:
+        """Whether the step saved what the recorded one did."""
+
+    def recipes(self) -> Mapping[int, MeasuredRecipe]:
+        """What has been proven, by pack index of the entry."""
+
+    def refusals(self) -> Mapping[int, str]:
+        """Why other entries have no recipe, by pack index."""
+
+    def measured(self) -> Measured | None:
+        """What the step took; None where it is not over."""
+
+
+# Begins the trial step of a recorded step: with the bytes by node that no plan moves, and the most that it may take. A
+# string says why none may run.
+MakeTrial = Callable[[Engine, StepOrder, Sequence[int], int], TrialObserver | str]
+
+
+class TimedTrial(RecipeTrial):
+    """A trial step that is timed as a whole."""
+
+    def __init__(self, engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> None:
+        super().__init__(engine, order, base_bytes, limit_bytes)
+        self._stopwatch = Stopwatch(engine)
+
+    def begin(self) -> None:
+        """A hook begins."""
+        self._stopwatch.begin()
+
+    def packed(self, pack_index: int) -> None:
+        """The hook of this pack is about to return."""
+        self._stopwatch.end(None)
+
+    def unpacking(self, pack_index: int) -> None:
+        """Backward asks for the tensor of this pack."""
+        self._stopwatch.begin()
+        self._stopwatch.listen_for_the_end()
+
+    def unpacked(self, pack_index: int) -> None:
+        """The tensor of this pack is there."""
+        self._stopwatch.end(pack_index)
+
+    def measured(self) -> Measured | None:
+        """What the step took; None where it is not over."""
+        return self._stopwatch.measured(1)
+
+
+def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> TrialObserver | str:
+    """Begin a trial step; a string says why none may run."""
+    if order.compiled_nodes:
+        return "torch.compile made a part of the step"
+    if not can_record():
+        return f"torch {torch.__version__} cannot record operators beside compiled code; use a newer one"
+    return TimedTrial(engine, order, base_bytes, limit_bytes)
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """What a trial step has proven.
+
+    Attributes
+    ----------
+    recompute
+        How tensors are recomputed, by their id in the trace.
+    measured
+        What was found of their entries, by pack index.
+    refusals
+        Why the others cannot be, by id.
+    reason
+        Why no trial could run; empty if one has.
+    """
+
+    recompute: Mapping[int, Recompute] = field(default_factory=dict)
+    measured: Mapping[int, MeasuredRecipe] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    reason: str = ""
+
+    def seconds_of(self, plan: Plan) -> float:
+        """What the recomputations of a plan took in the trial step, in seconds."""
+        return sum(self.recompute[row.id].seconds for row in plan.recomputes)
+
+    def added_to(self, trace: Trace, factors: Mapping[int, float]) -> Trace:
+        """The trace with the recipes of its tensors; those in `factors` take so many times as long."""
+        if not self.recompute:
+            return trace
+        rows = dict(self.recompute)
+        for tensor_id, factor in factors.items():
+            rows[tensor_id] = replace(rows[tensor_id], seconds=factor * rows[tensor_id].seconds)
+        tensors = (replace(tensor, recompute=rows.get(tensor.id)) for tensor in trace.tensors)
+        return replace(trace, tensors=tuple(tensors))
+
+
+def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
+    """Whether recomputation could improve a plan that swaps alone: its step, or under `max_slowdown` its memory."""
+    if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
+        return False
+    if options.max_slowdown is None:
+        return plan.expected_seconds > (1 + limits.noise) * plan.compute_seconds
+    return plan.peak_bytes > (1 + limits.noise) * least_feasible_limit(plan.trace)
+
+
+def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, cheap: bool) -> Recipes:
+    """What a finished trial tells of the tensors of a trace.
+
+    Parameters
+    ----------
+    trial
+        The trial.
+    members
+        Pack indices of the entries that make up each tensor, by its id.
+    cheap
+        Whether to leave out recipes with matrix products, convolutions or attention.
+    """
+    found, refused = trial.recipes(), trial.refusals()
+    owner = {index: tensor for tensor, indices in members.items() for index in indices}
+    recompute: dict[int, Recompute] = {}
+    refusals: dict[int, str] = {}
+    for tensor, indices in members.items():
+        missing = [index for index in indices if index not in found]
+        rows = [found[index] for index in indices if index in found]
+        if missing:
+            refusals[tensor] = next((refused[index] for index in missing if index in refused), _UNKNOWN)
+        elif cheap and any(row.is_heavy for row in rows):
+            refusals[tensor] = _HEAVY
+        else:
+            # A source without an owner is no tensor of the trace: something else holds it, and it stays.
+            sources = {owner[index] for row in rows for index in row.sources if index in owner} - {tensor}
+            seconds = sum(row.seconds for row in rows)
+            recompute[tensor] = Recompute(seconds, tuple(sorted(sources)), max(row.workspace_bytes for row in rows))
+    for tensor in _in_circles(recompute):
+        del recompute[tensor]
+        refusals[tensor] = _CIRCLE
+    return Recipes(recompute, found, refusals)
+
+
+def _in_circles(recompute: Mapping[int, Recompute]) -> list[int]:
+    """Tensors without whose recipes none leans on itself: a tensor's entries may be another's sources and results."""
+    left = {tensor: recipe.inputs for tensor, recipe in recompute.items()}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            found.append(max(error.args[1]))
+            del left[found[-1]]
+        else:
+            return found

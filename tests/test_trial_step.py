@@ -1,0 +1,259 @@
+"""The trial step: when it runs, what the next plan makes of it, and what a user is told; its recipes are given here."""
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.control.trial import TimedTrial, recipes_of
+from offload.plan import Link
+from offload.plan.trace import Recompute
+from offload.recomputation.measured import MeasuredRecipe
+
+FAST, SLOW = Link(1e12, 1e12, 0.0), Link(50e6, 50e6, 0.0)
+SMALLEST = "4KiB"
+
+
+class KnownTrial(TimedTrial):
+    """Stands in for a trial: claims a recipe for every entry but some."""
+
+    def __init__(self, engine, order, base_bytes, limit_bytes, seconds=1e-6, heavy=(), refused=None, differs=False):
+        super().__init__(engine, order, base_bytes, limit_bytes)
+        self.order, self.limit_bytes = order, limit_bytes
+        self.seconds, self.heavy, self.refused, self.differs = seconds, heavy, refused or {}, differs
+
+    @property
+    def is_as_recorded(self):
+        return not self.differs and super().is_as_recorded
+
+    def recipes(self):
+        return {
+            index: MeasuredRecipe(self.seconds, frozenset(), ("aten.gelu",), index in self.heavy)
+            for index in self.order.entries
+            if index not in self.refused
+        }
+
+    def refusals(self):
+        return self.refused
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The trials that have begun; `trials.about` is what the next ones are given."""
+    begun = Begun()
+    monkeypatch.setattr("offload.session.make_trial", begun.make)
+    monkeypatch.setattr("offload.session.measure_link", lambda device, options: begun.link)
+    return begun
+
+
+class Begun(list):
+    def __init__(self):
+        self.about, self.link, self.answer = {}, SLOW, None
+
+    def make(self, engine, order, base_bytes, limit_bytes):
+        if self.answer is not None:
+            return self.answer
+        self.append(KnownTrial(engine, order, base_bytes, limit_bytes, **self.about))
+        return self[-1]
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())])
+
+
+def train(model, steps, rows=512):
+    results = []
+    for number in range(steps):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(number))
+        model.zero_grad()
+        model(x).square().mean().backward()
+        results += [parameter.grad.clone() for parameter in model.parameters()]
+    return results
+
+
+def peak_of_plain_steps():
+    model = make()
+    with offload.enable(model, max_slowdown=0, min_tensor_bytes=SMALLEST, recompute=False) as handle:
+        train(model, 2)
+        return handle.plan.unswapped_peak_bytes
+
+
+def test_a_plan_that_waits_is_followed_by_one_trial_and_a_joint_plan(trials, tmp_path):
+    expected = train(make(), 6)
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        results = train(model, 2)
+        alone = handle.plan
+        assert alone.swaps
+        assert alone.swap_only
+        assert len(trials) == 1, "the second step is the trial"
+        assert trials[0].limit_bytes == limit
+        results += train(model, 6)[len(results) :]
+        plan = handle.plan
+        assert plan.recomputes
+        assert plan.expected_seconds < alone.expected_seconds
+        assert plan.peak_bytes <= limit
+        assert len(trials) == 1
+        report = handle.report()
+    assert all(map(torch.equal, results, expected))
+    assert report.trial_steps == 1
+    assert [record.is_trial for record in report.steps_measured][:3] == [False, True, False]
+    assert report.verdict.tensors_recomputed == len(plan.recomputes)
+    assert f"{len(plan.recomputes)} recomputed" in str(report.verdict)
+    assert dict(report.rows())["slow profiling steps"].startswith("1; trial steps of recomputation: 1;")
+
+
+def test_nothing_is_tried_where_swapping_hides_everything(trials, tmp_path):
+    trials.link = FAST
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        handle._controller._measured_link = lambda link: link
+        train(model, 2)
+        if handle.plan.expected_seconds <= 1.01 * handle.plan.compute_seconds:
+            assert not trials
+
+
+def test_a_trial_whose_recipes_cost_more_than_swapping_changes_nothing(trials, tmp_path):
+    trials.about = {"seconds": 10.0}
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 5)
+        assert len(trials) == 1
+        assert handle.plan.swaps
+        assert not handle.plan.recomputes
+
+
+@pytest.mark.parametrize(("recompute", "count"), [(False, 0), ("cheap", 1), ("auto", 1)])
+def test_the_argument_decides(trials, tmp_path, recompute, count):
+    trials.about = {"heavy": tuple(range(100))}
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(
+        model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path, recompute=recompute
+    ) as handle:
+        train(model, 4)
+        assert len(trials) == count
+        assert bool(handle.plan.recomputes) == (recompute == "auto")
+        if recompute == "cheap":
+            assert 'recompute="cheap"' in handle.plan.explain()
+
+
+def test_memory_within_a_slowdown_is_lower_with_recipes(trials, tmp_path):
+    peaks = {}
+    for recompute in (False, "auto"):
+        model = make()
+        with offload.enable(
+            model, max_slowdown=0.05, min_tensor_bytes=SMALLEST, spill_dir=tmp_path, recompute=recompute
+        ) as handle:
+            train(model, 4)
+            peaks[recompute] = handle.plan.peak_bytes
+    assert peaks["auto"] < peaks[False]
+    assert len(trials) == 1
+
+
+def test_the_reason_is_told_where_no_trial_can_run(trials, tmp_path):
+    trials.answer = "the model is compiled"
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 4)
+        assert not handle.plan.recomputes
+        assert "nothing is recomputed: the model is compiled" in handle.report().notes
+        assert handle.report().trial_steps == 0
+
+
+def test_a_trial_without_a_backward_proves_as_much(trials, tmp_path):
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 1)
+        model(torch.randn(512, 64))  # its graph is dropped
+        train(model, 2)
+        assert len(trials) == 1
+        assert handle.plan.recomputes
+
+
+def test_a_trial_that_takes_another_branch_is_recorded_again(trials, tmp_path):
+    trials.about = {"differs": True}
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 2)
+        trials.about = {}
+        train(model, 4)
+        assert handle.report().profiled_steps == 2
+        assert len(trials) == 2
+        assert handle.plan.recomputes
+
+
+def test_another_shape_and_a_new_recording_are_tried_on_their_own(trials, tmp_path):
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 4)
+        train(model, 4, rows=500)
+        assert len(trials) == 2
+        train(model, 2)
+        assert len(trials) == 2
+        *_, signature = handle._controller._states
+        handle._controller.forget(signature)
+        train(model, 3)
+        assert len(trials) == 3
+
+
+def test_explain_says_of_every_tensor_what_becomes_of_it_and_why(trials, tmp_path):
+    limit = int(0.6 * peak_of_plain_steps())
+    model = make()
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 1)
+        indices = sorted(index for rows in handle._controller.latest().profile.members.values() for index in rows)
+        trials.about = {"refused": dict.fromkeys(indices[::2], "its bytes came out differently")}
+        train(model, 3)
+        plan, words = handle.plan, handle.plan.explain()
+    for tensor in plan.trace.tensors:
+        assert f"(tensor {tensor.id})" in words
+    assert "recomputed at node" in words
+    assert "cannot be recomputed: its bytes came out differently" in words
+
+
+# -- from entries to tensors ------------------------------------------------------------------------------------------
+
+
+class Found:
+    def __init__(self, recipes, refusals=None):
+        self._recipes, self._refusals = recipes, refusals or {}
+
+    def recipes(self):
+        return self._recipes
+
+    def refusals(self):
+        return self._refusals
+
+
+def recipe(seconds, *sources, is_heavy=False, workspace_bytes=0):
+    return MeasuredRecipe(seconds, frozenset(sources), ("aten.mul",), is_heavy, workspace_bytes=workspace_bytes)
+
+
+def test_a_tensor_has_a_recipe_if_all_of_its_entries_have_one():
+    found = Found({0: recipe(1.0), 1: recipe(2.0, 0, 9, workspace_bytes=5), 3: recipe(1.0)}, {2: "it is random"})
+    recipes = recipes_of(found, {0: (0,), 1: (1, 3), 2: (2, 4), 5: (5,)}, cheap=False)
+    assert recipes.recompute == {0: Recompute(1.0, ()), 1: Recompute(3.0, (0,), 5)}
+    assert recipes.refusals == {2: "it is random", 5: "the trial step did not see how it is made"}
+
+
+def test_entries_that_are_made_of_each_others_tensors_make_no_circle():
+    found = Found({0: recipe(1.0), 1: recipe(1.0, 0), 2: recipe(1.0, 1)})
+    recipes = recipes_of(found, {0: (0, 2), 1: (1,)}, cheap=False)
+    assert len(recipes.recompute) == 1
+    assert list(recipes.refusals.values()) == ["it and one of its sources would have to be made from each other"]
+
+
+def test_cheap_leaves_heavy_recipes_out():
+    found = Found({0: recipe(1.0, is_heavy=True), 1: recipe(1.0)})
+    recipes = recipes_of(found, {0: (0,), 1: (1,)}, cheap=True)
+    assert list(recipes.recompute) == [1]
+    assert 'recompute="cheap"' in recipes.refusals[0]
