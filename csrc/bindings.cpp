@@ -10,6 +10,7 @@
 #include "host_block.h"
 #include "host_driver.h"
 #include "numa.h"
+#include "python_errors.h"
 #include "swap_store.h"
 
 namespace py = pybind11;
@@ -21,19 +22,6 @@ void register_campaign(py::module_& module);
 #endif
 
 namespace {
-
-// Lets Python run meanwhile. A thread that comes back while the interpreter shuts down is ended by it on the spot, by
-// unwinding its stack: pybind11's own guard forbids that in its destructor, and the process would abort.
-class GilRelease {
- public:
-  GilRelease() : state_(PyEval_SaveThread()) {}
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
-  ~GilRelease() noexcept(false) { PyEval_RestoreThread(state_); }
-
- private:
-  PyThreadState* state_;
-};
 
 using ReleaseGil = py::call_guard<GilRelease>;
 
@@ -75,41 +63,42 @@ py::dict to_dict(const StoreStats& stats) {
   return result;
 }
 
+PyObject *pool_exhausted, *driver_error, *pinning_failed, *spill_error;
+
 // Instances carry their numbers: PoolExhausted .asked_bytes .free_bytes .max_bytes; DriverError .call .code;
 // SpillError the OSError fields and .offset.
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const PoolExhausted& error) {
+    py::object instance = py::reinterpret_borrow<py::object>(pool_exhausted)(error.what());
+    instance.attr("asked_bytes") = error.asked_bytes;
+    instance.attr("free_bytes") = error.free_bytes;
+    instance.attr("max_bytes") = error.max_bytes;
+    PyErr_SetObject(pool_exhausted, instance.ptr());
+  } catch (const DriverError& error) {
+    PyObject* const type = dynamic_cast<const PinningFailed*>(&error) != nullptr ? pinning_failed : driver_error;
+    py::object instance = py::reinterpret_borrow<py::object>(type)(error.what());
+    instance.attr("call") = error.call;
+    instance.attr("code") = error.code;
+    PyErr_SetObject(type, instance.ptr());
+  } catch (const SpillError& error) {
+    py::object instance =
+        py::reinterpret_borrow<py::object>(spill_error)(error.error_number, error.what(), error.path);
+    instance.attr("offset") = error.offset;
+    PyErr_SetObject(spill_error, instance.ptr());
+  }
+}
+
 void register_errors(py::module_& module) {
-  static PyObject* pool_exhausted =
-      py::exception<PoolExhausted>(module, "PoolExhausted", PyExc_MemoryError).release().ptr();
-  static PyObject* driver_error = py::exception<DriverError>(module, "DriverError", PyExc_RuntimeError).release().ptr();
-  static PyObject* pinning_failed = py::exception<PinningFailed>(module, "PinningFailed", driver_error).release().ptr();
-  static PyObject* spill_error = py::exception<SpillError>(module, "SpillError", PyExc_OSError).release().ptr();
-  py::register_exception_translator([](std::exception_ptr thrown) {
-    try {
-      if (thrown) std::rethrow_exception(thrown);
-    } catch (const PoolExhausted& error) {
-      py::object instance = py::reinterpret_borrow<py::object>(pool_exhausted)(error.what());
-      instance.attr("asked_bytes") = error.asked_bytes;
-      instance.attr("free_bytes") = error.free_bytes;
-      instance.attr("max_bytes") = error.max_bytes;
-      PyErr_SetObject(pool_exhausted, instance.ptr());
-    } catch (const DriverError& error) {
-      PyObject* const type = dynamic_cast<const PinningFailed*>(&error) != nullptr ? pinning_failed : driver_error;
-      py::object instance = py::reinterpret_borrow<py::object>(type)(error.what());
-      instance.attr("call") = error.call;
-      instance.attr("code") = error.code;
-      PyErr_SetObject(type, instance.ptr());
-    } catch (const SpillError& error) {
-      py::object instance =
-          py::reinterpret_borrow<py::object>(spill_error)(error.error_number, error.what(), error.path);
-      instance.attr("offset") = error.offset;
-      PyErr_SetObject(spill_error, instance.ptr());
-    }
-  });
+  pool_exhausted = py::exception<PoolExhausted>(module, "PoolExhausted", PyExc_MemoryError).release().ptr();
+  driver_error = py::exception<DriverError>(module, "DriverError", PyExc_RuntimeError).release().ptr();
+  pinning_failed = py::exception<PinningFailed>(module, "PinningFailed", driver_error).release().ptr();
+  spill_error = py::exception<SpillError>(module, "SpillError", PyExc_OSError).release().ptr();
+  py::register_exception_translator(&translate);
 }
 
 void register_store(py::module_& module) {
-  // Made once, and never destroyed: the interpreter is gone before statics are.
-  const py::handle ticket_name = PyUnicode_InternFromString("ticket");
   py::class_<Ticket>(module, "Ticket")
       .def_property_readonly("id", &Ticket::id)
       .def_property_readonly("bytes", &Ticket::bytes)
@@ -155,29 +144,14 @@ void register_store(py::module_& module) {
           ReleaseGil())
       .def(
           "swap_out",
-          // `copy_out`, where given, gets the ticket and is handed to `enter` before any Python code can run, an
-          // interrupt's included: whoever holds the source never loses sight of the copy.
-          [ticket_name](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need,
-                        const py::object& copy_out, const py::object& enter) {
+          [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need) {
             py::object handle = py::cast(Ticket());  // first: a copy that has begun must not want memory for it
             Ticket& ticket = handle.cast<Ticket&>();
-            {
-              const GilRelease release;
-              ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
-            }
-            if (copy_out.is_none()) return handle;
-            try {
-              py::setattr(copy_out, ticket_name, handle);
-              enter(copy_out);
-            } catch (...) {  // no memory to note it in: nobody else waits for the copy before the source goes
-              const GilRelease release;
-              if (!ticket.cancel()) ticket.wait_out(pointer(compute));
-              throw;
-            }
+            const GilRelease release;
+            ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
             return handle;
           },
-          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0,
-          py::arg("copy_out") = py::none(), py::arg("enter") = py::none())
+          py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0)
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
       // A forked child may have inherited a locked mutex: it is refused before it waits for one.
       .def(
@@ -240,6 +214,24 @@ void register_parts(py::module_& module) {
 }
 
 }  // namespace
+
+void offload::raise_in_python() noexcept {
+  try {
+    try {
+      translate(std::current_exception());
+    } catch (py::error_already_set& error) {
+      error.restore();
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+    } catch (const std::invalid_argument& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+  } catch (...) {
+    PyErr_NoMemory();
+  }
+}
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The data plane of offload: drivers, slab pool, spill file, swap store. Private; see _core.pyi.";

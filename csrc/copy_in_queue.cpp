@@ -22,7 +22,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   const size_t slices = std::max<size_t>((slot->bytes + part_bytes - 1) / part_bytes, 1);
   const EventRef filled = in_slab ? nullptr : parts_.lane_events->take();
   if (filled != nullptr) parts_.lanes->event_arm(filled.get());
-  for (size_t slice = 0; slice < slices; ++slice) {  // a call finds nothing to do if the push below fails
+  for (size_t slice = 0; slice < slices; ++slice) {  // if push_back below fails, superfluous tasks find an empty queue
     if (in_slab) {
       parts_.lanes->call(pump_lane_, [this, store = parts_.keep()] { pump(); });
     } else {
@@ -39,7 +39,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 
-// The copy-in stream waits for the target's last use and for the bytes.
+// Makes the copy-in stream wait until compute no longer uses the target's memory, and until the copy-out has ended.
 void CopyInQueue::await_target(const SlabSlot& slot) {
   OFFLOAD_EDGE("copy-in waits for compute", parts_.device->stream_wait(parts_.in_stream, slot.target_free.get()));
   OFFLOAD_EDGE("copy-in waits for its copy-out", parts_.device->stream_wait(parts_.in_stream, slot.out_event.get()));
@@ -60,7 +60,7 @@ void CopyInQueue::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   end(slot);
 }
 
-// All of the slot's copy-in has been issued.
+// Ends a copy-in of which every slice has been issued: sets its event, counts it and logs it.
 void CopyInQueue::end(SlabSlot& slot) {
   slot.in_event = slot.in->end;
   ++parts_.stats.in_copies;
@@ -100,7 +100,9 @@ void CopyInQueue::issue_run(const SlabRefs& slots) {
 void CopyInQueue::copy(const SlabRefs& slots) {
   auto transfer = std::make_shared<Transfer>();
   std::vector<Copy> copies;
-  for (size_t each = 0; each < slots.size(); ++each) {  // later ones cover earlier ones of the same stream, or transfer
+  // Adjacent slots with the same compute stream need one wait, for the last target_free. Adjacent slots of one copy-out
+  // transfer share its out_event and need one wait for it.
+  for (size_t each = 0; each < slots.size(); ++each) {
     const SlabSlot& slot = *slots[each];
     const SlabSlot* next = each + 1 < slots.size() ? slots[each + 1].get() : nullptr;
     if (next == nullptr || next->compute != slot.compute)
@@ -119,7 +121,8 @@ void CopyInQueue::copy(const SlabRefs& slots) {
   }
 }
 
-// `first` and, if it is small, the small ones behind it, up to a slice and to what memory allows.
+// Returns `first` and the small blocks directly behind it, of at most slice_bytes in total; fewer if memory runs out.
+// Empty if `first` is large or partly issued.
 SlabRefs CopyInQueue::next_run(const SlabRef& first) {
   SlabRefs run;
   size_t run_bytes = 0;

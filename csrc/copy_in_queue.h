@@ -1,9 +1,9 @@
 // The copy-ins of the slab tier: slab → device on the store's copy-in stream, issued by the pump lane; file → bounce
 // buffer → device, issued by the fill lane.
 //
-// A lane issues one slice of its first block at a time, or several small blocks as one transfer, so that an urgent
-// block can overtake. Callers hold the store's lock. If a lane runs out of memory, only the blocks it works on fail; it
-// throws nothing but DriverError.
+// Each task on a lane issues one slice of the first block, or several small blocks as one transfer, so that an urgent
+// block can overtake the rest of a large one. Callers hold the store's lock. If a lane task gets std::bad_alloc, only
+// the blocks that it works on fail; lane tasks throw only DriverError.
 #pragma once
 
 #include <array>
@@ -19,14 +19,14 @@ class CopyInQueue {
   explicit CopyInQueue(SlabParts& parts)
       : parts_(parts), in_flight_(parts), pump_lane_(*parts.lanes), fill_lane_(*parts.lanes) {}
 
-  // Queues a slot. Throws DriverError, std::bad_alloc: nothing was queued then.
+  // Queues a slot. If it throws (DriverError, std::bad_alloc), the slot is not queued.
   void push(const SlabRef& slot, Stream compute);
-  // Lets the slot overtake all others and returns when its copy-in has been issued or has failed. Releases the lock
-  // while it waits for the disk.
+  // Issues the slot's copy-in ahead of all others for which no caller waits. Returns when it has been issued or has
+  // failed. Releases the lock while it waits for the disk.
   void issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock);
-  // Removes a slot that is being released. Returns true if the fill lane is reading for it, and so frees it.
+  // Removes a slot that is being released. Returns true if the fill lane is reading for it; that lane then frees it.
   bool cancel(const SlabSlot& slot);
-  // Waits for the lanes; without the lock.
+  // Waits until both lanes have run all their tasks. Call it without the lock.
   void drain();
 
  private:
@@ -46,9 +46,9 @@ class CopyInQueue {
 
   SlabParts& parts_;
   size_t next_bounce_ = 0;
-  std::array<EventRef, 2> last_reads_;  // of the bounces, by the copy-in stream
+  std::array<EventRef, 2> last_reads_;  // of each bounce buffer: its last copy to the device
   std::deque<SlabRef> from_slab_;
-  std::deque<SlabRef> from_disk_;  // the urgent ones first
+  std::deque<SlabRef> from_disk_;  // first those for which a caller waits
   size_t urgent_count_ = 0;
   const SlabSlot* filling_ = nullptr;  // the slot that the fill lane is reading for
   InFlight in_flight_;

@@ -9,7 +9,7 @@ namespace offload {
 
 void CopyOutQueue::push(const SlabRef& slot) {
   if (bytes_ + slot->bytes > parts_.slice_bytes) issue();
-  slot->produced = parts_.events->record(slot->compute);  // under the lock, so that slots and events have the same order
+  slot->produced = parts_.events->record(slot->compute);  // under the lock: slots and events have the same order
   if (parts_.is_small(*slot) && !feed_queued_) {
     parts_.lanes->call(lane_, [this, store = parts_.keep()] { feed(); });
     feed_queued_ = true;
@@ -41,7 +41,8 @@ void CopyOutQueue::issue() {
   }
 }
 
-// The longest run of small blocks at the front, at most a slice; shorter if memory runs out. Empty if the first is large.
+// Returns the small blocks at the front of the queue, of at most slice_bytes in total; fewer if memory runs out. Empty
+// if the first block is large.
 SlabRefs CopyOutQueue::next_run() {
   SlabRefs run;
   size_t run_bytes = 0;
@@ -82,7 +83,8 @@ void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
 }
 
 void CopyOutQueue::copy(const SlabRef* slots, size_t count) {
-  for (size_t each = 0; each < count; ++each) {  // adjacent slots of one stream need one wait: for the last event
+  // Adjacent slots with the same compute stream need one wait, for the event of the last of them.
+  for (size_t each = 0; each < count; ++each) {
     const bool covered = each + 1 < count && slots[each + 1]->compute == slots[each]->compute;
     if (!covered)
       OFFLOAD_EDGE("copy-out waits for compute",

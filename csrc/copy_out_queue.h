@@ -1,11 +1,13 @@
 // The copy-outs of the slab tier: device → slab on the store's copy-out stream.
 //
-// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. A
-// lane issues all queued blocks as one transfer when fewer than two transfers are in flight, so an idle link starts at
-// once and a busy link gets batches. A large block, wait_out and a full pool issue everything at once.
+// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. A lane issues all
+// queued blocks as one transfer when fewer than two transfers are in flight: while the link is idle, a block is copied
+// at once; while it is busy, blocks collect and are copied as one batch. The queued blocks are issued immediately when
+// a large block is queued, when they would exceed a slice, when the pool is full, and when wait_out or prefetch needs
+// one of them.
 //
-// Callers hold the store's lock. If memory runs out on a lane, only the blocks that it works on fail; the
-// lane throws nothing but DriverError.
+// Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks that it works on fail; lane tasks
+// throw only DriverError.
 #pragma once
 
 #include <deque>
@@ -20,15 +22,15 @@ class CopyOutQueue {
   CopyOutQueue(SlabParts& parts, Spiller& spiller)
       : parts_(parts), spiller_(spiller), in_flight_(parts), lane_(*parts.lanes) {}
 
-  // Queues a slot that has its block. A large one is issued at once; if that fails, its state is `failed` on return.
-  // Throws DriverError or std::bad_alloc before anything is queued.
+  // Queues a slot whose block is allocated. A large one is issued at once; if that fails, its state is `failed` on
+  // return. Throws DriverError or std::bad_alloc before anything is queued.
   void push(const SlabRef& slot);
   // Issues everything queued.
   void issue();
   // Cancels a queued slot and frees its block.
   void cancel(SlabSlot& slot);
   void cancel_all();
-  // Waits for the lane. Call it without the lock.
+  // Waits until the lane has run all its tasks. Call it without the lock.
   void drain() { parts_.lanes->stream_synchronize(lane_); }
 
  private:

@@ -34,7 +34,7 @@ SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, ui
   } else {
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
-    lanes_->call(out_lane_,  // finds nothing to do if the push below fails
+    lanes_->call(out_lane_,  // if push_back below fails, the task finds an empty queue
                  [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
     outgoing_.push_back(slot);
   }
@@ -42,8 +42,8 @@ SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, ui
   return slot;
 }
 
-// The longest run of small blocks as urgent as the first, up to a slice and to what memory allows. Empty if the first
-// is large.
+// Returns the first block and the small blocks directly behind it that are as urgent as it, of at most slice_bytes_ in
+// total; fewer if memory runs out. Empty if the first block is large.
 DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::const_iterator end) const {
   Refs run;
   size_t run_bytes = 0;
@@ -59,7 +59,7 @@ DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::con
   return run;
 }
 
-// Writes the first block and, if it is small, the small ones behind it.
+// Writes the first block and, if it is small, the small ones directly behind it.
 void DirectStore::write_out() {
   Ref first;
   Refs run;
@@ -101,7 +101,7 @@ void DirectStore::write_large(DirectSlot& slot) {
   end_out(slot, extent, crc, failure, begin_seconds);
 }
 
-// Writes several small blocks at once. If there is no room for all, each is written alone.
+// Writes several small blocks together. If allocating space or memory for all of them fails, each is written alone.
 void DirectStore::write_small(const Refs& slots) {
   const double begin_seconds = now_seconds();
   std::vector<uint64_t> bytes;
@@ -123,7 +123,7 @@ void DirectStore::write_small(const Refs& slots) {
     return end_out(*slots.front(), {}, 0, std::current_exception(), begin_seconds);
   }
   for (size_t each = 0; each < slots.size(); ++each) {
-    auto* source = static_cast<char*>(const_cast<void*>(slots[each]->source));  // written from, never to
+    auto* source = static_cast<char*>(const_cast<void*>(slots[each]->source));  // only read
     pieces.push_back({extents[each], source + slots[each]->head_bytes, slots[each]->middle_bytes, 0, nullptr});
   }
   file_.write_together(pieces);
@@ -157,6 +157,7 @@ void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, 
 
 bool DirectStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
+  // OFFLOAD_BROKEN is false in normal builds (mutants.h).
   if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
   cancel_queued(
       *std::find_if(outgoing_.begin(), outgoing_.end(), [&](const Ref& each) { return each.get() == &slot; }));
@@ -165,7 +166,7 @@ bool DirectStore::cancel(Slot& slot) {
 
 // Caller holds the lock.
 void DirectStore::cancel_queued(const Ref& slot) {
-  const Ref cancelled = slot;  // outlives the queue's reference
+  const Ref cancelled = slot;  // `slot` may be the queue's own reference
   outgoing_.erase(std::find(outgoing_.begin(), outgoing_.end(), cancelled));
   advance(*cancelled, State::cancelled);
   ++stats_.cancelled;
@@ -179,7 +180,7 @@ void DirectStore::release(const SlotRef& base) {
   const bool is_transferred = slot->busy || slot->state == State::copying_out;
   const bool is_incoming = slot->state == State::copying_in;
   advance(*slot, State::released);
-  if (is_transferred) return;  // the lane frees it
+  if (is_transferred) return;  // the lane that copies it frees it
   if (is_incoming) return end_in(*slot, State::released);
   free_slot(*slot);
 }

@@ -1,9 +1,10 @@
-// The direct tier's store: blocks of plain RAM ↔ the spill file, with no buffer in between.
+// The direct tier's store: blocks of plain RAM ↔ the spill file, without a buffer in between.
 //
-// direct_tier.cpp has the copy-outs and the slots, direct_swap_in.cpp the copy-ins, with one lane each. The out lane
-// takes the first block, the in lane the most urgent one; each takes small neighbours along.
+// direct_tier.cpp has the copy-outs and the slots, direct_swap_in.cpp the copy-ins; each direction has a lane (a stream
+// of the host driver). The out lane writes the queued blocks in order. The in lane reads first the blocks for which a
+// caller waits. Both transfer small blocks that follow each other in the queue together.
 //
-// If a lane runs out of memory, only the blocks it works on fail; it never throws.
+// If a lane task gets std::bad_alloc, only the blocks that it works on fail; lane tasks never throw.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +23,8 @@ struct DirectSlot final : Slot {
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
-  size_t middle_done = 0;  // of the copy-in under way
-  bool busy = false;       // a lane is transferring
+  size_t middle_done = 0;  // bytes read by the current copy-in
+  bool busy = false;       // the in lane is reading it
   bool urgent = false;     // a caller waits for it
   double in_began_seconds = 0;
 };
@@ -76,7 +77,8 @@ class DirectStore final : public SwapStore {
   SpillFile file_;
   Queue outgoing_;  // copy-outs not begun
   Queue incoming_;  // copy-ins not finished
-  // Last, so that they are destroyed first, without waiting: work on a lane holds the store.
+  // Last, so that they are destroyed first. No task is left by then, because every task on a lane holds a reference to
+  // the store.
   const OwnedStream out_lane_;
   const OwnedStream in_lane_;
 };

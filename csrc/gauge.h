@@ -1,6 +1,6 @@
-// A figure at one moment, and the most it ever was: bytes on the device, steps begun.
+// A count and its peak so far, such as the bytes on the device or the steps that have begun.
 //
-// Beside the data path. Not thread safe: callers hold the GIL.
+// Not thread safe: callers hold the GIL.
 #pragma once
 
 #include <cstdint>

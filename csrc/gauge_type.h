@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "gauge.h"
-#include "kept_tensor.h"
+#include "tensor_interface.h"
 
 namespace offload {
 

@@ -6,10 +6,14 @@
 #include <string>
 #include <tuple>
 
+#include "dlpack_api.h"
+#include "engine_core.h"
 #include "gauge_type.h"
 #include "hook_core.h"
-#include "saved_identity.h"
 #include "schedule_cursor.h"
+#include "saved_identity.h"
+#include "swapped_storage.h"
+#include "swapped_view.h"
 
 namespace py = pybind11;
 
@@ -23,6 +27,21 @@ std::shared_ptr<Count> count_of(PyObject* object) {
     return nullptr;
   }
 }
+
+std::shared_ptr<SwapStore> store_of(PyObject* object) {
+  try {
+    return py::cast<std::shared_ptr<SwapStore>>(py::handle(object));
+  } catch (const py::cast_error&) {
+    PyErr_SetString(PyExc_TypeError, "an engine takes a SwapStore");
+    return nullptr;
+  }
+}
+
+PyObject* to_python(Ticket* ticket, PyObject* owner) {
+  return py::cast(ticket, py::return_value_policy::reference_internal, owner).release().ptr();
+}
+
+PyObject* to_python(const std::shared_ptr<HostBlock>& block) { return py::cast(block).release().ptr(); }
 
 }  // namespace offload
 
@@ -86,6 +105,7 @@ void register_step(py::module_& module) {
   py::class_<PackTable, std::shared_ptr<PackTable>>(module, "PackTable")
       .def(py::init<>())
       .def("keep", [](PackTable& table, size_t index, int64_t nbytes) { table.at(index).kept_bytes = nbytes; })
+      .def("keep_again", [](PackTable& table, size_t index) { table.at(index).is_kept_again = true; })
       .def("begin_node", [](PackTable& table, size_t index, int64_t node) { table.at(index).node_after = node; })
       .def("weigh", [](PackTable& table, size_t index, int64_t node) { table.at(index).weighed = node; })
       .def("watch", [](PackTable& table, size_t index, int64_t node) { table.at(index).watched = node; })
@@ -140,32 +160,61 @@ PyObject* descriptor(const py::kwargs& given, const char* name) {
   return kept(given, name);
 }
 
+void set_tensor_interface(const py::kwargs& given) {
+  TensorInterface found;
+  const std::pair<PyObject**, const char*> descriptors[] = {
+      {&found.layout, "layout"},     {&found.is_nested, "is_nested"}, {&found.nbytes, "nbytes"},
+      {&found.base, "base"},         {&found.version, "version"},     {&found.is_leaf, "is_leaf"},
+      {&found.data, "data"},         {&found.dtype, "dtype"},         {&found.itemsize, "itemsize"},
+      {&found.shape, "shape"},       {&found.identity, "identity"},   {&found.storage_identity, "storage_identity"}};
+  const std::pair<PyObject**, const char*> objects[] = {{&found.tensor_type, "tensor_type"},
+                                                        {&found.parameter_type, "parameter_type"},
+                                                        {&found.strided, "strided"},
+                                                        {&found.is_view, "is_view"},
+                                                        {&found.detach, "detach"},
+                                                        {&found.untyped_storage, "untyped_storage"},
+                                                        {&found.stride, "stride"},
+                                                        {&found.storage_offset, "storage_offset"},
+                                                        {&found.is_conj, "is_conj"},
+                                                        {&found.is_neg, "is_neg"},
+                                                        {&found.conjugated, "conjugated"},
+                                                        {&found.negated, "negated"},
+                                                        {&found.type_name, "type_name"},
+                                                        {&found.weak_reference, "weak_reference"},
+                                                        {&found.set_storage, "set_storage"},
+                                                        {&found.storage_nbytes, "storage_nbytes"},
+                                                        {&found.storage_address, "storage_address"},
+                                                        {&found.storage_of_buffer, "storage_of_buffer"},
+                                                        {&found.empty, "empty"},
+                                                        {&found.raise_changed, "raise_changed"}};
+  for (const auto& [place, name] : descriptors) *place = descriptor(given, name);
+  for (const auto& [place, name] : objects) *place = kept(given, name);
+  if (!shared(given, "storage_holders").is_none()) found.storage_holders = kept(given, "storage_holders");
+  found.holders_alone = shared(given, "holders_alone").cast<int64_t>();
+  tensors = found;
+}
+
+// Null where it is of another major version.
+const dlpack::ExchangeApi* api_of(const py::object& capsule) {
+  void* const found = PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName);
+  if (found == nullptr) throw py::error_already_set();
+  const auto* const api = static_cast<const dlpack::ExchangeApi*>(found);
+  return api->version.major == dlpack::kMajorVersion ? api : nullptr;
+}
+
 }  // namespace
 
 void register_hooks(py::module_& module) {
   PyObject* const target = module.ptr();
-  if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_identity_functions(target))
+  if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_engine_type(target) ||
+      !add_swapped_storage_type(target) || !add_swapped_view_type(target) || !add_identity_functions(target))
     throw py::error_already_set();
   register_counts(module);
   register_step(module);
-  module.def("set_tensor_interface", [](const py::kwargs& given) {
-    TensorInterface found;
-    found.tensor_type = kept(given, "tensor_type");
-    found.parameter_type = kept(given, "parameter_type");
-    found.strided = kept(given, "strided");
-    found.layout = descriptor(given, "layout");
-    found.is_nested = descriptor(given, "is_nested");
-    found.nbytes = descriptor(given, "nbytes");
-    found.base = descriptor(given, "base");
-    found.version = descriptor(given, "version");
-    found.is_leaf = descriptor(given, "is_leaf");
-    found.identity = descriptor(given, "identity");
-    found.storage_identity = descriptor(given, "storage_identity");
-    found.untyped_storage = kept(given, "untyped_storage");
-    found.storage_nbytes = kept(given, "storage_nbytes");
-    found.is_view = kept(given, "is_view");
-    found.detach = kept(given, "detach");
-    tensors = found;
+  module.def("set_tensor_interface", &set_tensor_interface);
+  module.def("set_dlpack", [](const py::object& capsule) {
+    dlpack::api = capsule.is_none() ? nullptr : api_of(capsule);
+    return dlpack::api != nullptr;
   });
   module.def(
       "follow",

@@ -3,6 +3,8 @@
 #include <new>
 #include <utility>
 
+#include "engine_core.h"
+
 namespace offload {
 namespace {
 
@@ -13,7 +15,7 @@ struct CachedCount {
 struct HookCore {
   PyObject_HEAD
   PyObject* counts;    // reason → Count
-  PyObject* queues;    // tuple of deques: what waits for Python's attention while any is not empty
+  PyObject* engine;    // an EngineCore
   PyObject* observer;  // null: nobody
   PyObject* reason;    // why the schedule keeps a tensor; null without a cursor
   int64_t min_nbytes;
@@ -108,6 +110,20 @@ PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return keep(as_core(self), args[0], index, found, args[2], nbytes);
 }
 
+// count(counted, nbytes): one more tensor.
+PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "count takes a Count and bytes");
+    return nullptr;
+  }
+  const int64_t nbytes = PyLong_AsLongLong(args[1]);
+  const std::shared_ptr<Count> counted = PyErr_Occurred() ? nullptr : count_of(args[0]);
+  if (counted == nullptr) return nullptr;
+  ++counted->tensors;
+  counted->nbytes += nbytes;
+  Py_RETURN_NONE;
+}
+
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
 // Whether the engine knows tensors of this kind at all; −1: a Python error.
@@ -153,22 +169,15 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   }
   if (core->cursor != nullptr) {
     const ScheduleCursor::Verdict verdict = core->cursor->pack(index, nbytes);
-    if (verdict == ScheduleCursor::Verdict::kept) return keep(core, tensor, index, core->planned, core->reason, nbytes);
-    if (verdict == ScheduleCursor::Verdict::due) return ask(self, names.pack_due, tensor, index, nbytes);
+    const int64_t counted = core->cursor->keeps_again(index) ? 0 : nbytes;
+    if (verdict == ScheduleCursor::Verdict::kept)
+      return keep(core, tensor, index, core->planned, core->reason, counted);
+    if (verdict == ScheduleCursor::Verdict::due) return ask(self, names.pack_due, tensor, index, counted);
   }
   const int parameter = is_parameter(tensor);
   if (parameter < 0) return nullptr;
   if (parameter) return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
   return ask(self, names.pack_candidate, tensor, index, nbytes);
-}
-
-// Whether nothing waits for Python: no graph that is gone, no copy that has ended. −1: a Python error.
-int is_quiet(HookCore* core) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(core->queues); ++i) {
-    const Py_ssize_t waiting = PyObject_Size(PyTuple_GET_ITEM(core->queues, i));
-    if (waiting != 0) return waiting < 0 ? -1 : 0;
-  }
-  return 1;
 }
 
 PyObject* core_unpack(PyObject* self, PyObject* packed) {
@@ -177,7 +186,7 @@ PyObject* core_unpack(PyObject* self, PyObject* packed) {
   if (Py_TYPE(packed) != kept_type) return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
   const Py_ssize_t index = reinterpret_cast<KeptTensor*>(packed)->index;
   if (index >= 0) {
-    const int quiet = core->cursor != nullptr ? is_quiet(core) : 0;
+    const int quiet = core->cursor != nullptr ? is_quiet(core->engine) : 0;
     if (quiet < 0) return nullptr;
     if (!quiet || !core->cursor->unpack(index))
       return PyObject_CallMethodObjArgs(self, names.unpack_watched, packed, nullptr);
@@ -205,6 +214,8 @@ PyMethodDef core_methods[] = {
     {"pack", guarded<core_pack>, METH_O, "pack(tensor): what the graph node shall hold instead of it."},
     {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): the tensor that pack was given, as it was."},
     {"checked", core_checked, METH_O, "checked(kept): its tensor, unless somebody wrote to it."},
+    {"count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_count)), METH_FASTCALL,
+     "count(counted, nbytes): one more tensor of so many bytes."},
     {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_keep)), METH_FASTCALL,
      "keep(tensor, index, reason, nbytes): count a tensor that stays; what the graph node shall hold."},
     {nullptr, nullptr, 0, nullptr}};
@@ -223,25 +234,25 @@ PyObject* core_new(PyTypeObject* type, PyObject*, PyObject*) {
 }
 
 int core_init(PyObject* self, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"min_nbytes", "counts", "queues", nullptr};
+  static const char* keywords[] = {"min_nbytes", "counts", "engine", nullptr};
   long long min_nbytes = 0;
-  PyObject *counts = nullptr, *queues = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOO!:HookCore", const_cast<char**>(keywords), &min_nbytes, &counts,
-                                   &PyTuple_Type, &queues))
+  PyObject *counts = nullptr, *engine = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOO:HookCore", const_cast<char**>(keywords), &min_nbytes, &counts,
+                                   &engine))
     return -1;
   HookCore* const core = as_core(self);
   core->min_nbytes = min_nbytes;
   Py_INCREF(counts);
   Py_XSETREF(core->counts, counts);
-  Py_INCREF(queues);
-  Py_XSETREF(core->queues, queues);
+  Py_INCREF(engine);
+  Py_XSETREF(core->engine, engine);
   return 0;
 }
 
 int core_traverse(PyObject* self, visitproc visit, void* arg) {
   HookCore* const core = as_core(self);
   Py_VISIT(core->counts);
-  Py_VISIT(core->queues);
+  Py_VISIT(core->engine);
   Py_VISIT(core->observer);
   Py_VISIT(core->reason);
   Py_VISIT(Py_TYPE(self));
@@ -261,7 +272,7 @@ void core_dealloc(PyObject* self) {
   core_clear(self);
   Py_CLEAR(core->reason);
   Py_CLEAR(core->counts);
-  Py_CLEAR(core->queues);
+  Py_CLEAR(core->engine);
   core->cursor.~shared_ptr();
   core->small.~CachedCount();
   core->parameter.~CachedCount();

@@ -1,7 +1,7 @@
-// How long the nodes of a step took, and how long hooks held them up.
+// Measures when the nodes of a step start, and the time that hooks take in each.
 //
-// Beside the data path: schedule_cursor.cpp and executor.py tell it of nodes and hooks. Knows no Python. Not thread safe:
-// callers hold the GIL.
+// schedule_cursor.cpp and executor.py report nodes and hooks to it. It uses no Python. Not thread safe: callers hold
+// the GIL.
 #pragma once
 
 #include <cstddef>
@@ -15,40 +15,40 @@ namespace offload {
 // The time that one hook took.
 struct Pause {
   int64_t node;
-  int64_t pack_index;  // whose tensor backward waited for; -1: of a pack
+  int64_t pack_index;  // of the tensor for which backward waited; -1: the hook was a pack
   double begin;
   double end;
 };
 
-using NodeTimes = std::vector<std::pair<int64_t, double>>;  // nodes that began, and when; the first one first
+using NodeTimes = std::vector<std::pair<int64_t, double>>;  // the nodes that began and their start times, in order
 
-// What a step took, in seconds from its beginning.
+// The times of a step, in seconds; starts are counted from the beginning of the step.
 struct StepTimes {
   std::vector<double> starts;        // by node: when it could begin to compute
   std::vector<double> node_seconds;  // by node, without the time that hooks took
   std::map<int64_t, double> waits;   // by pack index
-  double stall_seconds = 0;          // that hooks took in all
+  double stall_seconds = 0;          // total time of hooks
 };
 
-// `step_seconds`: when the step ended. A node that was not seen took no time.
+// `step_seconds`: the end of the step. A node that did not begin has a duration of 0.
 StepTimes measure(const NodeTimes& nodes, const std::vector<Pause>& pauses, double step_seconds, size_t node_count);
 
-// When nodes begin and how long hooks hold them up, by the clock of Python's time.perf_counter.
+// Records when nodes begin and how long hooks take, with the clock of Python's time.perf_counter.
 class NodeClock {
  public:
   NodeClock();
   // A hook begins that may do something.
   void begin();
-  // A node begins, at the beginning of the present hook.
+  // A node begins, at the begin of the current hook.
   void arrive(int64_t node) { begins(node, begin_); }
   // A node begins in a hook that does nothing.
   void pass_by(int64_t node) { begins(node, now()); }
-  // The hook that began last is about to return. `pack_index`: whose tensor backward waited for; -1: none.
+  // The hook that began last is about to return. `pack_index`: of the tensor for which backward waited; -1: none.
   void end(int64_t pack_index);
-  // Nodes that began, with the time of each, the first one first.
+  // Returns the nodes that began and their start times, in order.
   NodeTimes nodes() const;
   const std::vector<Pause>& pauses() const { return pauses_; }
-  // What hooks took of the processor.
+  // Returns the CPU time of the hooks, estimated from some of them.
   double hook_seconds() const { return hook_seconds_; }
 
   bool is_listening = false;  // for the end of backward

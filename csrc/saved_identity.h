@@ -1,19 +1,45 @@
 // Which bytes a saved tensor shows: the tensor that owns its version counter, the version, and the storage.
 //
-// On the data path: engine.py asks at every pack that may swap. Callers hold the GIL; an entry that fails leaves a
+// On the data path: engine_core.cpp asks at every pack that may swap. Callers hold the GIL; a function that fails leaves a
 // Python error.
 #pragma once
 
-#include "kept_tensor.h"
+#include <cstddef>
+#include <cstdint>
+
+#include "tensor_interface.h"
 
 namespace offload {
 
-// Adds find_saved(tensor, nbytes, live) and version_owner(tensor) to the module. Returns false and leaves a Python
-// error where it cannot.
-//
-// find_saved returns (key, handle): the key (identity of the owner, version, 0, bytes of the storage, identity of the
-// storage), and the handle of the copy that `live` (a dict: key -> weak reference) knows by it, or None. It returns None
-// where the tensor's owner is only a part of the storage.
+// Which bytes a saved tensor shows.
+struct SavedKey {
+  int64_t owner;    // identity of the tensor that owns the version counter
+  int64_t version;
+  int64_t begin;    // first byte
+  int64_t nbytes;
+  int64_t storage;  // its identity
+
+  bool operator==(const SavedKey& other) const {
+    return owner == other.owner && version == other.version && begin == other.begin && nbytes == other.nbytes &&
+           storage == other.storage;
+  }
+};
+
+struct SavedKeyHash {
+  size_t operator()(const SavedKey& key) const {
+    size_t hash = 0;
+    for (const int64_t part : {key.owner, key.version, key.begin, key.nbytes, key.storage})
+      hash = (hash ^ static_cast<size_t>(part)) * size_t{0x9E3779B97F4A7C15};
+    return hash;
+  }
+};
+
+// The key of all of a tensor's storage. 0: its owner is only a part of the storage, so that there is none; −1: a Python
+// error.
+int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key);
+// The tensor whose version counter this one shares: a new reference, or null.
+PyObject* version_owner(PyObject* tensor);
+// Adds version_owner(tensor) to the module. Returns false and leaves a Python error where it cannot.
 bool add_identity_functions(PyObject* module);
 
 }  // namespace offload

@@ -23,7 +23,8 @@ bool ScheduleCursor::is_due(int64_t next_node) const {
 ScheduleCursor::Verdict ScheduleCursor::pack(int64_t pack_index, int64_t nbytes) {
   const PackRow* const found = row(pack_index);
   if (found == nullptr) return Verdict::undecided;
-  if (found->kept_bytes != nbytes && !OFFLOAD_BROKEN("a kept tensor has the recorded size")) return Verdict::undecided;
+  if (!found->is_kept_again && found->kept_bytes != nbytes && !OFFLOAD_BROKEN("a kept tensor has the recorded size"))
+    return Verdict::undecided;
   if (is_due(found->node_after) || !decides) return Verdict::due;
   if (found->node_after >= 0) {
     if (clock_ != nullptr) clock_->pass_by(found->node_after);

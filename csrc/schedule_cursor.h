@@ -1,8 +1,8 @@
-// Where a step is in its schedule, as far as the hooks of kept tensors need it: those are most hooks, and most of what
-// offload costs a model of which it swaps little.
+// The position of a step in its schedule, as the hooks of kept tensors need it. They are most of the hooks, and if
+// little is swapped, most of the cost of offload.
 //
-// On the data path: hook_core.cpp asks at every pack and unpack; what is due at a node, and every swapped tensor, is
-// Python's (executor.py), which moves the same cursor. Knows no Python. Not thread safe: callers hold the GIL.
+// hook_core.cpp uses it at every pack and unpack. Python (executor.py) runs what is due at a node and handles swapped
+// tensors; it uses the same cursor. This file uses no Python. Not thread safe: callers hold the GIL.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +25,7 @@ struct Count {
 // What a schedule says of one pack. -1: nothing.
 struct PackRow {
   int64_t kept_bytes = -1;   // a tensor of just this size stays, without a second look
+  bool is_kept_again = false;  // or one of any size, on a storage that stays and is counted already
   int64_t node_after = -1;   // the node that begins with this pack
   int64_t weighed = -1;      // the node at which activations are weighed then
   int64_t watched = -1;      // the node that its unpack begins
@@ -82,7 +83,9 @@ class ScheduleCursor {
 
   // Decides a pack where the schedule keeps a tensor of this size.
   Verdict pack(int64_t pack_index, int64_t nbytes);
-  // The same for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
+  // Whether a pack that is kept shows a storage that is counted already.
+  bool keeps_again(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->is_kept_again; }
+  // The same as `pack` for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
   bool unpack(int64_t pack_index);
   // Whether the unpack of a tensor that stayed moves the schedule on.
   bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }

@@ -22,7 +22,7 @@
 namespace offload {
 namespace {
 
-constexpr std::chrono::seconds kRefusalHolds{60};  // other programs may have freed memory by then
+constexpr std::chrono::seconds kRefusalHolds{60};  // then pinning is tried again: memory may have become free
 
 constexpr size_t kPopulatorsMax = 4;
 
@@ -62,7 +62,7 @@ char* map_pages(size_t bytes, int node) {
 
 void unmap_pages(char* data, size_t bytes) noexcept {
 #ifdef OFFLOAD_MUTANTS
-  madvise(data, bytes, MADV_DONTNEED);  // a late copy shall be detected, not crash
+  madvise(data, bytes, MADV_DONTNEED);  // so that a late copy is detected and does not crash
 #else
   munmap(data, bytes);
 #endif
@@ -81,7 +81,7 @@ SlabPool::~SlabPool() {
     for (const Fenced& entry : fenced_)
       if (!driver_->in_forked_child()) driver_->event_synchronize(entry.fence.get());
   } catch (const DriverError&) {
-    return;  // a lost context: copies may still read the slabs, so they are leaked
+    return;  // the context is lost: copies may still use the slabs, so they are leaked
   }
   for (const Slab& slab : slabs_) {
     if (slab.data == nullptr) continue;
@@ -153,13 +153,13 @@ SlabPool::Slab& SlabPool::empty_slab() {
 
 void SlabPool::release(const Block& block, EventRef fence) {
   try {
-    if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // checked when room is needed
+    if (fence != nullptr && !OFFLOAD_BROKEN("slot waits for its last read")) {  // sweep() checks the fence
       fenced_.push_back({block, std::move(fence)});
     } else {
       give_back(block);
     }
   } catch (const std::bad_alloc&) {
-    // No memory to record it: the block stays counted as used.
+    // There is no memory to record the release: the block stays counted as used.
   }
 }
 
@@ -173,7 +173,7 @@ void SlabPool::give_back(const Block& block) {
   stats_.requested_bytes -= block.bytes;
 }
 
-// If the driver fails, every block stays fenced.
+// Frees the fenced blocks whose event is done. If the driver fails, they stay fenced.
 void SlabPool::sweep() {
   for (auto entry = fenced_.begin(); entry != fenced_.end();) {
     if (driver_->event_done(entry->fence.get())) {

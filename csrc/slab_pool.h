@@ -1,9 +1,9 @@
 // Pinned host memory: large slabs registered with the driver, cut into exact-size blocks.
 //
-// A block is rounded up to 4 KiB only, so one buffer serves DMA and direct I/O. Best fit with coalescing neighbours.
-// Reuse is fenced: a block released with an event is not allocated again before that event is done.
-// The pool never holds more than `max_bytes`. Not thread safe: the swap store calls it under its lock. Blocks and
-// slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
+// Blocks are rounded up to multiples of 4 KiB, so that they serve both DMA and direct I/O. Allocation is best fit;
+// adjacent free ranges are merged. Reuse is fenced: a block released with an event is not allocated again before that
+// event is done. The pool never holds more than `max_bytes`. Not thread safe: the swap store calls it under its lock.
+// Blocks and slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
 #pragma once
 
 #include <chrono>
@@ -32,10 +32,10 @@ struct Block {
 
 struct PoolStats {
   size_t max_bytes = 0;
-  size_t held_bytes = 0;        // slabs, pinned
-  size_t used_bytes = 0;        // blocks allocated or still fenced, rounded
-  size_t requested_bytes = 0;   // the same blocks as requested
-  size_t high_water_bytes = 0;  // most of used_bytes so far
+  size_t held_bytes = 0;        // of all slabs, which are pinned
+  size_t used_bytes = 0;        // of blocks that are allocated or still fenced, rounded up
+  size_t requested_bytes = 0;   // of the same blocks, as requested
+  size_t high_water_bytes = 0;  // maximum of used_bytes so far
   double registration_seconds = 0;
 };
 
@@ -46,18 +46,18 @@ class SlabPool {
   SlabPool(const SlabPool&) = delete;
   SlabPool& operator=(const SlabPool&) = delete;
 
-  // nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed when pinning fails;
-  // nothing changes then. After a refusal, nothing as large is tried again until a slab has been freed, trim() has been
-  // called or a minute has passed: a refusal costs as much time as a slab.
+  // Returns nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed, without
+  // any change, if the driver cannot pin a new slab. Slabs of that size or more then fail without another attempt until
+  // a slab has been freed, trim() has been called or a minute has passed: a failed attempt takes as long as pinning.
   std::optional<Block> try_allocate(size_t bytes);
-  // `fence`: the event of the block's last copy; null if no copy is under way.
+  // `fence`: the event of the block's last copy; null if no copy is in flight.
   void release(const Block& block, EventRef fence);
   // The oldest fence, for a caller that waits for a block; null if there is none.
   EventRef oldest_fence() const;
-  // Returns every empty slab to the system. Returns the bytes freed.
+  // Unregisters and frees every empty slab. Returns the bytes freed.
   size_t trim();
 
-  size_t free_bytes() const;  // that can still be allocated, fragmentation aside
+  size_t free_bytes() const;  // bytes that can still be allocated, apart from fragmentation
   size_t max_bytes() const { return max_bytes_; }
   size_t largest_slab_bytes() const;
   PoolStats stats();
@@ -88,12 +88,12 @@ class SlabPool {
   std::deque<Fenced> fenced_;
   PoolStats stats_;
   std::optional<PinningFailed> refusal_;
-  size_t refused_bytes_ = 0;  // by refusal_
+  size_t refused_bytes_ = 0;  // size of the slab for which pinning failed
   std::chrono::steady_clock::time_point asked_again_at_;
 };
 
-// `bytes` of zeroed pages, near NUMA node `node` where that is not -1, touched by several threads so that registering
-// them does not have to.
+// Maps `bytes` bytes of zeroed pages, preferably on NUMA node `node` (-1: anywhere). Several threads touch the pages,
+// so that registering them with the driver takes less time. Throws std::bad_alloc.
 char* map_pages(size_t bytes, int node = -1);
 void unmap_pages(char* data, size_t bytes) noexcept;
 

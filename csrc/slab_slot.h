@@ -1,5 +1,7 @@
-// A block of the slab tier, and what the copy-out queue, the spiller and the copy-in queue share: the pinned pool, the
-// spill file, the device's two copy streams, and how a slot is freed.
+// SlabSlot: one block swapped out by the slab tier. SlabParts: what the copy-out queue, the spiller and the copy-in
+// queue share: the pinned pool, the spill file, the device's two copy streams, and the function that frees a slot.
+//
+// A lane is a stream of the host driver: a queue of tasks that a worker thread runs in order.
 //
 // Not thread safe: callers hold the store's lock, `mutex`, unless a method says otherwise.
 #pragma once
@@ -16,11 +18,11 @@
 namespace offload {
 
 struct Transfer {  // one issued transfer, shared by its blocks
-  EventRef begin;  // null once its time has been counted
+  EventRef begin;  // null once its duration has been added to the statistics
   EventRef end;
 };
 
-// A slot's state in the spiller. It is separate from Slot::state: a block may be prefetched while it is written.
+// A slot's state in the spiller. It is separate from Slot::state because a block may be prefetched while it is written.
 enum class Spill : uint8_t {
   none,
   queued,
@@ -29,13 +31,13 @@ enum class Spill : uint8_t {
 };
 
 struct SlabSlot final : Slot {
-  Block block;               // while in RAM
-  Stream compute = nullptr;  // the stream of `produced`, then of `target_free`
+  Block block;               // null unless the bytes are in pinned memory
+  Stream compute = nullptr;  // the stream on which `produced`, and later `target_free`, is recorded
   EventRef produced;
-  std::shared_ptr<Transfer> out;  // null once it has been counted
+  std::shared_ptr<Transfer> out;  // null once the copy-out has been added to the statistics
   std::shared_ptr<Transfer> in;
   EventRef target_free;  // recorded on the compute stream at prefetch
-  EventRef filled;       // lane event: every slice of a copy-in from disk has been issued
+  EventRef filled;       // of a lane; fires once a copy-in from disk has been issued, has failed or is cancelled
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
@@ -52,7 +54,7 @@ struct SlabParts {
             std::shared_ptr<HostDriver> host_driver, const std::shared_ptr<EventPool>& device_events,
             const std::shared_ptr<EventPool>& host_events, const StoreOptions& options);
 
-  // Every task on a lane holds this reference.
+  // A reference that keeps the store alive. Every task on a lane holds one.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.
@@ -61,7 +63,8 @@ struct SlabParts {
   EventRef last_copy(const SlabSlot& slot);
   void count_out(SlabSlot& slot);
   void count_in(SlabSlot& slot);
-  // Frees the block, the extent and the target. A copy may still be under way: its event fences the block.
+  // Frees the block and the extent, and drops the target's owner. If a copy is still in flight, the block is reused
+  // only after that copy's event.
   void free_slot(SlabSlot& slot);
 
   SwapStore& store;
@@ -88,14 +91,14 @@ struct SlabParts {
 // Limits how many transfers of a lane are in flight.
 class InFlight {
  public:
-  // Enough to keep a copy engine busy, few enough for an urgent block to overtake.
+  // Two keep a copy engine busy, and an urgent block waits for at most two transfers.
   static constexpr size_t kMax = 2;
 
   explicit InFlight(SlabParts& parts) : parts_(parts) {}
-  // Waits until fewer than kMax are in flight; releases the lock meanwhile.
+  // Waits until fewer than kMax are in flight; releases the lock while it waits.
   void await_room(std::unique_lock<std::mutex>& lock);
-  // Records an event on `stream` and counts what was issued before it as one transfer. If no event can be recorded,
-  // nothing is counted, so the next transfer is issued early and reports the device's error itself.
+  // Records an event on `stream`; everything issued since the previous one counts as one transfer. If no event can be
+  // recorded, the transfer is not counted, so later ones do not wait for it; they report the device's error.
   void note(Stream stream);
 
  private:

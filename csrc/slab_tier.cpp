@@ -47,16 +47,16 @@ SlotRef SlabStore::queue_copy_out(const void* source, size_t bytes, Stream compu
   return slot;
 }
 
-// Waits for freed blocks whose last copy has not ended, then for spills of the blocks that are needed last. Throws if
-// there is nothing to wait for.
+// Allocates a block. While there is no room, waits for the last copies of freed blocks or, if there are none, spills
+// the blocks that are needed last and waits for that. Throws if neither is possible.
 Block SlabStore::obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes) {
-  std::exception_ptr failure;  // of a spill
+  std::exception_ptr failure;  // the error of a spill
   for (;;) {
     std::optional<PinningFailed> refused;
     try {
       if (auto block = parts_.pool.try_allocate(bytes)) return *block;
     } catch (const PinningFailed& error) {
-      refused.emplace(error);  // blocks in pinned memory may become free
+      refused.emplace(error);  // thrown below unless a block that is already pinned becomes free
     }
     if (failure) std::rethrow_exception(failure);
     copy_out_queue_.issue();  // only issued copy-outs have an event to wait for and can be spilled
@@ -99,6 +99,7 @@ void SlabStore::issue_out(Slot& slot) {
 
 bool SlabStore::cancel(Slot& slot) {
   std::lock_guard lock(mutex_);
+  // OFFLOAD_BROKEN is false in normal builds (mutants.h).
   if (slot.state != State::queued) return OFFLOAD_BROKEN("cancel refuses a copy that has begun");
   copy_out_queue_.cancel(static_cast<SlabSlot&>(slot));
   return true;
@@ -124,7 +125,7 @@ void SlabStore::swap_in(const SlotRef& base, Stream compute) {
   const EventRef in_event = slot->in_event;
   lock.unlock();
   if (OFFLOAD_BROKEN("a read that failed is told") && in_event == nullptr)
-    return;  // so that the test sees wrong bytes instead of a crash
+    return;  // only in a test that leaves this guard out: it then sees wrong bytes instead of a crash
   OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 
@@ -144,7 +145,7 @@ void SlabStore::release(const SlotRef& base) {
   spiller_.remove(slot);
   const bool is_read = copy_in_queue_.cancel(*slot);
   advance(*slot, State::released);
-  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane that works on it does
+  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane that reads or spills it frees it
 }
 
 void SlabStore::quiesce() {

@@ -3,8 +3,8 @@
 // The copy-out queue copies a block to a slab, the spiller writes it to disk when the slabs are full, and the copy-in
 // queue copies it back. This file ties the three together and makes room for new blocks.
 //
-// On running out of memory: work for a lane is queued first, and finds nothing to do if its block then cannot be
-// queued; the block's state changes last, which needs no memory.
+// If memory runs out: a lane task is queued before its block, so if queuing the block fails, the task finds an empty
+// queue; the block's state changes last, which needs no memory.
 #pragma once
 
 #include <memory>
@@ -40,7 +40,7 @@ class SlabStore final : public SwapStore {
  private:
   Block obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes);
 
-  // Destroyed from the last to the first, without waiting: work on a lane holds the store.
+  // Their destructors wait for no lane: every task on a lane holds a reference to the store, so none is left.
   SlabParts parts_;
   Spiller spiller_;
   CopyOutQueue copy_out_queue_;

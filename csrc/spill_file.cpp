@@ -21,13 +21,13 @@ namespace {
 constexpr size_t kPieceBytes = size_t{4} << 20;
 constexpr size_t kPiecesInFlight = 4;  // of one large transfer
 #ifdef OFFLOAD_MUTANTS
-constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // thousands of stores in a run
+constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // small: a test run creates thousands of stores
 #else
 constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
 #endif
-constexpr int kAttemptsMax = 1000;  // without progress: EINTR, EAGAIN, transfers shorter than a sector
+constexpr int kAttemptsMax = 1000;  // in a row without progress: EINTR, EAGAIN, transfers shorter than a sector
 
-// After a transfer has returned, or thrown, the kernel may not touch the caller's memory.
+// Waits at the end of a transfer, or when it throws, until the kernel no longer uses the caller's memory.
 struct Drain {
   FileIo& io;
   ~Drain() { io.drain(); }
@@ -68,7 +68,7 @@ void SpillFile::open_in(const std::string& directory) {
     direct_ = direct != 0;
     error_number = errno;
     OFFLOAD_EDGE("the spill file has no name", unlink(file.c_str()));
-    if (descriptor_ >= 0 || error_number == EEXIST) break;  // another user's file or link: refused
+    if (descriptor_ >= 0 || error_number == EEXIST) break;  // EEXIST: a file or link of another user, not to be used
   }
   rmdir(folder.c_str());
   if (descriptor_ < 0) fail(error_number, 0, "cannot create the spill file");
@@ -81,7 +81,7 @@ void SpillFile::probe_alignment() {
   struct statx about{};
   if (statx(descriptor_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &about) != 0 || !(about.stx_mask & STATX_DIOALIGN)) return;
   const size_t asked_bytes = std::max<size_t>(about.stx_dio_mem_align, about.stx_dio_offset_align);
-  // The file system does not honour O_DIRECT, or wants more than the alignment of extents and slabs.
+  // The file system does not support O_DIRECT, or requires a larger alignment than that of extents and slabs.
   if (about.stx_dio_mem_align == 0 || asked_bytes > kExtentBytes) {
     fcntl(descriptor_, F_SETFL, fcntl(descriptor_, F_GETFL) & ~O_DIRECT);
     direct_ = false;
@@ -144,13 +144,13 @@ void SpillFile::release(const Extent& extent) {
   try {
     free_.release(extent.offset, extent.bytes);
   } catch (const std::bad_alloc&) {
-    return;  // no memory to record it: the extent stays counted as used
+    return;  // there is no memory to record the release: the extent stays counted as used
   }
   stats_.used_bytes -= free_.round_up(extent.bytes);
 }
 
 uint32_t SpillFile::write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc) {
-  auto* source = static_cast<char*>(const_cast<void*>(data));  // written from, never to
+  auto* source = static_cast<char*>(const_cast<void*>(data));  // only read
   const uint32_t sum = transfer({true, source, bytes, extent.offset + at}, crc);
   std::lock_guard lock(mutex_);
   stats_.written_bytes += bytes;
@@ -224,7 +224,7 @@ void SpillFile::transfer_together(bool writing, Piece* pieces, size_t count) {
   (writing ? stats_.written_bytes : stats_.read_bytes) += done_bytes;
 }
 
-// Completes a transfer of which `result` bytes are done (0: it has not begun), or that failed with −errno.
+// Completes a transfer. `result`: bytes done so far (0: it has not begun), or −errno if it failed.
 void SpillFile::finish(FileIo& io, const FileTransfer& whole, int64_t result) {
   const bool writing = whole.writing;
   bool attempted = result != 0;
@@ -240,7 +240,7 @@ void SpillFile::finish(FileIo& io, const FileTransfer& whole, int64_t result) {
       return;
     if (result >= static_cast<int64_t>(alignment_bytes_)) {
       attempt = 0;
-      done += static_cast<size_t>(result) / alignment_bytes_ * alignment_bytes_;  // it may have stopped within a sector
+      done += static_cast<size_t>(result) / alignment_bytes_ * alignment_bytes_;  // it may stop within a sector
     }
     result = io.transfer(descriptor_, {writing, whole.data + done, whole.bytes - done, whole.offset + done});
     attempted = true;

@@ -2,11 +2,11 @@
 //
 // The file is unnamed (O_TMPFILE, or created in a 0700 directory and unlinked at once), mode 0600: the OS deletes it
 // when the process ends. Space is allocated before it is written, so that a full disk is noticed early; freed extents
-// are reused, so that the file does not grow from step to step. Every completion is checked: short transfers and EINTR
-// are continued, anything else is a SpillError with errno, path and offset.
+// are reused, so that the file does not grow from step to step. The result of every read and write is checked: short
+// and interrupted transfers are continued; any other failure is a SpillError with errno, path and offset.
 //
-// Reads and writes are cut into pieces with a bounded number in flight (Linux AIO, or plain pread and pwrite where the
-// kernel refuses it). The CRC32C of one piece is computed while the next ones are in flight.
+// Reads and writes are cut into pieces, a bounded number of which are in flight (with Linux AIO; with pread and pwrite
+// if the kernel refuses AIO). The CRC32C of one piece is computed while the next ones are in flight.
 //
 // Thread safe. read() and write() block their caller; they are called on lanes.
 #pragma once
@@ -45,7 +45,7 @@ struct Piece {
   Extent extent;
   char* data = nullptr;
   size_t bytes = 0;
-  uint32_t crc = 0;  // of what has been written or read
+  uint32_t crc = 0;  // of the bytes written or read
   std::exception_ptr failure;
 };
 
@@ -57,31 +57,31 @@ class SpillFile {
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;
 
-  // Address, length and file offset of a transfer must be multiples of this; 1 if I/O is buffered, which it also is if
-  // the file system wants more than an extent's 4096.
+  // Address, length and file offset of a transfer must be multiples of this. 1 if I/O is buffered: the file system has
+  // no direct I/O, or requires a larger alignment than the 4096 bytes of extents.
   size_t alignment_bytes() const { return alignment_bytes_; }
   const std::string& path() const { return path_; }
 
   Extent allocate(uint64_t bytes);
-  // Adjacent extents, for blocks that are written together. Each is released by itself.
+  // Allocates adjacent extents, for blocks that are written together. Each is released separately.
   std::vector<Extent> allocate_adjacent(const std::vector<uint64_t>& bytes);
   void release(const Extent& extent);
 
-  // Transfers `bytes` bytes at `at` within `extent`. Returns `crc` continued over them.
+  // Transfers `bytes` bytes at offset `at` of `extent`. Returns `crc` continued over them.
   uint32_t write(const Extent& extent, uint64_t at, const void* data, size_t bytes, uint32_t crc);
   uint32_t read(const Extent& extent, uint64_t at, void* data, size_t bytes, uint32_t crc);
-  // The same for several small pieces, submitted together. A piece that fails gets its own failure.
+  // The same for several small pieces, submitted together. An error is stored in the piece that failed.
   void write_together(std::vector<Piece>& pieces);
   void read_together(std::vector<Piece>& pieces);
   // Throws SpillError (EIO) if the checksums differ.
   void verify(const Extent& extent, uint32_t expected, uint32_t found) const;
 
-  // Returns the space behind the last extent to the disk. Returns the bytes freed.
+  // Truncates the file behind its last extent. Returns the bytes freed.
   uint64_t trim();
 
   SpillStats stats() const;
 
-  // The file's system calls. A replacement is used by transfers that begin later, and is kept as long as the file; it
+  // The file's system calls. A replacement is used by transfers that begin later and lives as long as the file. They
   // can be replaced once.
   FileIo& io() const { return *io_.load(); }
   void replace_io(std::shared_ptr<FileIo> io) { io_ = (replacement_ = std::move(io)).get(); }

@@ -12,7 +12,7 @@ EventRef Spiller::make_room(size_t bytes) {
   size_t queued_bytes = 0;
   const EventRef spilled = parts_.lane_events->take();
   parts_.lanes->event_arm(spilled.get());
-  // Destroyed, and so fired, with the last spill queued below; at once if there is none.
+  // Fires the event when the last spill queued below has ended, or on return if none is queued.
   const std::shared_ptr<void> under_way(spilled.get(),
                                         [lanes = parts_.lanes, spilled](void*) { lanes->event_fire(spilled.get()); });
   for (auto entry = resident_.begin(); entry != resident_.end() && queued_bytes < bytes;) {
@@ -27,7 +27,7 @@ EventRef Spiller::make_room(size_t bytes) {
   return last_spill_;
 }
 
-// If this throws, nothing has changed: a wait without its spill is harmless.
+// If this throws, no spill is queued. A wait may be queued already, which is harmless.
 void Spiller::queue_spill(const SlabRef& slot, const std::shared_ptr<void>& under_way) {
   if (parts_.lanes == parts_.device) {
     OFFLOAD_EDGE("spill waits for copy-out", parts_.lanes->stream_wait(lane_, slot->out_event.get()));
@@ -48,7 +48,7 @@ void Spiller::spill(const SlabRef& slot) {
   try {
     const bool has_arrived =
         OFFLOAD_BROKEN("spill waits for copy-out") || parts_.device->event_done(slot->out_event.get());
-    if (!has_arrived) return offer(slot);  // waiting for it failed
+    if (!has_arrived) return offer(slot);  // waiting for the copy-out failed
     if (slot->state == State::copying_out) {
       parts_.count_out(*slot);
       advance(*slot, State::out);
@@ -58,7 +58,7 @@ void Spiller::spill(const SlabRef& slot) {
     OFFLOAD_EDGE("a spill that failed may be tried again", offer(slot));
     return;
   }
-  if (slot->state != State::out && slot->state != State::ready) return;  // prefetched meanwhile: it stays
+  if (slot->state != State::out && slot->state != State::ready) return;  // prefetched meanwhile: the block stays in RAM
   advance(*slot, State::spilling);
   slot->spill = Spill::writing;
   const bool written = static_cast<bool>(slot->extent) || write_extent(*slot, lock);
@@ -81,11 +81,11 @@ void Spiller::offer(const SlabRef& slot) {
   try {
     resident_.insert(slot);
   } catch (const std::bad_alloc&) {
-    // It stays in RAM; other blocks make room.
+    // The block stays in RAM; others are spilled instead.
   }
 }
 
-// Writes the block to disk, with the lock released. Returns false if that failed.
+// Writes the block to disk; releases the lock while it writes. Returns false if writing failed.
 bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   const double begin = now_seconds();
@@ -93,8 +93,8 @@ bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   uint32_t crc = 0;
   bool written = true;
   try {
-    // Whole sectors: blocks are allocated in multiples of 4 KiB, so the bytes behind the last one exist. At least one
-    // sector: an extent of zero bytes means none.
+    // Whole sectors are written. Blocks are allocated in multiples of 4 KiB, so the last sector can be read in full. At
+    // least one sector is written, because an extent of zero bytes means that there is none.
     extent = parts_.file->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
     crc = parts_.file->write(extent, 0, slot.block.data, extent.bytes, 0);
   } catch (...) {

@@ -28,7 +28,7 @@ uint16_t successors(State state) {
       return bit(State::arriving) | bit(State::ready) | bit(State::on_disk) | bit(State::out);
     case State::arriving:
       return bit(State::ready) | bit(State::copying_in) | bit(State::filling);
-    case State::ready:  // a retained graph swaps the same bytes in again
+    case State::ready:  // with retain_graph, the same bytes may be swapped in again
       return bit(State::copying_in) | bit(State::filling) | bit(State::spilling);
     case State::cancelled:
     case State::failed:
@@ -170,7 +170,7 @@ bool Ticket::in_done() {
   store_->lanes_->run_some();
   std::lock_guard lock(store_->mutex_);
   const State now = state();
-  // Not all of it is issued: there is no event yet.
+  // Part of the copy-in is not issued yet, so it has no event.
   if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in))
     return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
@@ -197,7 +197,7 @@ Ticket& Ticket::operator=(Ticket&& other) noexcept {
 
 void Ticket::release() noexcept {
   if (slot_ == nullptr) return;
-  // A forked child has no lanes, and the mutex may be locked for good: it leaks the slot.
+  // A forked child has no lanes, and its copy of the mutex may stay locked forever: it leaks the slot.
   if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child leaks its tickets")) {
     const Leaked<SlotRef> slot{slot_};
     const Leaked<std::shared_ptr<SwapStore>> store{store_};

@@ -1,27 +1,27 @@
 // The store of swapped blocks: swap_out copies bytes out of device memory and returns a Ticket, which swaps them in.
 //
-// One state machine per ticket owns every ordering edge:
+// Each ticket has a state machine, which ensures the order of its copies and of the computation around them:
 //
 //   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → arriving → ready → released
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
-//   · a copy-in starts after its copy-out (and spill), and after the compute stream's present point at prefetch, so
-//     that it never overwrites memory that stream was still using;
+//   · a copy-in starts after its copy-out (and spill), and after everything that is queued on the compute stream at
+//     prefetch, so that it never overwrites memory that this stream still uses;
 //   · swap_in orders the compute stream after the copy-in;
-//   · (slab tier) arriving means issued: in_event completes when the bytes are there, and swap_in orders the compute
-//     stream after it; ready means that swap_in has done so. (direct tier) ready means that the bytes are there;
-//   · a slot is reused only after the last copy that touches it has ended.
+//   · slab tier: in `arriving` the copy-in has been issued; in_event completes when the target has all bytes; in
+//     `ready` swap_in has ordered the compute stream after in_event. Direct tier: in `ready` the target has all bytes;
+//   · a slot's memory is reused only after the last copy that uses it has ended.
 //
 // Two tiers implement it. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host driver
-// only): the aligned middle of a block moves between its own memory and the file; its unaligned ends stay in RAM.
+// only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in RAM.
 //
-// Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket one is refused. A
+// Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket, one throws. A
 // Ticket may be dropped at any time and in any state, without waiting. Errors: every method but id, bytes, state,
 // failure_text, cancel and release throws DriverError when the device fails; other errors are listed with the method.
-// After a failed copy-out the source is still whole; after a failed copy-in the ticket is as it was before prefetch.
-// When memory runs out, swap_out and prefetch throw std::bad_alloc before anything has begun. release always succeeds,
-// but its block or extent may stay counted as used.
+// After a failed copy-out the source is unchanged; after a failed copy-in the ticket can be prefetched again. If memory
+// runs out, swap_out and prefetch throw std::bad_alloc before anything has begun. release always succeeds, but then its
+// block or extent may stay counted as used.
 #pragma once
 
 #include <atomic>
@@ -52,8 +52,8 @@ enum class State : uint8_t {
   copying_in,
   arriving,
   ready,
-  cancelled,  // before its copy-out: the source is the only copy
-  failed,     // in its copy-out: the source is the only copy
+  cancelled,  // before the copy-out began: the source has the only copy of the bytes
+  failed,     // the copy-out failed: the source has the only copy of the bytes
   released    // the ticket is gone; the slot is freed once no lane works on it
 };
 
@@ -62,8 +62,8 @@ const char* state_name(State state);
 constexpr size_t kSmallBytes = size_t{1} << 20;  // adjacent queued blocks below this size become one transfer
 
 struct StoreOptions {
-  size_t host_bytes_max = 0;              // cap of the slab tier's pinned memory
-  size_t slab_bytes = size_t{256} << 20;  // pinned at a time
+  size_t host_bytes_max = 0;              // limit on the slab tier's pinned memory
+  size_t slab_bytes = size_t{256} << 20;  // bytes that are pinned at a time
   size_t slice_bytes = size_t{32} << 20;  // an urgent copy-in waits for at most the slices in flight
   std::string spill_directory;            // empty: no disk tier
 };
@@ -72,11 +72,11 @@ struct StoreStats {
   uint64_t out_bytes = 0, in_bytes = 0;
   uint64_t out_copies = 0, in_copies = 0;        // blocks
   uint64_t out_transfers = 0, in_transfers = 0;  // slices of large blocks, batches of small ones
-  double out_seconds = 0, in_seconds = 0;        // while a copy in that direction was under way
-  double stall_seconds = 0;                      // while a caller waited in wait_out or swap_in
+  double out_seconds = 0, in_seconds = 0;        // time during which a copy in that direction was in flight
+  double stall_seconds = 0;                      // time that callers spent in wait_out and swap_in
   uint64_t spilled_bytes = 0;                    // written to disk
   uint64_t cancelled = 0, failed = 0;
-  uint64_t live_tickets = 0;  // slots not free yet
+  uint64_t live_tickets = 0;  // slots that are not freed yet
   PoolStats pool;
   SpillStats spill;
 };
@@ -89,7 +89,7 @@ struct Slot {
   uint64_t need = 0;  // larger: needed later
   std::atomic<State> state{State::queued};
   EventRef out_event;  // completes when the source is no longer read
-  EventRef in_event;   // completes when the target is whole
+  EventRef in_event;   // completes when the target has all bytes
   std::exception_ptr failure;
   const void* source = nullptr;
   void* target = nullptr;
@@ -97,7 +97,8 @@ struct Slot {
 };
 using SlotRef = std::shared_ptr<Slot>;
 
-// Moves a slot on; throws std::logic_error where the state machine has no such edge. Caller holds the store's lock.
+// Changes a slot's state; throws std::logic_error if the state machine has no such transition. Caller holds the store's
+// lock.
 void advance(Slot& slot, State to);
 
 class SwapStore;
@@ -105,7 +106,7 @@ class SwapStore;
 // Handle of one swapped block. Movable, not copyable.
 class Ticket {
  public:
-  Ticket() = default;  // empty: only good as the target of a move
+  Ticket() = default;  // empty; only for assigning another ticket to it
   Ticket(std::shared_ptr<SwapStore> store, SlotRef slot) : store_(std::move(store)), slot_(std::move(slot)) {}
   Ticket(Ticket&&) = default;
   Ticket& operator=(Ticket&& other) noexcept;
@@ -123,16 +124,16 @@ class Ticket {
   // Cancels a copy-out that has not begun. Returns false if it has.
   bool cancel();
   // Queues the copy-in to `target` (of `bytes` bytes; in the direct tier its address is congruent to the source's
-  // modulo alignment_bytes). `owner` is held until the copy has ended; in the slab tier until the ticket is dropped,
-  // which may be sooner: there the caller keeps the target until in_done() or settle(). Throws std::logic_error if a
-  // copy-in is under way or nothing was swapped out.
+  // modulo alignment_bytes). The direct tier holds `owner` until the copy has ended. The slab tier holds it until the
+  // ticket is dropped, which may be before the copy has ended: there the caller keeps the target until in_done() or
+  // settle(). Throws std::logic_error if a copy-in is in flight or nothing was swapped out.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
-  // Whether no copy-in writes to the target any more, successful or not.
+  // Whether no copy-in writes to the target any more, whether it succeeded or failed.
   bool in_done();
-  // Orders `compute` after the copy-in, which overtakes queued ones. Throws the copy-in's error (SpillError); the
-  // ticket can then be prefetched again. Throws std::logic_error if nothing was prefetched.
+  // Orders `compute` after the copy-in, which overtakes queued ones. If the copy-in failed, throws its error (such as
+  // SpillError); the ticket can then be prefetched again. Throws std::logic_error if nothing was prefetched.
   void swap_in(Stream compute);
-  // Returns once no copy-in writes to the target any more, successful or not.
+  // Waits until no copy-in writes to the target any more, whether it succeeded or failed.
   void settle();
   void release() noexcept;
 
@@ -143,30 +144,31 @@ class Ticket {
 
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
-  // `device`: provider of the device's streams. `lanes`: host streams for file I/O (the same object where the device
-  // is the host). Throws SpillError, PoolExhausted (no room for the bounce buffers), DriverError,
+  // `device`: driver of the device. `lanes`: host driver whose streams ("lanes") run file I/O; the same object if the
+  // device is the host. Throws SpillError, PoolExhausted (no room for the bounce buffers), DriverError,
   // std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
                                                 const StoreOptions& options);
   virtual ~SwapStore() = default;
 
-  // Queues the copy-out of `bytes` bytes at `source`, after what `compute` has queued. `need`: larger means needed
-  // later. The source must stay whole until out_done() or wait_out(). Throws PoolExhausted, PinningFailed, DriverError:
-  // nothing was queued then. A small block may wait for others; if its copy cannot be issued later, its state is
-  // failed.
+  // Queues the copy-out of `bytes` bytes at `source`, after everything queued on `compute`. `need`: larger means needed
+  // later. The source must stay unchanged until out_done() or wait_out(). If this throws (PoolExhausted, PinningFailed,
+  // DriverError), nothing is queued. A small block may be queued first and copied together with others; if its copy
+  // cannot be issued then, its state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;
-  // Returns empty slabs, and the unused end of the spill file, to the system. Returns the bytes freed.
+  // Frees empty slabs and truncates the unused end of the spill file. Returns the bytes freed.
   virtual size_t trim() = 0;
   virtual StoreStats stats() = 0;
-  // Records the begin and end of the newest `limit` copies from now on; 0 (the default) stops and clears the record.
+  // From now on, records the begin and end of copies, at most the newest `limit`; 0 stops and clears the record. By
+  // default nothing is recorded.
   // "out" and "in" are copies from and to the device, "spill" and "fill" those between slab and file.
   void record_copies(size_t limit);
-  // Returns the recorded copies that have ended, each once; after an error the next call returns them.
+  // Returns the recorded copies that have ended, each once. If this throws, the next call returns them.
   std::vector<CopyEntry> take_copies();
-  // A target's address must be congruent to its source's modulo this; 1: any address.
+  // A target's address must be congruent to its source's modulo this; 1 allows any address.
   virtual size_t alignment_bytes() const = 0;
   virtual SpillFile* spill_file() = 0;
   void require_same_process() const { lanes_->require_same_process(); }
@@ -190,9 +192,9 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   virtual void settle(const SlotRef& slot) = 0;
   virtual void release(const SlotRef& slot) = 0;
   void add_stall(double seconds);
-  // Throws std::logic_error if nothing was swapped out or a copy-in is under way. Caller holds mutex_.
+  // Throws std::logic_error if nothing was swapped out or a copy-in is in flight. Caller holds mutex_.
   static void require_prefetchable(const Slot& slot);
-  // Sets the target of the copy-in; returns the previous owner in `owner`, to be destroyed without the lock.
+  // Sets the target of the copy-in. Leaves the previous owner in `owner`, to be destroyed without the lock.
   static void set_target(Slot& slot, void* target, std::shared_ptr<void>& owner);
   // Throws the copy-in's error, or std::logic_error if nothing was prefetched. Caller holds mutex_.
   static void require_swapped_in(const Slot& slot);

@@ -1,9 +1,9 @@
 """Types of the native data plane; what each call orders and throws stands in csrc/*.h."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage, device
 from typing_extensions import Buffer
 
 class DriverError(RuntimeError):
@@ -83,8 +83,6 @@ class SwapStore:
         bytes: int,
         compute: int,
         need: int = 0,
-        copy_out: object = None,
-        enter: Callable[[Any], None] | None = None,
     ) -> Ticket: ...
     def quiesce(self) -> None: ...
     def trim(self) -> int: ...
@@ -114,6 +112,7 @@ class PackTable:
     """A schedule compiled to rows by pack index."""
 
     def keep(self, index: int, nbytes: int) -> None: ...
+    def keep_again(self, index: int) -> None: ...
     def begin_node(self, index: int, node: int) -> None: ...
     def weigh(self, index: int, node: int) -> None: ...
     def watch(self, index: int, node: int) -> None: ...
@@ -180,18 +179,135 @@ class KeptTensor:
 class HookCore:
     """Pack and unpack of tensors that stay; see csrc/hook_core.h."""
 
-    def __init__(self, min_nbytes: int, counts: Mapping[str, Count], queues: tuple[Sized, ...]) -> None: ...
+    def __init__(self, min_nbytes: int, counts: Mapping[str, Count], engine: object) -> None: ...
     def pack(self, tensor: Tensor, /) -> Any: ...
     def unpack(self, packed: Any, /) -> Tensor: ...
     def checked(self, kept: KeptTensor, /) -> Tensor: ...
+    def count(self, counted: Count, nbytes: int, /) -> None: ...
     def keep(self, tensor: Tensor, index: int, reason: str, nbytes: int, /) -> KeptTensor: ...
 
 def follow(core: HookCore, observer: object, cursor: ScheduleCursor | None, reason: str) -> None: ...
-def find_saved(
-    tensor: Tensor, nbytes: int, live: dict[Any, Any], /
-) -> tuple[tuple[int, int, int, int, int], Any] | None: ...
 def version_owner(tensor: Tensor, /) -> Tensor: ...
 def set_tensor_interface(**found: Any) -> None: ...
+def set_dlpack(capsule: object) -> bool: ...
+
+# Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
+_StorageKey = tuple[int, int, int, int, int]
+
+class SwappedStorage:
+    """The bytes of one storage (or of one span of it) at one version, out of the device; see csrc/swapped_storage.h."""
+
+    @property
+    def record(self) -> SwappedStorage:
+        """Itself: handle and record are one object."""
+
+    @property
+    def ticket(self) -> Ticket: ...
+    @property
+    def key(self) -> _StorageKey: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def views(self) -> int: ...
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether neither the source nor a reloaded copy is on the device."""
+
+    def add_view(self) -> None:
+        """One more asks for the bytes."""
+
+    def remove_view(self) -> None:
+        """One less asks for the bytes; they are freed again where no other view is in use."""
+
+    def prefetch(self) -> bool:
+        """Start the copy-in to fresh device memory. False where the bytes are there or a copy-in is under way."""
+
+    def swap_in(self) -> tuple[UntypedStorage, int]:
+        """The bytes on the device, ready for the current stream: a storage and where in it, in bytes, they begin.
+
+        One view is served per call. Raises OSError where the bytes could not be read back; a later call tries again.
+        """
+
+    def wait_copied_out(self) -> None:
+        """Wait until the copy-out has ended. The bytes stay where it fails, or where some views are in use again."""
+
+class SwappedView:
+    """What a graph node holds in the place of a tensor whose bytes are out; see csrc/swapped_view.h."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def ticket_id(self) -> int:
+        """Which copies of the store's log are those of these bytes; -1: none."""
+
+    def restore(self) -> Tensor:
+        """The tensor as it was saved: same bytes, size, stride, offset and lazy bits.
+
+        Raises RuntimeError where it was changed in place after it was saved, OSError where its bytes could not be read
+        back; calling again tries again.
+        """
+
+def view_of(tensor: Tensor, saved: object, index: int, /) -> SwappedView: ...
+
+class EngineCore:
+    """What every swapped tensor passes of an engine; see csrc/engine_core.h."""
+
+    in_flight_bytes_max: int
+    # Makes the memory of a copy-in: takes its bytes, and its address modulo the store's alignment. None: host blocks.
+    new_storage: Callable[[int, int], UntypedStorage] | None
+    def __init__(
+        self,
+        store: SwapStore,
+        device: device,
+        resident: Gauge,
+        unswapped: Gauge,
+        in_flight_bytes_max: int,
+        current_stream: Callable[[], int] | None,
+        record_use: Callable[[Tensor], None] | None,
+        new_storage: Callable[[int, int], UntypedStorage] | None,
+        warn: Callable[[str, str], None],
+    ) -> None: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def failed(self) -> int: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def live_records(self) -> int:
+        """Storages whose graph is alive."""
+
+    @property
+    def sources_held(self) -> int: ...
+    @property
+    def targets_held(self) -> int: ...
+    @property
+    def in_flight_bytes(self) -> int: ...
+    def look(self, tensor: Tensor, nbytes: int, /) -> tuple[_StorageKey, SwappedStorage | None] | tuple[None, None]:
+        """Which bytes to move, and what has them where they have been swapped out already.
+
+        That is all of the storage, or the span of a view that covers less than half of it. There is no key where bytes
+        may change unseen while they are copied: views share the version counter of their base, but parts that autograd
+        does not know as views (`unsafe_chunk`, `.data`) have their own, and a write through one is unknown to the rest.
+        """
+
+    def swap_out(self, tensor: Tensor, key: _StorageKey, need: int, /) -> SwappedStorage:
+        """Start the copy-out. The slot is freed when nobody holds the storage any more.
+
+        Ordering: the copy starts after what the current stream has queued. The source is held until it has ended.
+        Raises MemoryError, OSError or RuntimeError where the store cannot take the bytes; nothing was begun.
+        """
+
+    def collect(self) -> None:
+        """Free every source and target that no copy touches any more. Waits for nothing."""
+
+    def limit_in_flight(self) -> None:
+        """Wait until the sources that are still held for their copy are few enough."""
+
+    def drain(self) -> None:
+        """Wait until every copy that this engine has begun has ended, and let go of what they held."""
+
+    def live_storages(self) -> list[SwappedStorage]: ...
 
 class Extent:
     @property

@@ -1,6 +1,6 @@
-"""What a user calls: enable a model, ask its handle what happens, disable it.
+"""The public interface: enable a model, read what its handle reports, disable it.
 
-On top of the data path: puts the parts together.
+A session connects the engine, the controller and the report of one model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sizes, bandwidths and durations as people write them: read into numbers, and written back.
+"""Reads sizes, bandwidths and durations as people write them, and formats numbers in the same way.
 
-Place on the data path: at the edge, where arguments come in and reports go out.
+Arguments are read and reports are written with it.
 """
 
 from __future__ import annotations

@@ -6,28 +6,51 @@ Torch's profiler tells every allocation of torch's own; what the engine brings b
 import weakref
 from contextlib import contextmanager
 
+import torch
 from torch.autograd.profiler import profile, record_function
 
+from offload import _core
 from offload.runtime.engine import Engine
 
 _BLOCK = "block of "
 
 
-def tell_blocks():
-    """Have every block of the engine mark its beginning and its end in a profile. Returns what undoes it."""
-    allocate = Engine.allocate
+def told_blocks(alignment, told):
+    """What an engine's `new_storage` may be: `told` is called with the bytes of every block that begins or ends."""
 
-    def telling(self, nbytes, residue):
-        allocated = allocate(self, nbytes, residue)
-        _mark(nbytes)
-        weakref.finalize(allocated[2], _mark, -nbytes)
-        return allocated
+    def new_storage(nbytes, residue):
+        block = _core.HostBlock(nbytes, max(alignment, 64), residue)
+        told(nbytes)
+        weakref.finalize(block, told, -nbytes)
+        return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+
+    return new_storage
+
+
+def tell_blocks(engine):
+    """Have every block of the engine mark its beginning and its end in a profile."""
+    engine.new_storage = told_blocks(engine.store.alignment_bytes, _mark)
+
+
+def tell_blocks_of_all():
+    """The same for every engine that is made from now on. Returns what undoes it."""
+    init = Engine.__init__
+
+    def telling(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        tell_blocks(self)
 
     def undo():
-        Engine.allocate = allocate
+        Engine.__init__ = init
 
-    Engine.allocate = telling
+    Engine.__init__ = telling
     return undo
+
+
+def end_copies_at_once(engine):
+    """Have every copy-out end before the hook that begins it returns: what is in memory is then no matter of speed."""
+    engine.in_flight_bytes_max = 0
+    engine.limit_in_flight = engine.drain
 
 
 def _mark(nbytes):

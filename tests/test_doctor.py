@@ -110,7 +110,7 @@ def test_the_drivers_entry_points_are_counted(
     library = build_machine(tmp_path / "libsim.so", without=without)
     monkeypatch.setattr(checks, "LIBCUDA", str(library))
     finding = next(checks._driver())
-    assert finding.status == status
+    assert finding.status == status, finding
     assert named in finding.text
     missing = finding.value["missing_required"] + finding.value["missing_optional"]
     assert missing == list(without)

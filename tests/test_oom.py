@@ -154,7 +154,7 @@ def test_a_tensor_that_finds_no_room_to_come_back_is_explained(monkeypatch: pyte
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(handle._engine, "allocate", refuse)
+            patch.setattr(handle._engine, "new_storage", refuse)
             with pytest.raises(MemoryError) as caught:
                 loss.backward()
         assert caught.value.offload_explanation.where == "backward"

@@ -35,7 +35,7 @@ ROOMS = [
 ]
 TOP = {"__init__", "__main__", "options", "session", "units"}
 LINES_MAX = 400
-PYTHON_TYPES = {"gauge_type", "hook_core", "kept_tensor", "saved_identity"}
+PYTHON_TYPES = {"python_errors", "tensor_interface"}
 # What runs Python code when an object dies, and weak references, which may.
 REFERENCES = {"weakref.ref", "weakref.proxy", "weakref.ReferenceType"}
 RUN_PYTHON_CODE = {

@@ -41,7 +41,7 @@ def test_a_storage_is_watched_without_being_held():
 
 def test_an_address_is_kept_from_being_used_again():
     x = torch.zeros(6)
-    identity, keeper = x._cdata, tensors.address_keeper(x)
+    identity, keeper = x._cdata, torch._C._WeakTensorRef(x)
     del x
     assert all(torch.zeros(6)._cdata != identity for _ in range(100))
     assert keeper is not None
@@ -55,10 +55,10 @@ def test_versions_are_shared_by_views():
 
 def test_lazy_bits():
     x = torch.complex(torch.ones(2), torch.ones(2))
-    assert torch.equal(tensors.conjugated(x), x.conj())
-    assert tensors.conjugated(x).is_conj()
-    assert tensors.conjugated(x).data_ptr() == x.data_ptr()
-    negated = tensors.negated(torch.ones(2))
+    assert torch.equal(torch._conj(x), x.conj())
+    assert torch._conj(x).is_conj()
+    assert torch._conj(x).data_ptr() == x.data_ptr()
+    negated = torch._neg_view(torch.ones(2))
     assert negated.is_neg()
     assert torch.equal(negated, -torch.ones(2))
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from faults.inject import inject_fault
+from live_bytes import end_copies_at_once
 from page_check import check_page
 from test_planned_training import enabled, known_link, make, train  # noqa: F401
 from torch import nn
@@ -32,21 +33,16 @@ import torch, offload
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, {tests!r})
-from live_bytes import Peak, tell_blocks
-from offload.runtime.engine import Engine
+from live_bytes import Peak, end_copies_at_once, tell_blocks, told_blocks
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())))
 optimizer = torch.optim.AdamW(model.parameters())
 blocks, outputs, most = [0], [], [0]
-allocate = Engine.allocate
 
-def counted(self, nbytes, residue):
-    allocated = allocate(self, nbytes, residue)
+def told(nbytes):
     blocks[0] += nbytes
-    weakref.finalize(allocated[2], lambda: blocks.__setitem__(0, blocks[0] - nbytes))
-    return allocated
 
 def count(*_):
     outputs[:] = [row for row in outputs if not row[0].expired()]
@@ -68,7 +64,7 @@ def step(peak=None):
 
 handle = offload.enable(model, {knobs})
 if {is_manual}:
-    handle._engine.in_flight_bytes_max = 1  # its copies end in time, however busy the machine is
+    end_copies_at_once(handle._engine)
 result = dict(before=repr(handle))
 try:
     for _ in range(7):
@@ -77,17 +73,18 @@ except offload.InfeasibleLimitError as error:
     result.update(error=str(error), least=error.least_limit_bytes, notes=getattr(error, "__notes__", []))
     result["is_out_of_memory"] = isinstance(error, MemoryError) or hasattr(error, "offload_explanation")
 else:
-    Engine.allocate = counted
+    engine = handle._engine
+    engine.new_storage = told_blocks(engine.store.alignment_bytes, told)
     hooks = [layer.register_forward_hook(came) for layer in model]
     step()
     for hook in hooks:
         hook.remove()
-    Engine.allocate = allocate
+    engine.new_storage = None
     result["activations"] = most[0]
 report = handle.report()
 result.update(text=str(report), html=report._repr_html_(), told=repr(handle), about=report.to_dict())
 if "error" not in result:
-    tell_blocks()
+    tell_blocks(handle._engine)
     peak, x = Peak(), torch.randn(8192, 256)
     with peak.watch():
         model(x).square().mean().backward()
@@ -286,6 +283,7 @@ def test_late_is_what_a_schedule_brought_back_too_late(tmp_path: Path) -> None:
 def test_by_hand_a_few_steps_are_measured_and_that_is_said() -> None:
     model, optimizer = make()
     with offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1) as handle:
+        end_copies_at_once(handle._engine)
         train(model, optimizer, [256] * 12)
         report = handle.report()
         verdict = report.verdict

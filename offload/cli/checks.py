@@ -1,6 +1,6 @@
-"""What this machine offers the engine and whether the engine works on it, probe by probe.
+"""Checks, one by one, which parts of the machine the engine can use and whether the engine works on it.
 
-Beside the data path: `offload doctor` prints what is found here.
+`offload doctor` prints the findings.
 """
 
 from __future__ import annotations

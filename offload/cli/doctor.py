@@ -1,6 +1,6 @@
-"""`offload doctor`: what this machine offers the engine, and whether the engine works on it.
+"""`offload doctor`: which parts of the machine the engine can use, and whether the engine works on it.
 
-On top of the data path: prints what `offload.cli.checks` finds.
+It prints the findings of `offload.cli.checks`.
 """
 
 from __future__ import annotations

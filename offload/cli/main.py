@@ -1,6 +1,6 @@
 """The `offload` command: demo, doctor, plan and run.
 
-On top of the data path; a command's module is imported with its parser, torch when it runs.
+The module of each command is imported with its parser; torch is imported only when a command runs.
 """
 
 from __future__ import annotations

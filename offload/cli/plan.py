@@ -1,6 +1,6 @@
-"""`offload plan TRACE.json`: the plan of a recorded step, for people and for machines.
+"""`offload plan TRACE.json`: the plan of a recorded step, as text or JSON.
 
-On top of the data path: reads a trace, asks the planner, prints. Imports no torch.
+It reads the trace, calls the planner and prints the plan. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What `offload plan` prints: plans side by side, and one plan with its tensors.
-
-On top of the data path: takes plans, writes tables.
-"""
+"""The tables that `offload plan` prints: a comparison of plans, and one plan with its tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One optimizer step from several small batches.
 
-Beside the data path: wraps an optimizer of the user's; the engine knows nothing of it.
+It wraps an optimizer and does not use the engine.
 """
 
 from __future__ import annotations

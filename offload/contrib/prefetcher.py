@@ -1,6 +1,6 @@
-"""The next batch on its way to the device while the step before it computes.
+"""Copies the next batch to the device while the step on the current batch computes.
 
-Beside the data path: what comes in, where the engine sees to what goes out and back.
+It does not use the engine, which swaps saved tensors only.
 """
 
 from __future__ import annotations

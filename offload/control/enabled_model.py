@@ -66,8 +66,6 @@ class EnabledModel:
 
     Attributes
     ----------
-    owner
-        Kept alive as long as the model is.
     misplaced, moved
         In words: where the model is and the engine is not; the latest move that was followed. Empty: nowhere, none.
     """
@@ -85,7 +83,7 @@ class EnabledModel:
         *,
         always: bool,
     ) -> None:
-        self.owner: object = owner
+        self._owner = weakref.ref(owner)
         self.is_enabled = True
         self.misplaced = ""
         self.moved = ""
@@ -100,16 +98,26 @@ class EnabledModel:
         self._refused: torch.device | None = None  # where the model is, and no engine could be made
         self._local = threading.local()
         self.on_device = self._session_on(model, device, options, engine)
-        self._wrappers: list[ForwardWrapper] = []
+        self._wrappers: list[weakref.ref[ForwardWrapper]] = []  # the modules hold them
         self.wraps = options.n_tensors != 0 or always
+        self._unwrapped_owner = None if self.wraps else owner  # no module holds it there
         if self.wraps:  # 0 is a true no-op: nothing is wrapped
             wrapper = ForwardWrapper(model, self._around_forward)
-            self._wrappers.append(wrapper)
+            self._keep(wrapper, owner)
             for outer in compiled.untraceable_wrappers(model):
-                self._wrappers.append(ForwardWrapper(outer, partial(self._around_compiled, wrapper)))
+                self._keep(ForwardWrapper(outer, partial(self._around_compiled, wrapper)), owner)
             modules = dict(model.named_modules())
             for name in options.exclude:
-                self._wrappers.append(ForwardWrapper(modules[name], self._around_excluded))
+                self._keep(ForwardWrapper(modules[name], self._around_excluded), owner)
+
+    def _keep(self, wrapper: ForwardWrapper, owner: object) -> None:
+        wrapper.owner = owner  # held by the module, not from here: no circle is left when the model goes
+        self._wrappers.append(weakref.ref(wrapper))
+
+    @property
+    def owner(self) -> object:
+        """What is kept alive as long as the model is; None once that is disabled."""
+        return self._owner() if self.is_enabled else None
 
     @property
     def model(self) -> nn.Module | None:
@@ -119,9 +127,10 @@ class EnabledModel:
     def disable(self) -> None:
         """Take the wrappers off and wait for the copies under way. Graphs can still be differentiated."""
         self.is_enabled = False
-        self.owner = None
-        for wrapper in reversed(self._wrappers):
-            wrapper.undo()
+        for reference in reversed(self._wrappers):
+            wrapper = reference()
+            if wrapper is not None:
+                wrapper.undo()
         self._wrappers.clear()
         if self.recording is not None:
             self.recording.finish()

@@ -1,7 +1,6 @@
-"""`offload demo`: one training run, plain and offloaded, each in its own process, compared.
+"""`offload demo`: compares one training with and without offload, each in its own process.
 
-On top of the data path: starts `offload.demo.worker` once a contestant, compares what comes back,
-and writes the page of `offload.demo.page`.
+It starts `offload.demo.worker` for each of them, compares the results, and writes the page of `offload.demo.page`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Memory over time in one training process of `offload demo`.
+"""Samples memory over time in one training process of `offload demo`.
 
-Beside the data path. A thread samples while the training runs; the peak comes from the kernel's or
-the allocator's own high-water mark as well, so that it does not depend on the moment of a sample.
+A thread takes the samples while the training runs. The peak also uses the high-water mark of the kernel or the
+allocator, so that it does not depend on when samples are taken.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The model that `offload demo` trains: a small GPT over bytes.
-
-Beside the data path: plain torch, as a user would write it.
-"""
+"""The model that `offload demo` trains: a small GPT over bytes, in plain torch."""
 
 from __future__ import annotations
 

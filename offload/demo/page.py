@@ -1,6 +1,6 @@
 """The page that `offload demo` writes: memory curves and the table, in one self-contained file.
 
-On top of the data path. Pure: results in, HTML text out.
+It computes the HTML text from the results and does nothing else.
 """
 
 from __future__ import annotations

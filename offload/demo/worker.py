@@ -1,7 +1,7 @@
-"""One contestant of `offload demo`: trains a byte-level GPT in a process of its own.
+"""One run of `offload demo`: trains a byte-level GPT in its own process.
 
-Beside the data path: a user of `offload.enable`, run by `offload.demo.command` as a child process that
-prints one JSON object a line, an "event" of "step" after every step and of "result" at the end.
+`offload.demo.command` starts it as a child process. It uses only the public interface of offload, and prints one JSON
+object per line: "event" is "step" after every step and "result" at the end.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What the machine has: devices and their memory, this process's malloc, its control group and its neighbours."""
+"""The machine: devices and their memory, this process's malloc and control group, CPU use of other processes."""

@@ -1,4 +1,4 @@
-"""Which malloc serves this process, and how a child process gets one that reuses freed memory.
+"""Finds which malloc this process uses, and gives a child process one that reuses freed memory.
 
 Without a GPU the engine frees the blocks that it has written to disk, and the process's malloc decides whether that
 memory is used again. Imports no torch.
@@ -35,7 +35,7 @@ _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation o
 _KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
-# Giving memory back costs page faults in every step.
+# Settings that turn purging off: memory returned to the system costs page faults in every step.
 _NEVER_PURGE = {
     "jemalloc": ("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1"),
     "mimalloc": ("MIMALLOC_PURGE_DELAY", "-1"),
@@ -51,19 +51,19 @@ _RECYCLES = "freed blocks are used again without page faults, so memory falls as
 _COSTS = {
     "tcmalloc": _RECYCLES,
     **{
-        name: f"{_RECYCLES}, provided that it never purges ({'='.join(setting)}): that costs page faults in every step"
+        name: f"{_RECYCLES}, if purging is off ({'='.join(setting)}); with purging, every step has page faults"
         for name, setting in _NEVER_PURGE.items()
     },
-    "glibc": "keeps part of the freed memory, so that the resident set falls less than the bytes swapped, "
-    "and pays page faults for the rest. Start with `offload run -- python train.py` "
+    "glibc": "keeps part of the freed memory, so the resident set falls by less than the bytes swapped; "
+    "reusing the rest causes page faults. Start with `offload run -- python train.py` "
     f"({INSTALL})",
-    "musl": "not measured with this engine; memory may fall less than the bytes swapped",
-    "system": "not measured with this engine; memory may fall less than the bytes swapped",
+    "musl": "not measured with offload; the resident set may fall by less than the bytes swapped",
+    "system": "not measured with offload; the resident set may fall by less than the bytes swapped",
 }
 
 
 def current() -> str:
-    """Name the malloc that serves this process.
+    """Return the name of the malloc that this process uses.
 
     Returns
     -------
@@ -78,12 +78,12 @@ def current() -> str:
 
 
 def recycles(name: str) -> bool:
-    """Tell whether the allocator of this name hands freed memory out again without page faults."""
+    """Return whether the allocator of this name reuses freed memory without page faults."""
     return name in _KNOWN
 
 
 def describe() -> str:
-    """Say which malloc runs here and what that costs.
+    """Describe the malloc that this process uses and its effect on swapping.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def describe() -> str:
 
 
 def remedy(name: str) -> str:
-    """Say why the resident set falls less than the bytes swapped on the allocator of this name, and what to type."""
+    """Explain why, with this allocator, the resident set falls by less than the bytes swapped, and give the remedy."""
     start = "Start with `offload run -- python train.py`."
     if name == "glibc":
         return f"glibc malloc keeps part of the freed memory. {start}"
@@ -108,18 +108,18 @@ def remedy(name: str) -> str:
 
 
 def release_free_memory() -> None:
-    """Ask glibc's malloc to give free memory back to the system; others do so by themselves, or never."""
+    """Make glibc's malloc return free memory to the system; does nothing with other allocators."""
     if current() == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def find_recycling_allocator() -> Path | None:
-    """Find an installed tcmalloc, jemalloc or (from Python's packages) mimalloc, for this interpreter's architecture.
+    """Find an installed tcmalloc, jemalloc or (as a Python package) mimalloc for this interpreter's architecture.
 
     Returns
     -------
     Path or None
-        The shared library to preload; None where none is installed, and outside Linux.
+        The shared library to preload; None if none is installed, and outside Linux.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -139,22 +139,23 @@ def find_recycling_allocator() -> Path | None:
 
 
 def preload_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Copy an environment so that a child process started with it runs on a recycling allocator, on huge pages.
+    """Return a copy of an environment in which a child process uses huge pages and a malloc that reuses freed memory.
 
-    An allocator that LD_PRELOAD names already is left in charge. jemalloc and mimalloc are told never to purge,
-    unless MALLOC_CONF or MIMALLOC_PURGE_DELAY says something else. torch is told to ask the kernel for huge pages for
-    tensors of 2 MiB and more (its THP_MEM_ALLOC_ENABLE), unless that says something else: direct I/O pins memory page
-    by page.
+    If LD_PRELOAD already names a known allocator, that one is used, with its own settings. Otherwise the result of
+    `find_recycling_allocator` is preloaded; for jemalloc and mimalloc, purging is turned off unless MALLOC_CONF or
+    MIMALLOC_PURGE_DELAY is set. With either allocator, THP_MEM_ALLOC_ENABLE=1 is set unless the variable has a value:
+    torch then asks the kernel for huge pages for tensors of 2 MiB and more. Direct I/O pins memory page by page, so
+    huge pages make it faster.
 
     Parameters
     ----------
     environment : mapping of str to str, optional
-        The variables to start from; this process's own by default.
+        The variables to start from; by default those of this process.
 
     Returns
     -------
     dict of str to str
-        The copy; unchanged where none is preloaded and `find_recycling_allocator` finds none.
+        The copy; unchanged if LD_PRELOAD names no known allocator and `find_recycling_allocator` finds none.
     """
     child = dict(os.environ if environment is None else environment)
     preloaded = child.get("LD_PRELOAD", "")
@@ -172,12 +173,12 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
 
 
 def bytes_in_use() -> int | None:
-    """Count the bytes of this process's heap that are handed out at present.
+    """Return the bytes that are currently allocated on this process's heap.
 
     Returns
     -------
     int or None
-        tcmalloc's own count, which takes a few microseconds; None on another malloc.
+        tcmalloc's own count, read in a few microseconds; None with another malloc.
     """
     try:
         ask = ctypes.CDLL(None).MallocExtension_GetNumericProperty
@@ -191,7 +192,7 @@ def bytes_in_use() -> int | None:
 
 
 def _malloc_address() -> int:
-    """Return where the process's malloc begins, as the dynamic linker resolves it; 0 if unknown."""
+    """Return the address of the function `malloc` as the dynamic linker resolves it; 0 if unknown."""
     try:
         return ctypes.cast(ctypes.CDLL(None).malloc, ctypes.c_void_p).value or 0
     except (AttributeError, OSError):
@@ -199,7 +200,7 @@ def _malloc_address() -> int:
 
 
 def _name_in_maps(maps: str, malloc_address: int) -> str:
-    """Name the allocator whose mapping holds `malloc_address`, else the first known one mapped."""
+    """Return the allocator whose mapping contains `malloc_address`, else the first known one, else the C library's."""
     libraries: list[str] = []
     for line in maps.splitlines():
         fields = line.split(maxsplit=5)
@@ -229,7 +230,7 @@ def _mimalloc_wheel() -> Path | None:
 
 
 def _linker_cache() -> dict[str, list[Path]]:
-    """Read the dynamic linker's cache, soname → paths; empty where ldconfig does not answer."""
+    """Read the dynamic linker's cache, soname → paths; empty if ldconfig is missing or fails."""
     folders = os.environ.get("PATH", os.defpath) + os.pathsep + os.pathsep.join(("/sbin", "/usr/sbin"))
     ldconfig = shutil.which("ldconfig", path=folders)
     if ldconfig is None:
@@ -245,7 +246,7 @@ def _linker_cache() -> dict[str, list[Path]]:
 
 
 def _same_architecture(library: Path) -> bool:
-    """Tell whether `library` is ELF of this interpreter's word size and machine, so preloadable."""
+    """Return whether `library` can be preloaded: an ELF file with this interpreter's word size and machine."""
     try:
         with library.open("rb") as candidate, Path(sys.executable).open("rb") as interpreter:
             theirs, ours = candidate.read(20), interpreter.read(20)

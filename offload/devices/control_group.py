@@ -1,7 +1,4 @@
-"""What the control groups of this process let it have: in a container or a job they are tighter than the machine.
-
-Beside the data path: limits and explanations read it.
-"""
+"""Reads the memory limits of this process's control groups, which in a container or a job are lower than the RAM."""
 
 from __future__ import annotations
 
@@ -10,21 +7,21 @@ from pathlib import Path
 
 __all__ = ["control_groups", "tightest_control_group"]
 
-_UNLIMITED = 1 << 60  # how the first version writes that there is no limit
+_UNLIMITED = 1 << 60  # cgroup v1 reports a number of about this size if there is no limit
 
 
 def tightest_control_group(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Limit of the control group that leaves least and what it leaves, in bytes; None where none has a limit."""
+    """Return limit and unused bytes of the control group with the fewest unused bytes; None if none has a limit."""
     return min(control_groups(root), key=lambda each: each[1], default=None)
 
 
 def control_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Of each control group that the process is in: its limit, and what it may still take, in bytes.
+    """Yield, for each control group of the process, its limit and the unused bytes below it.
 
     Parameters
     ----------
     root
-        Where ``proc`` and ``sys`` are.
+        Folder that contains ``proc`` and ``sys``.
     """
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -37,7 +34,7 @@ def control_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
             tops = [mount / "memory", mount / controllers]
         else:
             continue
-        # In a container the path may be that of the host, of which only the top is to be seen here.
+        # In a container the path may be that of the host, of which only the upper folders are visible here.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for top in tops:
             for depth in range(len(parts) + 1):
@@ -47,8 +44,8 @@ def control_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
 def _room(group: Path, limit_file: str, usage_file: str, cache_name: str) -> Iterator[tuple[int, int]]:
     limit, usage = _text(group / limit_file).strip(), _text(group / usage_file).strip()
     if not (limit.isdigit() and usage.isdigit()) or int(limit) >= _UNLIMITED:
-        return  # "max", or a group that has no such file
-    # Cached files that nobody has looked at lately give way.
+        return  # the limit is "max", or the group has no such file
+    # The kernel can drop cached files that have not been used lately.
     cached = sum(
         int(line.split()[1]) for line in _text(group / "memory.stat").splitlines() if line.startswith(f"{cache_name} ")
     )

@@ -1,6 +1,6 @@
-"""The CPU as a device: the caller computes, in RAM.
+"""The CPU as a device: the calling thread computes, in RAM.
 
-Beside the data path; `device.py` says what each method is for.
+`device.py` has the contract of each method.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ _KIB = 1024
 
 
 class Cpu:
-    """Its clock is the caller's; its memory is the process's."""
+    """The CPU: a mark is the time of the process's clock, and the memory is that of the process."""
 
     torch_device = torch.device("cpu")
     is_accelerator = False
     in_flight_bytes_max = 64 << 20
 
     def current_stream(self) -> int:
-        """None: 0."""
+        """Return 0: there is no stream."""
         return 0
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Nothing is queued."""
+        """Do nothing: no work is queued."""
 
     def mark(self) -> float:
-        """The time."""
+        """Return the time."""
         return time.perf_counter()
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float]:
-        """Known at once."""
+        """Return the differences of the times."""
         return [mark - first for mark in marks]
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: no work is queued."""
 
     def total_bytes(self) -> int:
-        """RAM that this process may use."""
+        """Return the RAM that this process may use: of the machine, or of its tightest control group."""
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         limits += [limit for limit, _ in control_groups()]
         return min(limits)
 
     def allocated_bytes(self) -> int:
-        """The resident set."""
+        """Return the resident set of the process."""
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def peak_bytes(self) -> int:
-        """The largest resident set of the process's life."""
+        """Return the largest resident set since the process started."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
     def reset_peak(self) -> None:
-        """The system keeps its own mark."""
+        """Do nothing: the system's peak cannot be reset."""
 
     def name(self) -> str:
-        """Its kind."""
+        """Return the kind of device."""
         return "cpu"
 
     def uuid(self) -> str:
-        """There is one."""
+        """Return an empty string: there is one CPU."""
         return ""
 
     def random_state(self) -> torch.Tensor:
@@ -80,5 +80,5 @@ class Cpu:
         torch.set_rng_state(state)
 
     def driver(self) -> _core.Driver:
-        """Worker threads."""
+        """Return a host driver, which copies on worker threads."""
         return _core.HostDriver()

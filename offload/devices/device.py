@@ -1,6 +1,6 @@
-"""What tells one kind of device from another: streams, points in time, memory figures, the driver below.
+"""The interface of a device: its streams, time marks, memory figures and driver.
 
-Beside the data path: the engine and everything above it ask the `Device` of a model, and name no kind themselves.
+The engine and all code above it use the `Device` of a model and do not distinguish kinds of devices themselves.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ __all__ = ["Device", "accelerators", "default", "device_of", "is_known"]
 
 
 class Device(Protocol):
-    """One device: where models compute, and what is asked of it beside computing."""
+    """A device on which models compute."""
 
     torch_device: torch.device
-    is_accelerator: bool  # computes by itself, in memory of its own
-    in_flight_bytes_max: int  # by default: sources held at a time for copies that have not ended
+    is_accelerator: bool  # computes asynchronously, in its own memory
+    in_flight_bytes_max: int  # default limit on the bytes of sources whose copy-out has not ended
 
     def current_stream(self) -> int:
-        """Driver's handle of the compute stream that the calling thread uses now; 0 on the CPU."""
+        """Return the driver's handle of the calling thread's current stream; 0 on the CPU."""
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory for what the current stream has queued, whichever stream it was allocated on."""
+        """Keep a tensor's memory from reuse until the work now queued on the current stream has ended."""
 
     def mark(self) -> Any:
-        """This point: of the current stream, or of the clock where the caller itself computes."""
+        """Return a time mark: an event recorded on the current stream, or on the CPU the time."""
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
-        """Seconds from one mark to others; None while the device has not come that far."""
+        """Return the seconds from one mark to each of others; None if the device has not reached all of them yet."""
 
     def synchronize(self) -> None:
-        """Wait until everything queued has ended."""
+        """Wait until all queued work has ended."""
 
     def total_bytes(self) -> int:
-        """All of its memory."""
+        """Return the size of its memory: of the GPU, or the RAM that this process may use."""
 
     def allocated_bytes(self) -> int:
-        """In tensors now, as torch's allocator counts; on the CPU what is resident."""
+        """Return the bytes that torch's allocator has allocated to tensors; on the CPU, the resident set."""
 
     def peak_bytes(self) -> int:
-        """Most of that so far, or since `reset_peak`."""
+        """Return the maximum of `allocated_bytes` so far, or since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Count `peak_bytes` from now on, where that can be."""
+        """Restart `peak_bytes` from now; without effect on the CPU."""
 
     def name(self) -> str:
-        """What its maker calls it."""
+        """Return the name that its manufacturer gave it; "cpu" for the CPU."""
 
     def uuid(self) -> str:
-        """What tells it from others of its name; empty where nothing does."""
+        """Return an identifier that is unique among devices of the same name; empty if there is none."""
 
     def random_state(self) -> torch.Tensor:
         """State of its random number generator, in host memory."""
@@ -66,22 +66,22 @@ class Device(Protocol):
         """Go on from a state that `random_state` told."""
 
     def driver(self) -> _core.Driver:
-        """A driver of its own for it."""
+        """Return a new driver for it."""
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether models on it can be enabled."""
+    """Whether models on this device can be enabled."""
     return device.type == "cpu" or device.type in accelerator.LIBRARIES
 
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The device behind torch's name for it."""
+    """Return the `Device` of a torch device."""
     return Cpu() if device.type == "cpu" else Accelerator(device)
 
 
 def accelerators(*, in_use: bool = False) -> list[Accelerator]:
-    """Those of this machine that are known, and, if asked so, only where torch has begun to use them."""
+    """Return the supported accelerators of this machine; with `in_use`, only those whose kind torch has initialized."""
     found = []
     for kind in accelerator.LIBRARIES:
         module = accelerator.module_of(kind)
@@ -91,6 +91,6 @@ def accelerators(*, in_use: bool = False) -> list[Accelerator]:
 
 
 def default() -> torch.device:
-    """Where a model goes when nobody says: the accelerator, else the CPU."""
+    """Return the device that is used if none is given: an accelerator if there is one, else the CPU."""
     found = accelerators()
     return torch.device(found[0].torch_device.type) if found else torch.device("cpu")

@@ -1,6 +1,6 @@
-"""Who holds the memory of a device at this moment: torch, the driver, other processes; for the CPU, this process.
+"""Reads how the memory of a device is used now: by torch, the driver and other processes; on the CPU, by this process.
 
-Beside the data path: explanations and the progress bar read it. Nothing here changes anything.
+Explanations of out-of-memory errors and the progress bar use it. It changes no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "res
 
 _PROCESSES_MAX = 3
 _RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
-# What counts towards a limit of the CPU beside the process's resident memory.
+# What counts towards each limit of the CPU besides the process's resident memory.
 _BESIDES = {
     _RAM: "other processes",
     _ADDRESS_SPACE: "mapped and not resident",
@@ -42,7 +42,7 @@ class Process:
     Attributes
     ----------
     can_be_ended
-        Whether it is this user's, and no part of this run: neither what started it nor what it has started.
+        Whether it belongs to this user and not to this run: it neither started this process nor was started by it.
     """
 
     pid: int
@@ -60,21 +60,21 @@ class DeviceMemory:
     device : str
         Such as ``"cuda:0"`` or ``"cpu"``.
     is_accelerator : bool
-        Whether torch's caching allocator decides, or the system.
+        Whether torch's caching allocator manages the memory; otherwise the system does.
     asked_bytes : int or None
-        What could not be had; None where nobody says.
+        The bytes that could not be allocated; None if unknown.
     used_bytes : int
-        In tensors (accelerator); resident (CPU).
+        Allocated to tensors (accelerator); resident (CPU).
     reserved_bytes : int
-        Held by torch's allocator, tensors included (accelerator); mapped (CPU).
+        Reserved by torch's allocator, including tensors (accelerator); mapped (CPU).
     free_bytes, total_bytes : int
-        What the device, or the tightest limit of the process, still gives, and has.
+        Free and total bytes of the device, or of the limit of this process with the fewest free bytes.
     limit : str
-        Which limit `total_bytes` is.
+        The limit to which `total_bytes` refers.
     peak_bytes : int
-        Most that was used at a time.
+        Maximum of `used_bytes` so far.
     processes : tuple of Process
-        The largest others.
+        The largest other processes.
     """
 
     device: str
@@ -90,19 +90,19 @@ class DeviceMemory:
 
     @property
     def foreign_bytes(self) -> int:
-        """Neither free nor torch's (accelerator): contexts, libraries, other processes."""
+        """Bytes that are neither free nor torch's: contexts, libraries, other processes; 0 on the CPU."""
         return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0) if self.is_accelerator else 0
 
     @property
     def short_bytes(self) -> int | None:
-        """What is missing to serve the request, were all free memory in one piece; None where nobody says."""
+        """Bytes missing for the request if all free memory were contiguous; None if the request is unknown."""
         if self.asked_bytes is None:
             return None
         cached = self.reserved_bytes - self.used_bytes if self.is_accelerator else 0
         return max(self.asked_bytes - self.free_bytes - cached, 0)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and amount, for a table."""
+        """Return the rows of a table: name and amount."""
         asked = "not said" if self.asked_bytes is None else format_bytes(self.asked_bytes)
         rows = [("wanted", asked)]
         if self.is_accelerator:
@@ -122,7 +122,7 @@ class DeviceMemory:
         return rows
 
     def parts(self, swapped_bytes: int, movable_bytes: int) -> list[tuple[str, int]]:
-        """How the whole divides, for a picture: name and bytes, adding up to the total and what is short."""
+        """Return name and bytes of each part of the memory, for a picture; the sum is the total plus what is short."""
         movable = min(movable_bytes, self.used_bytes)
         swapped = min(swapped_bytes, self.used_bytes - movable)
         parts = [
@@ -141,7 +141,7 @@ class DeviceMemory:
 
 
 def look(device: torch.device, asked_bytes: int | None = None) -> DeviceMemory:
-    """The memory of `device` now.
+    """Return how the memory of `device` is used now.
 
     Examples
     --------
@@ -153,12 +153,12 @@ def look(device: torch.device, asked_bytes: int | None = None) -> DeviceMemory:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory in use at a time so far: of torch's tensors on a GPU, of this process on the CPU."""
+    """Return the peak of memory use so far: of torch's tensors on a GPU, of this process on the CPU."""
     return device_of(device).peak_bytes()
 
 
 def resident_set() -> tuple[int, int]:
-    """Resident set of this process in bytes: now, and the most there ever was."""
+    """Return the resident set of this process in bytes: now and at most so far."""
     status = _kilobyte_fields("/proc/self/status")
     now = status.get("VmRSS", 0)
     return now, max(now, status.get("VmHWM", 0))
@@ -168,9 +168,9 @@ def resident_set() -> tuple[int, int]:
 
 
 def watch_refusals() -> None:
-    """From now on take down the state of a GPU at the moment that torch refuses memory, before anything unwinds.
+    """From now on, record the memory of a GPU whenever torch runs out of memory, before the error is raised.
 
-    Torch has no way to stop this again; it costs nothing until memory runs out.
+    Torch has no way to stop this; it costs nothing until memory runs out.
     """
     global _watching
     if not _watching:
@@ -182,9 +182,9 @@ def _take_down(device: torch.device, asked_bytes: int) -> None:
 
 
 def last_refusal(device: torch.device, asked_bytes: int | None) -> DeviceMemory | None:
-    """What `watch_refusals` took down for this device last, where that was a request for about so many bytes.
+    """Return the last record of `watch_refusals` for this device, if it is of a request for about `asked_bytes` bytes.
 
-    Another size is an older refusal, which somebody has dealt with meanwhile.
+    A record of another size is of an earlier error, which has been handled meanwhile. The record is removed.
     """
     refused = _refused.pop(torch.device(device.type, device.index or 0), None)
     if refused is None or refused.asked_bytes is None or asked_bytes is None:
@@ -210,7 +210,7 @@ def _look_accelerator(device: Accelerator, asked_bytes: int | None) -> DeviceMem
 
 
 def _gpu_processes(device: Accelerator) -> Iterator[Process]:
-    """The largest other processes on the device, where the driver's management library is installed and tells."""
+    """Yield the largest other processes on the device; none without the driver's management library (pynvml)."""
     try:
         import pynvml
     except ImportError:
@@ -223,7 +223,7 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
         return
     others = [each for each in running if each.pid != os.getpid() and each.usedGpuMemory]
     for each in sorted(others, key=lambda process: -process.usedGpuMemory)[:_PROCESSES_MAX]:
-        # A container numbers processes its own way: only one that has the driver open is the one that is meant.
+        # A container has its own process numbers. The number is right if that process has the driver open.
         is_meant = "/dev/nvidia" in _read(f"/proc/{each.pid}/maps")
         yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory, is_meant and _can_be_ended(each.pid))
 
@@ -269,7 +269,7 @@ def _largest_processes() -> list[Process]:
 
 
 def _can_be_ended(pid: int) -> bool:
-    """Whether a process is this user's, and neither part of this run nor what started it."""
+    """Return whether a process belongs to this user, is not part of this run and did not start it."""
     users = re.search(r"^Uid:\s+(\d+)\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
     if users is None or {int(users[1]), int(users[2])} != {os.getuid()}:
         return False
@@ -279,7 +279,7 @@ def _can_be_ended(pid: int) -> bool:
 
 
 def _line_of(pid: int) -> list[int]:
-    """A process, what started it, what started that, and so on."""
+    """Return the ids of a process, its parent, the parent of that, and so on."""
     line: list[int] = []
     while pid > 0 and pid not in line:
         line.append(pid)

@@ -1,7 +1,4 @@
-"""How many processes of one training run share this machine, so that each takes its share of what the machine has.
-
-Beside the data path: limits that the caller leaves open are divided by it.
-"""
+"""Counts the processes of one training run on this machine; default limits are divided by their number."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from offload import _core
 
 
 def local_processes() -> int:
-    """Processes of this run on this machine, as its launcher tells; 1 without a launcher.
+    """Return the number of this run's processes on this machine, as its launcher sets it; 1 without a launcher.
 
-    torchrun and Open MPI say the number. A launcher that says only `LOCAL_RANK` and `WORLD_SIZE` has at most that many
-    here, and on a machine with GPUs at most one for each. The devices are counted without a context on any of them.
+    torchrun and Open MPI set the number. If a launcher sets only `LOCAL_RANK` and `WORLD_SIZE`, at most `WORLD_SIZE`
+    processes run here, and on a machine with GPUs at most one per GPU. GPUs are counted without creating a context.
 
     Examples
     --------
@@ -25,9 +22,9 @@ def local_processes() -> int:
     >>> del os.environ["LOCAL_WORLD_SIZE"]
     """
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
-        told = _count(name)
-        if told:
-            return told
+        count = _count(name)
+        if count:
+            return count
     if "LOCAL_RANK" not in os.environ:
         return 1
     world = _count("WORLD_SIZE") or 1
@@ -36,5 +33,5 @@ def local_processes() -> int:
 
 
 def _count(name: str) -> int:
-    told = os.environ.get(name, "")
-    return int(told) if told.isdecimal() else 0
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0

@@ -1,6 +1,6 @@
-"""What other programs take of this process's processors, as the kernel counts it.
+"""Measures how much of this process's processors other programs use, from the kernel's counts.
 
-Beside the data path: a measurement beside a busy neighbour is not kept.
+A link that is measured while other programs use the processors is not cached.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def used_by_others() -> Iterator[Callable[[], float]]:
     Yields
     ------
     callable
-        Call it after the block: a fraction of the processors' time, NaN where the system does not tell. It counts user
-        time and time stolen by a hypervisor; kernel time may be spent for this process and is not counted.
+        Call it after the block. It returns a fraction of the processors' time; NaN if the system does not report it.
+        User time and time stolen by a hypervisor count. Kernel time does not, as it may be spent for this process.
     """
     fraction = math.nan
     processors = os.sched_getaffinity(0)
@@ -44,10 +44,10 @@ def _seconds_of_others(processors: set[int]) -> float:
     try:
         lines = [line.split() for line in PROCESSOR_TIMES.read_text(encoding="ascii").splitlines() if line]
     except OSError as error:
-        log.info("this system does not tell what other programs use of the processors: %s", error)
+        log.info("this system does not report how much other programs use the processors: %s", error)
         return math.nan
     names = {f"cpu{each}" for each in processors}
     ticks = [sum(map(int, line[1:3] + line[8:9])) for line in lines if line[0] in names]  # user, nice; steal
-    if len(ticks) != len(names) or not any(ticks):  # one has gone, or a sandbox counts nothing
+    if len(ticks) != len(names) or not any(ticks):  # a processor is missing, or a sandbox reports only zeros
         return math.nan
     return sum(ticks) / os.sysconf("SC_CLK_TCK") - os.times().user

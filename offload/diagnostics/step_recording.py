@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload._core import SwappedView
 from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine
 from offload.runtime.hooks import Packed, Policy, StepHooks
-from offload.runtime.saved_view import SwappedView
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import modules_in_graphs, wrappers_of
@@ -185,7 +185,7 @@ class StepRecording:
         """Note this moment; `recomputed` are the seconds and bytes of a hook that ends."""
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
-            engine.look_for_dropped()
+            engine.collect_dropped()
             resident = engine.resident.now + engine.dropped.now
             memory = (device_of(self._device).allocated_bytes(), resident, engine.unswapped.now)
             self._marks.append(_Mark(kind, self._clock.now(), name, memory, recomputed))

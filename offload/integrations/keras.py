@@ -1,6 +1,6 @@
-"""Keras 3 on its torch backend: a callback for `model.fit`.
+"""Keras 3 with its torch backend: a callback for `model.fit`.
 
-Beside the data path: `fit` calls `train_function` for every batch; the callback wraps that.
+`fit` calls `train_function` for every batch; the callback wraps that function.
 """
 
 from __future__ import annotations

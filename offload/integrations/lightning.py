@@ -1,7 +1,6 @@
 """Lightning: a callback for `Trainer.fit`.
 
-Beside the data path: whatever the loop, Lightning runs the user's step through `strategy.training_step`; the callback
-wraps that.
+In all its loops Lightning runs the user's step through `strategy.training_step`; the callback wraps that method.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the integrations share: the engine is on while a training run lasts, however that ends.
+"""Enables offload at the start of a training run and disables it at the end, even if the run fails.
 
-Beside the data path: between a framework's callbacks and `offload.enable`.
+The callbacks of all frameworks use it to call `offload.enable`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""transformers' Trainer and those made of it, TRL's among them: a mixin, and a callback where no subclass is wanted.
+"""Trainers of transformers and those derived from them, such as TRL's: a mixin, and a callback that needs no subclass.
 
-Beside the data path: the Trainer computes its loss inside `compute_loss_context_manager`; the mixin covers that.
+The Trainer computes its loss inside `compute_loss_context_manager`, which the mixin extends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The planner: from a trace, a link and a limit to a plan with a lower bound on the step time. Imports no torch.
 
-Place on the data path: between the profiler, which records the trace, and the executor, which follows the plan.
+The profiler records the trace, and the executor follows the plan.
 """
 
 from offload.plan.bounds import (

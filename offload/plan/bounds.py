@@ -1,6 +1,6 @@
 """Lower bounds that hold for every swap-only plan: the cut bound on the step time, and the least feasible limit.
 
-Place on the data path: the certificate reported with every plan. Depends on the trace and the link, not on the search.
+The bound is reported with every plan. It depends on the trace and the link, not on the search.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "least_feasible_limit",
 ]
 
-_TOLERANCE = 1e-9  # relative; far above the rounding of the segment tree, far below any duration that matters
+_TOLERANCE = 1e-9  # relative; far above the rounding of the segment tree, far below any relevant duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class Reason:
 
 
 class InfeasibleLimitError(ValueError):
-    """No swap-only plan keeps the limit.
+    """No plan stays within the limit.
 
     Attributes
     ----------
     limit_bytes : int
         The limit that was asked for, in bytes.
     least_limit_bytes : int
-        The least limit that a plan can keep, in bytes.
+        The least feasible limit, in bytes.
     reasons : tuple of Reason
-        The largest things resident, whatever is swapped, at the node that needs `least_limit_bytes`; at most three.
+        The largest items that stay resident under every plan at the node that needs `least_limit_bytes`; at most three.
     """
 
     def __init__(self, limit_bytes: int, least_limit_bytes: int, reasons: tuple[Reason, ...]) -> None:
@@ -70,7 +70,7 @@ class InfeasibleLimitError(ValueError):
 
 
 def least_feasible_limit(trace: Trace) -> int:
-    """Return the least number of bytes within which some swap-only plan runs the step.
+    """Return the least limit within which some swap-only plan runs the step, in bytes.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def least_feasible_limit(trace: Trace) -> int:
 
 
 def check_limit(trace: Trace, limit_bytes: int) -> None:
-    """Raise unless some swap-only plan keeps `limit_bytes`.
+    """Raise unless some swap-only plan stays within `limit_bytes`.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def check_limit(trace: Trace, limit_bytes: int) -> None:
     Raises
     ------
     InfeasibleLimitError
-        If no plan keeps the limit; it has the least feasible limit and the three largest reasons.
+        If no plan stays within the limit. The error has the least feasible limit and the three largest reasons.
     """
     unavoidable = unavoidable_bytes(trace)
     least_bytes = max(unavoidable, default=0)
@@ -147,7 +147,7 @@ def cut_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     Returns
     -------
     float
-        Seconds; infinite where the limit is below the least feasible one.
+        Seconds; infinite if the limit is below the least feasible one.
 
     Notes
     -----
@@ -181,7 +181,7 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
     Returns
     -------
     CutBounds
-        Infinite where the limit is below the least feasible one.
+        Infinite if the limit is below the least feasible one.
 
     Notes
     -----
@@ -243,7 +243,7 @@ def _cut(
     clock: Sequence[float],
     link: Link,
 ) -> float:
-    """Return the bound of one node, term by term as it is defined."""
+    """Return the bound of one node, evaluated directly as it is defined."""
     total = clock[-1]
     start, rest, before = clock[k], total - clock[k], 0
     for tensor in by_pack:

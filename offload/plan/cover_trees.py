@@ -1,7 +1,7 @@
-"""The tensors that cover a node, kept in a fixed order while the node moves through the step.
+"""Segment trees over the tensors that cover a node, updated while the node moves through the step.
 
-Place on the data path: under the bounds, which ask at every node what the covering tensors could save there. A tensor
-covers the nodes between its last use in forward and its first use in backward: there it may be away.
+A tensor covers the nodes between its last use in forward and its first use in backward: there it can be swapped out.
+The bounds ask at every node how much memory the covering tensors could free there, and at which cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _CoverTree(ABC):
             self._until[tensor.first_backward].append(q)
 
     def move_to(self, k: int) -> None:
-        """Make the node after the current one, the first of all at the beginning, the current node."""
+        """Move to node `k`, which must be the node after the current one (at the beginning, the first node)."""
         for q in self._until[k]:
             self._update(q, is_covering=False)
         for q in self._from[k]:
@@ -38,20 +38,20 @@ class _CoverTree(ABC):
 
     @abstractmethod
     def _update(self, leaf: int, *, is_covering: bool) -> None:
-        """Count a tensor in, or out."""
+        """Add a tensor to the sums, or remove it."""
 
 
 class CopyQueue(_CoverTree):
-    """The copies of one direction: how late the current node is if some bytes of the covering tensors are copied.
+    """The copies of one direction: a bound on when the given number of bytes of the covering tensors has been copied.
 
     Parameters
     ----------
     order : sequence of SavedTensor
-        In the order in which they are copied out; for copies in, in the reverse order.
+        In copy-out order; for copy-ins, in reverse order.
     offsets : sequence of float
-        For each, the earliest time at which its copy can begin, in seconds.
+        For each tensor, the earliest time at which its copy can begin, in seconds.
     bandwidth : float
-        Of the channel, in bytes per second.
+        Bandwidth of the channel, in bytes per second.
     node_count : int
         Number of nodes.
     """
@@ -61,14 +61,14 @@ class CopyQueue(_CoverTree):
     ) -> None:
         super().__init__(order, node_count)
         self._offsets, self._bandwidth = offsets, bandwidth
-        # For each range of tensors the maximum, with A_q counted from its first tensor.
+        # For each range of tensors the maximum of `bound`, with A_q counted from the first tensor of the range.
         self._best = [-math.inf] * (2 * self.width)
 
     def bound(self, needed: int | float) -> float:
         """Return the max over q, A_q < needed, of offsets[q] + (needed - A_q) / bandwidth, up to rounding.
 
-        q runs over the covering tensors, and A_q is the sum of their bytes before q. Infinite where they have fewer
-        bytes than are needed.
+        q runs over the covering tensors, and A_q is the sum of their bytes before q. Infinite if they have fewer than
+        `needed` bytes.
         """
         covering, best, bandwidth = self.covering, self._best, self._bandwidth
         if covering[1] < needed:
@@ -98,14 +98,14 @@ class CopyQueue(_CoverTree):
 
 
 class PriceList(_CoverTree):
-    """What it takes at least to recompute some bytes of the covering tensors.
+    """The least time to recompute a number of bytes of the covering tensors.
 
     Parameters
     ----------
     order : sequence of SavedTensor
-        Those that have a recipe, the cheapest per byte first.
+        The tensors that have a recipe, those with the least time per byte first.
     seconds : sequence of float
-        For each, the least that recomputing it takes, in seconds.
+        For each, the least time that recomputing it takes, in seconds.
     node_count : int
         Number of nodes.
     """
@@ -116,7 +116,7 @@ class PriceList(_CoverTree):
         self._sums = [0.0] * (2 * self.width)
 
     def bound(self, needed: int | float) -> float:
-        """Return the least seconds for `needed` bytes, parts of tensors allowed; infinite where there are fewer."""
+        """Return the least seconds for `needed` bytes, parts of tensors allowed; infinite if there are fewer bytes."""
         covering, sums = self.covering, self._sums
         if covering[1] < needed:
             return math.inf

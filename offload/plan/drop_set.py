@@ -1,6 +1,6 @@
-"""A growing set of tensors to recompute, and the memory that the step cannot do without then.
+"""A growing set of tensors to recompute, and the bytes that every plan with this set needs.
 
-Place on the data path: under the search for what to recompute, which adds tensors while some plan keeps the limit.
+The search for the tensors to recompute adds tensors as long as some plan stays within the limit.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ __all__ = ["DropSet"]
 
 
 class DropSet:
-    """Tensors to recompute such that some plan keeps a limit.
+    """Tensors to recompute such that some plan stays within a limit.
 
     Parameters
     ----------
     trace : Trace
         The step.
     limit_bytes : int
-        Limit on the resident bytes, in bytes; feasible for the step as it is.
+        Limit on the resident bytes, in bytes; feasible without recomputation.
 
     Notes
     -----
-    Dropping a tensor avoids no bytes that swapping it for as long as is allowed does not avoid. But its sources have to
-    be there when it is recomputed, and the recipe needs its workspace: the least feasible limit can only rise. A source
-    that an earlier recomputation kept for longer stays counted so where that recomputation has moved to an earlier node
-    since; then a tensor may be turned away that would fit.
+    Dropping a tensor frees no more bytes than swapping it for as long as is allowed. But its sources must be resident
+    when it is recomputed, and the recipe needs its workspace. So the least feasible limit can only rise.
+
+    A recomputation can move to an earlier node when further tensors are added. A source that was kept longer for it
+    then still counts as kept that long, so a tensor may be refused although it would fit.
     """
 
     def __init__(self, trace: Trace, limit_bytes: int) -> None:
@@ -40,7 +41,7 @@ class DropSet:
         self._unavoidable = np.asarray(unavoidable_bytes(trace), dtype=np.int64)
 
     def add(self, tensor_id: int) -> bool:
-        """Add a tensor that has a recipe; return False, and change nothing, where no plan keeps the limit then."""
+        """Add a tensor that has a recipe. If no plan would stay within the limit, change nothing and return False."""
         uses, last_uses, changes = self._changes(tensor_id)
         done = 0
         fits = True
@@ -61,11 +62,11 @@ class DropSet:
         return True
 
     def _changes(self, tensor_id: int) -> tuple[dict[int, int], dict[int, int], list[tuple[int, int, int]]]:
-        """Return the first and last uses that change, and the bytes more that ranges of nodes [first, stop) need."""
+        """Return the first and last uses that change, and the further bytes that ranges [first, stop) of nodes need."""
         uses: dict[int, int] = {}
         last_uses: dict[int, int] = {}
         lower, raises = [], []
-        waiting = [(tensor_id, -1)]  # with the node at which it was recomputed before
+        waiting = [(tensor_id, -1)]  # a tensor, and the node at which it was recomputed before (-1: none)
         while waiting:
             i, before = waiting.pop()
             recipe = self._tensors[i].recompute

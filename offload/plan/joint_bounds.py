@@ -1,6 +1,6 @@
 """A lower bound on the step time of every plan that swaps and recomputes within a limit.
 
-Place on the data path: the certificate of plans with recomputation, as `bounds` is that of swap-only plans.
+It is reported with plans that may recompute, as the bound of `bounds` is with swap-only plans.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from offload.plan.trace import SavedTensor, Trace
 __all__ = ["joint_bound"]
 
 Floats = NDArray[np.float64]
-_SAMPLES = 24  # nodes that are evaluated first, so that most others can be passed over
-_TOLERANCE = 1e-5  # relative; a node that could raise the bound by less is passed over
+_SAMPLES = 24  # nodes that are evaluated first, so that most others can be skipped
+_TOLERANCE = 1e-5  # relative; a node that could raise the bound by less is skipped
 
 
 def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
@@ -39,19 +39,20 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     Returns
     -------
     float
-        Seconds; infinite where the limit is below the least feasible one. Without recipes it is `cut_bound`, up to
+        Seconds; infinite if the limit is below the least feasible one. Without recipes it equals `cut_bound`, up to
         rounding.
 
     Notes
     -----
-    Let the unswapped step exceed the limit by E bytes at node k. Of the covering tensors, Y of these bytes are dropped
-    and the other E - Y swap. Copying these out bounds the start of k as in `cut_bound`. After k, the nodes take the
-    rest of the step and the recomputations of Y bytes, at least the fractional knapsack g(Y) of `bound_seconds`; and
-    E - Y bytes are copied in. So the step takes at least the minimum over Y of start(E - Y) + max(rest + g(Y),
-    in(E - Y)), for every k.
+    Let the unswapped step exceed the limit by E bytes at node k. Of the tensors that cover k (`cover_trees`), Y bytes
+    are dropped and the other E - Y bytes are swapped. Copying these out gives a lower bound on the start of k, as in
+    `cut_bound`. From k on, computation takes the rest of the step plus the time to recompute Y bytes, which is at least
+    the fractional knapsack g(Y) of `bound_seconds`; meanwhile E - Y bytes are copied in. So for every k the step takes
+    at least the minimum over Y of start(E - Y) + max(rest + g(Y), in(E - Y)).
 
-    The minimum is exact: all parts are linear in Y between the Y at which a tensor is copied or dropped in full. Most
-    nodes need none: where any Y gives no more than the maximum so far, the minimum is no more either.
+    The minimum is computed exactly: all terms are linear in Y between the values at which a tensor is copied or dropped
+    in full. Most nodes are skipped: if some Y gives no more than the maximum over the nodes so far, neither does the
+    minimum.
     """
     cuts = _Cuts.of(trace, limit_bytes, link)
     total = cuts.clock[-1]
@@ -65,7 +66,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
         if excess <= 0:
             continue
         guesses = (dropped, excess - (cuts.excess[k - 1] - dropped), 0.0, float(excess))
-        for guess in guesses:  # first as many bytes dropped, or copied, as at the last node
+        for guess in guesses:  # first: as many bytes dropped, or as many copied, as at the previous node
             dropped = min(max(guess, 0.0), float(excess))
             if walk.seconds(dropped) <= best * (1 + _TOLERANCE):
                 break
@@ -77,7 +78,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Tensors in an order, as arrays: the nodes between which each may be away, its bytes, and a figure of each."""
+    """Tensors in an order, as arrays: the nodes between which each can be swapped out, its bytes, and a value."""
 
     after: NDArray[np.int64]
     before: NDArray[np.int64]
@@ -94,14 +95,14 @@ class _Order:
         )
 
     def covering(self, k: int) -> tuple[Floats, Floats]:
-        """Return the bytes and the figures of the tensors that cover a node."""
+        """Return the bytes and the values of the tensors that cover a node."""
         covers = (self.after < k) & (k < self.before)
         return self.bytes[covers], self.values[covers]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """What the bound of a node needs of the step, the limit and the link."""
+    """The data of the step, the limit and the link from which the bound of a node is computed."""
 
     link: Link
     clock: list[float]
@@ -131,7 +132,7 @@ class _Cuts:
         )
 
     def least(self, k: int) -> tuple[float, float]:
-        """Return the bound of a node over its limit, and the dropped bytes at which it is reached."""
+        """Return the bound of a node that exceeds the limit, and the dropped bytes at which the minimum is reached."""
         excess = float(self.excess[k])
         outs = _Copies(*self.by_pack.covering(k), self.link.out_bandwidth)
         ins = _Copies(*self.by_use.covering(k), self.link.in_bandwidth)
@@ -151,7 +152,8 @@ class _Cuts:
             total: Floats = start + np.maximum(recompute, self.seconds[k] + ins.seconds(copied))
             return total
 
-        # Between two ends the copies out cease to delay k at one Y, and those in are as long as the rest at another.
+        # Between two ends there can be one Y from which on copy-outs do not delay k, and one at which the copy-ins take
+        # as long as the computation.
         middle = (ends[1:] + ends[:-1]) / 2
         points = [ends]
         if middle.size:
@@ -173,23 +175,23 @@ class _Cuts:
 
 
 class _Copies:
-    """Copies of one direction at a node, in their order."""
+    """The copies of one direction at a node, in queue order."""
 
     def __init__(self, sizes: Floats, values: Floats, bandwidth: float) -> None:
         ends = _sums(sizes)
-        self.before, self.total = ends[:-1], float(ends[-1])  # bytes before each tensor, and of all
-        self._latest = np.maximum.accumulate(values - self.before / bandwidth)  # of the tensors up to each
+        self.before, self.total = ends[:-1], float(ends[-1])  # bytes before each tensor, and of all tensors
+        self._latest = np.maximum.accumulate(values - self.before / bandwidth)  # maximum up to each tensor
         self._bandwidth = bandwidth
 
     def seconds(self, copied: Floats) -> Floats:
-        """Return when so many bytes have been copied at the earliest; minus infinity for none."""
+        """Return the earliest time at which `copied` bytes can have been copied; minus infinity for no bytes."""
         last = np.searchsorted(self.before, copied, side="left") - 1
         found: Floats = np.where(last >= 0, self._latest[last] + copied / self._bandwidth, -np.inf)
         return found
 
 
 class _Walk:
-    """The bound of one node after the other for one choice of dropped bytes each, up to rounding."""
+    """The bounds of the nodes in order, each for a given number of dropped bytes, up to rounding."""
 
     def __init__(self, cuts: _Cuts) -> None:
         by_pack, by_use, by_price = cuts.tensors
@@ -200,13 +202,13 @@ class _Walk:
         self._prices = PriceList(by_price, cuts.by_price.values.tolist(), count)
 
     def move_to(self, k: int) -> None:
-        """Go on to the next node."""
+        """Move to node `k`, which must be the next one."""
         self._node = k
         for tree in (self._outs, self._ins, self._prices):
             tree.move_to(k)
 
     def seconds(self, dropped: float) -> float:
-        """Return the bound of the node if so many of its bytes are dropped."""
+        """Return the bound of the node if `dropped` of its bytes are dropped."""
         cuts, k = self._cuts, self._node
         copied = cuts.excess[k] - dropped
         rest = cuts.clock[-1] - cuts.clock[k] + self._prices.bound(dropped)

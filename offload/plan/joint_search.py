@@ -1,10 +1,9 @@
-"""The search for the set of tensors to recompute, around the search for the set to swap.
+"""Searches for the set of tensors to recompute; for each set, `swap_search` chooses the tensors to swap.
 
-Place on the data path: between `swap_search`, which plans the swaps of a step, and `search`, which makes plans.
-
-A set of dropped tensors makes another step (`recompute`), whose swaps are planned as ever. Few candidates are tried in
-every set. Otherwise the cheapest are dropped first, as many as the limit allows, and prefixes of that order compared;
-what is cheap is measured in three ways. Local search then drops, keeps and exchanges tensors, mostly close to a stall.
+A step in which some tensors are recomputed is another step (`recompute`), whose swaps are planned as those of any step.
+If there are few candidates, every set is tried. Otherwise the cheapest tensors are dropped first, as many as the limit
+allows, and prefixes of this order are compared, for three measures of cost. Local search then adds, removes and
+exchanges dropped tensors, mostly close to a stall.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from offload.plan.trace import SavedTensor, Trace
 __all__ = ["JointPlacement", "fastest_joint"]
 
 _ALL_SETS_MAX = 8  # candidates; 256 sets
-_EXHAUSTIVE_MAX = 8  # tensors that may swap beside them, for every set of which swaps are tried too
-_PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors and at least once
+_EXHAUSTIVE_MAX = 8  # tensors that may be swapped; up to this number, every set of swaps is tried
+_PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors, and for fewer tensors too
 _PREFIX_SHARE = 0.2  # of the budget, for each order
-_FLIP_SHARE = 0.8  # of what is left then; the rest improves the swaps of the best set
+_FLIP_SHARE = 0.8  # of the remaining budget; the rest is used to improve the swaps of the best set
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
-_RANKINGS = 3  # whose minimal sets a changed set is tried with
-_NEAR = 0.1  # of the nodes: so far from a stall a tensor counts as close to it
-_IDLE_MAX = 300  # consecutive changes that are no improvement; then the search begins anew
-_KICKS = 6  # changes from the best set to the one that it begins anew with
-_KICK_SLOWDOWN = 1.1  # by which that one may be slower
+_RANKINGS = 3  # number of rankings whose minimal sets are tried as swaps of a changed set
+_NEAR = 0.1  # share of the nodes: a tensor within this distance of a stall counts as close to it
+_IDLE_MAX = 300  # consecutive changes without an improvement; then the search starts again near the best set
+_KICKS = 6  # random changes from the best set to the new start
+_KICK_SLOWDOWN = 1.1  # step time of the new start, at most, relative to the best one
 
 
 @dataclass(frozen=True, slots=True)
 class JointPlacement:
-    """Tensors to recompute, the step in which they are, and the placement of its swaps.
+    """Tensors to recompute, the step with these recomputations, and the placement of its swaps.
 
     Parameters
     ----------
     dropped : frozenset of int
         Ids of the tensors that are recomputed.
     step : Step
-        The step with them recomputed.
+        The step in which these tensors are recomputed.
     placement : SwapPlacement
-        Its swaps.
+        The swaps of this step.
     """
 
     dropped: frozenset[int]
@@ -77,7 +76,7 @@ def fastest_joint(
     *,
     guess: Collection[int] = (),
 ) -> JointPlacement:
-    """Return a placement that is at least as fast as one that keeps the limit.
+    """Return a placement within the limit that is at least as fast as `start`.
 
     Parameters
     ----------
@@ -88,13 +87,13 @@ def fastest_joint(
     limit_bytes : int
         Limit on the resident bytes, in bytes.
     start : JointPlacement
-        Keeps the limit; the fastest with nothing recomputed.
+        A placement within the limit; the fastest one found without recomputation.
     target_seconds : float
         Step time at which the search ends, in seconds.
     budget : SearchBudget
-        Reduced by what the search uses.
+        Reduced by the time that the search uses.
     guess : collection of int, optional
-        Ids of tensors that are tried first, for example those of a similar limit.
+        Ids of tensors that are tried first, for example the result for a similar limit.
     """
     target_seconds *= 1 + ROUNDING
     search = _JointSearch(trace, link, limit_bytes, target_seconds)
@@ -134,19 +133,19 @@ class _JointSearch:
         self._probe_seconds = _PROBE_SECONDS * max(1.0, len(trace.tensors) / 1000)
 
     def grown(self, order: Iterable[int]) -> frozenset[int]:
-        """Return the tensors of an order that can be dropped one after the other within the limit."""
+        """Return the tensors that can be dropped within the limit if they are added one by one in this order."""
         drops = DropSet(self.trace, self.limit_bytes)
         return frozenset(i for i in order if drops.add(i))
 
     def orders(self) -> Iterator[list[int]]:
-        """Yield the candidates, the cheapest first: per byte, per byte and node for which it is away, and in all."""
+        """Yield the candidates by recomputation time: per byte, per byte and node without the tensor, and in total."""
         tensors = self.tensors
         yield self.candidates
         yield sorted(self.candidates, key=lambda i: _price(tensors[i]) / _away(tensors[i]))
         yield sorted(self.candidates, key=lambda i: _seconds(tensors[i]))
 
     def placed(self, dropped: frozenset[int], cutoff_seconds: float, budget: SearchBudget) -> JointPlacement | None:
-        """Return the fastest placement found with a set dropped; None where it is not faster than the cutoff."""
+        """Return the fastest placement found with a set dropped; None if it is not faster than the cutoff."""
         step = self._step(dropped, budget)
         if step is None or step.compute_seconds >= cutoff_seconds:
             return None
@@ -156,7 +155,7 @@ class _JointSearch:
         return JointPlacement(dropped, step, found) if found and found.step_seconds < cutoff_seconds else None
 
     def every_set(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
-        """Try every set of candidates, those that take the least time first."""
+        """Try every set of candidates; sets with the least recomputation time first."""
         sets = [each for count in range(1, len(self.candidates) + 1) for each in combinations(self.candidates, count)]
         sets.sort(key=lambda ids: sum(_seconds(self.tensors[i]) for i in ids))
         for ids in sets:
@@ -166,7 +165,7 @@ class _JointSearch:
         return best
 
     def prefixes(self, best: JointPlacement, order: Sequence[int], budget: SearchBudget) -> JointPlacement:
-        """Try prefixes of an order: a few, then the ones halfway from the fastest to its neighbours."""
+        """Try prefixes of an order: first a few, then those halfway between the fastest and its neighbours."""
         drops = DropSet(self.trace, self.limit_bytes)
         chain = [i for i in order if drops.add(i)]
         seconds = {0: best.step_seconds}
@@ -185,7 +184,7 @@ class _JointSearch:
         return best
 
     def flips(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
-        """Change the set a little, again and again, as long as no change is for the worse; then begin anew close by."""
+        """Make small changes that do not slow down the step; after many without gain, start again near the best set."""
         seen = {best.dropped}
         current, idle = best, 0
         while budget.seconds > 0 and best.step_seconds > self.target_seconds:
@@ -205,7 +204,7 @@ class _JointSearch:
         return best
 
     def _kicked(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
-        """Return a placement some random changes away."""
+        """Return a placement that differs from `best` by some random changes."""
         kicked = best
         for _ in range(_KICKS):
             dropped = self._changed(kicked)
@@ -226,13 +225,13 @@ class _JointSearch:
         return JointPlacement(best.dropped, best.step, fastest)
 
     def _step(self, dropped: frozenset[int], budget: SearchBudget) -> Step | None:
-        """Return the step with a set dropped; None where no plan of it keeps the limit."""
+        """Return the step with a set dropped; None if no plan of it stays within the limit."""
         step = Step(recomputed(self.trace, dropped), self.link)
         budget.seconds -= 1.5e-6 * step.node_count + 3e-6 * step.count
         return step if int(step.headroom(range(step.count), self.limit_bytes).min()) >= 0 else None
 
     def _changed(self, best: JointPlacement) -> frozenset[int]:
-        """Return a set that differs by one or two tensors."""
+        """Return a set that differs from that of `best` by one or two tensors."""
         rng = self.random
         dropped = set(best.dropped)
         more = self._addable(best)
@@ -251,7 +250,7 @@ class _JointSearch:
         return frozenset(dropped)
 
     def _addable(self, best: JointPlacement) -> list[int]:
-        """Return tensors that may be dropped besides: those that swap or all, those close to a stall or all."""
+        """Return candidates to drop in addition: at random only swapped ones or all, only near a stall or all."""
         rng = self.random
         among = set(best.swapped) if rng.random() < 0.6 else set(self.candidates) - best.dropped
         pool = [i for i in self.candidates if i in among]
@@ -265,14 +264,14 @@ class _JointSearch:
         return pool
 
     def _beside(self, gone: int, pool: Iterable[int]) -> int:
-        """Return a tensor of the pool that is made close to where another is."""
+        """Return a tensor of the pool that is produced close to where tensor `gone` is."""
         at = self.tensors[gone].produced
         return min(pool, key=lambda i: (abs(self.tensors[i].produced - at) + 3 * self.random.random(), i))
 
     def _adapted(
         self, near: JointPlacement, dropped: frozenset[int], cutoff_seconds: float, budget: SearchBudget
     ) -> JointPlacement | None:
-        """Return a placement with a set dropped that swaps about what `near` does; None where it exceeds the cutoff."""
+        """Return a placement with a set dropped and about the swaps of `near`; None if it exceeds the cutoff."""
         step = self._step(dropped, budget)
         if step is None or step.compute_seconds > cutoff_seconds:
             return None

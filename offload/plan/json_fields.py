@@ -1,7 +1,4 @@
-"""Fields of JSON objects, read with messages that name the field: `trace` reads its files with these.
-
-Place on the data path: under the trace.
-"""
+"""Reads fields of JSON objects, with error messages that name the field. `trace` reads its files with it."""
 
 from __future__ import annotations
 
@@ -12,21 +9,21 @@ __all__ = ["kind_of", "read_field", "read_float", "read_int", "read_list", "read
 
 
 def read_mapping(data: Any, where: str) -> Mapping[str, Any]:
-    """Return `data`, which has to be an object."""
+    """Return `data`, which must be an object."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: expected an object, got {kind_of(data)}")
     return data
 
 
 def read_field(row: Mapping[str, Any], field: str, where: str) -> Any:
-    """Return a field of an object, which has to have it."""
+    """Return a field of an object, which must be present."""
     if field not in row:
         raise ValueError(f"{where}.{field}: missing")
     return row[field]
 
 
 def read_list(row: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
-    """Return a field of an object that has to be a list; `where` names the field itself."""
+    """Return a field of an object, which must be a list; `where` names the field itself."""
     if field not in row:
         raise ValueError(f"{where}: missing")
     if not isinstance(row[field], (list, tuple)):
@@ -36,9 +33,9 @@ def read_list(row: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
 
 
 def read_int(value: Any, where: str) -> int:
-    """Return an integer; one that is written as a float is one too."""
+    """Return an integer; a float without a fraction is accepted."""
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # 4096.0: other JSON writers know no integers
+        return int(value)  # 4096.0: some JSON writers have no integers
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{where}: expected an integer, got {kind_of(value)}")
     return value
@@ -55,7 +52,7 @@ def read_float(value: Any, where: str) -> float:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a message calls a value."""
+    """Return the text by which messages refer to a value."""
     if value is None:
         return "null"
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

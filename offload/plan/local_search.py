@@ -1,7 +1,4 @@
-"""Local search over the set of tensors to swap: small random changes to a good set.
-
-Place on the data path: inside the search, between its first sets and its answer.
-"""
+"""Local search over the set of tensors to swap: small random changes to a good set."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ __all__ = ["Neighbourhood", "SearchBudget", "delay_prefetches", "improve"]
 _EARLY = 4.0  # a safety factor at which copy-ins are queued well before they have to be
 _SAFETY_FACTORS = (1.0, 1.0, _EARLY)
 _DELAY_SHARE = 0.2  # share of the changes that delay a prefetch
-_NEAR = 10  # places in a copy queue that count as close to a stall
+_NEAR = 10  # positions in a copy queue that count as close to a stall
 _REPAIRS_MAX = 40  # tensors added to bring one change within the limit
 _PRUNINGS_MAX = 40  # tensors tried for removal after one change
 _DELAYS_MAX = 8  # delayed tensors in one placement
@@ -54,22 +51,22 @@ def improve(
     step : Step
         The step.
     limit_bytes : int
-        Limit on the resident bytes, in bytes; `placement` keeps it.
+        Limit on the resident bytes, in bytes; `placement` stays within it.
     placement : SwapPlacement
         Start of the search.
     target_seconds : float
         Step time at which the search ends, in seconds.
     budget : SearchBudget
-        Reduced by what the search uses.
+        Reduced by the time that the search uses.
     seed : int, default 0
         Seed of the random changes.
 
     Notes
     -----
     A change removes one or two tensors from the set or adds one, close to a stall or anywhere. It then adds tensors
-    until the limit is kept, and in half of the cases removes tensors that the limit does not need. One change in five
-    delays a prefetch instead, so that another tensor can be prefetched earlier. A placement that is not slower is
-    accepted: equal step times let the search cross plateaus.
+    until the set stays within the limit, and in half of the cases removes tensors that the limit does not require. One
+    change in five delays a prefetch instead, so that another tensor can be prefetched earlier. A placement that is as
+    fast as the current one is accepted too, so that the search can cross plateaus.
     """
     near = Neighbourhood(step, limit_bytes, random.Random(seed))
     near.move_to(placement)
@@ -116,9 +113,9 @@ def delay_prefetches(
     placement : SwapPlacement
         Start of the search.
     cutoff_seconds : float
-        Step time that is too slow, in seconds. Where the waits for copy-outs alone reach it, nothing is tried.
+        Step time that is too long, in seconds. If it is reached even without waits for copy-ins, nothing is tried.
     budget : SearchBudget
-        Reduced by what the search uses.
+        Reduced by the time that the search uses.
     """
     in_seconds = sum(stall.seconds for stall in placement.stalls if not stall.is_out)
     if placement.step_seconds - in_seconds >= cutoff_seconds:
@@ -142,8 +139,8 @@ def delay_prefetches(
 def _delays(step: Step, placement: SwapPlacement, stalls: Sequence[Stall]) -> Iterator[dict[int, int]]:
     """Yield values of `not_before` that free memory for the late tensor of a stall.
 
-    Its prefetch is not one node earlier because its bytes do not fit there. So each tensor that is back at that node
-    and not needed yet is a candidate for a prefetch after it.
+    This tensor is not prefetched one node earlier because its bytes do not fit there. So each tensor that is already
+    prefetched at that node, but not used yet, is a candidate for a later prefetch.
     """
     if not stalls:
         return
@@ -175,12 +172,12 @@ class Neighbourhood:
         self.headroom = self.step.headroom(self.indices, self.limit_bytes)
 
     def sample_stall(self, stalls: Sequence[Stall], *, is_out: bool) -> Sequence[Stall]:
-        """Return one stall of a kind, with a probability proportional to its length; empty where there is none."""
+        """Return one stall of a kind, with a probability proportional to its length; empty if there is none."""
         among = [stall for stall in stalls if stall.is_out == is_out]
         return self.random.choices(among, weights=[stall.seconds for stall in among]) if among else ()
 
     def propose(self, stalls: Sequence[Stall]) -> tuple[int, ...] | None:
-        """Return a set that keeps the limit, or None where this attempt found none."""
+        """Return a set that stays within the limit, or None if this attempt found none."""
         removable, addable = self._candidates(stalls)
         kind = self.random.random()
         removed: set[int] = set()
@@ -203,7 +200,7 @@ class Neighbourhood:
         return tuple(np.flatnonzero(swapped).tolist())
 
     def adapted(self, indices: Iterable[int]) -> list[int] | None:
-        """Return a set close to another one that keeps the limit; None where this attempt found none."""
+        """Return a set that is close to `indices` and stays within the limit; None if this attempt found none."""
         swapped = np.zeros(self.step.count, dtype=bool)
         swapped[list(indices)] = True
         headroom = self.step.headroom(np.flatnonzero(swapped).tolist(), self.limit_bytes)
@@ -230,13 +227,13 @@ class Neighbourhood:
         return removable, [i for i in near if not self.swapped[i]]
 
     def _toggle(self, i: int, headroom: Ints, swapped: NDArray[np.bool_]) -> None:
-        """Swap a tensor that was kept, or keep one that was swapped."""
+        """Add a kept tensor to the set, or remove a swapped one from it."""
         count = self.step.bytes[i]
         headroom[self.step.release_min[i] : self.step.first_backward[i]] += -count if swapped[i] else count
         swapped[i] = not swapped[i]
 
     def _repair(self, headroom: Ints, swapped: NDArray[np.bool_], banned: Iterable[int]) -> bool:
-        """Add tensors until the limit is kept; return whether it is."""
+        """Add tensors until the set stays within the limit; return whether it does."""
         rule = self.random.random()
         allowed = ~swapped
         allowed[list(banned)] = False
@@ -262,7 +259,7 @@ class Neighbourhood:
         return False
 
     def _prune(self, headroom: Ints, swapped: NDArray[np.bool_], added: Iterable[int]) -> None:
-        """Keep swapped tensors that fit within the limit, in random order, except those in `added`."""
+        """In random order, remove from the set tensors that fit within the limit, except those in `added`."""
         choice = [i for i in np.flatnonzero(swapped).tolist() if i not in added]
         for i in self.random.sample(choice, min(len(choice), _PRUNINGS_MAX)):
             span = headroom[self.step.release_min[i] : self.step.first_backward[i]]

@@ -1,16 +1,18 @@
-"""The nodes at which a given set of tensors is released and prefetched.
+"""Chooses the nodes at which the tensors of a given set are released and prefetched.
 
-Place on the data path: between the search, which chooses the set, and `simulate`, which times the resulting plan.
+The search chooses the set, this module chooses the nodes, and `simulate` times the resulting plan.
 
-A tensor's index here is its place in the copy-out queue: tensors are sorted by (packed, id).
+A tensor's index is its position in the copy-out queue: tensors are sorted by the node that saves them (`packed`), then
+by id.
 
 Given the set, few choices remain:
 
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its copy-out has ended.
-  Where a node needs the memory earlier, the head of the queue is released there and compute waits for its copy-out.
-* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node from which it ends in time,
-  given the copy-ins behind it; or later, at the first node from which its memory is free until `first_backward`.
-* A tensor that would be prefetched no later than it is released saves no memory and stays resident.
+  If a node needs the memory earlier, the head of the queue is released there and compute waits for its copy-out.
+* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node from which it and the later
+  copy-ins end in time. If its memory is not free from there until `first_backward`, it is queued later: at the first
+  node from which it is.
+* A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from offload.plan.trace import Trace
 
 __all__ = ["Stall", "Step", "SwapPlacement"]
 
-_ARRAY_FROM = 40  # mean length in nodes from which NumPy slices are faster than a Python loop
+_ARRAY_FROM = 40  # if ranges have more nodes than this on average, NumPy slices are faster than a Python loop
 
 Ints = NDArray[np.int64]
 _NO_NODES: Mapping[int, int] = {}
@@ -53,11 +55,11 @@ class SwapPlacement:
     step_seconds : float
         Step time, including the overhead of the swaps. Equal to that of `simulate` plus the overhead, up to rounding.
     indices, releases, prefetches : tuple of int
-        The swapped tensors in copy-out order, and the nodes of each.
+        The swapped tensors in copy-out order, and the release node and the prefetch node of each.
     stalls : tuple of Stall
         Where compute waits, in node order.
     not_before : mapping of int to int
-        For delayed tensors, by index, the first node at which the prefetch may be.
+        For tensors whose prefetch was delayed, by index: the earliest prefetch node that is allowed.
     """
 
     step_seconds: float
@@ -69,7 +71,7 @@ class SwapPlacement:
 
 
 class Step:
-    """A trace and a link as lists by tensor index and by node, for fast placement.
+    """One training step, prepared for fast placement: a trace and a link as lists by tensor index or by node.
 
     Parameters
     ----------
@@ -116,9 +118,9 @@ class Step:
         return tuple(sorted(Swap(self.ids[i], release, prefetch) for i, release, prefetch in rows))
 
     def headroom(self, indices: Sequence[int], limit_bytes: int) -> Ints:
-        """Return per node the limit minus the bytes resident if each tensor is away for as long as is allowed.
+        """Return per node the limit minus the resident bytes, if each tensor is swapped out for as long as is allowed.
 
-        Negative where the set cannot keep the limit.
+        Negative at nodes where swapping this set is not enough to stay within the limit.
         """
         at = np.asarray(indices, dtype=np.int64)
         away = self._bytes_by_node(self._release_min[at], self._first_backward[at], self._bytes[at])
@@ -147,12 +149,12 @@ class Step:
         safety_factor : float, default 1.0
             Prefetch as early as if every copy-in took this many times as long.
         not_before : mapping of int to int
-            For some tensors, the first node at which the prefetch may be.
+            The earliest prefetch node that is allowed, by tensor index, for tensors that have one.
 
         Returns
         -------
         SwapPlacement or None
-            None where the set cannot keep the limit, or takes longer than `cutoff_seconds`.
+            None if the set cannot stay within the limit, or the step takes longer than `cutoff_seconds`.
         """
         indices = sorted(indices)
         while True:
@@ -184,7 +186,7 @@ class Step:
     def _choose_releases(
         self, indices: Sequence[int], headroom: list[int]
     ) -> tuple[dict[int, int], NDArray[np.float64]]:
-        """Return the release of each tensor, and the time at which each node is ready if no copy-in is late."""
+        """Return the release of each tensor, and the time at which each node can start if no copy-in is late."""
         size, out_seconds = self.bytes, self.out_seconds
         packs = [*(self.packed[i] for i in indices), -1]
         by_release_min = sorted(indices, key=self.release_min.__getitem__)
@@ -236,7 +238,7 @@ class Step:
         free = headroom - self._bytes_by_node(self._release_min[at], released, self._bytes[at])
         order = sorted(indices, key=self.copy_in_rank.__getitem__)
         uses = self._first_backward[order]
-        begin, begins = np.inf, []  # the latest start of each copy-in without a stall, from the last to the first
+        begin, begins = np.inf, []  # the latest start of each copy-in that causes no stall, last copy-in first
         for i, needed in zip(reversed(order), reversed(ready[uses].tolist()), strict=True):
             begin = (needed if needed < begin else begin) - self.in_seconds[i] * safety_factor
             begins.append(begin)
@@ -250,7 +252,7 @@ class Step:
     def _timed(
         self, indices: Sequence[int], release: dict[int, int], prefetch: dict[int, int], not_before: Mapping[int, int]
     ) -> SwapPlacement:
-        """Return the placement with its step time by the rules of `simulate`; visits only nodes with copies."""
+        """Return the placement with its step time, computed as in `simulate` but only at nodes with copies."""
         by_use = sorted(indices, key=self.copy_in_rank.__getitem__)
         by_release, by_prefetch = sorted(indices, key=release.__getitem__), sorted(by_use, key=prefetch.__getitem__)
         packs, uses = [*(self.packed[i] for i in indices), -1], [*(self.first_backward[i] for i in by_use), -1]
@@ -298,7 +300,7 @@ class Step:
 
 
 def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """Reserve memory for each tensor in turn, over the longest range of nodes that ends at its use and has room.
+    """Reserve memory for each tensor in turn, in the longest range of nodes that ends at its use and has room.
 
     Returns the first node of each range, which is at least `first`.
     """

@@ -1,6 +1,6 @@
 """Recomputation as a change of the trace: a plan that drops tensors is a swap plan of another step.
 
-Place on the data path: between the trace and everything that plans swaps, which needs to know nothing of recipes.
+The code that plans swaps therefore needs no knowledge of recipes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def first_uses(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
     Returns
     -------
     dict of int to int
-        `first_backward`, or earlier where a dropped tensor is recomputed from it.
+        `first_backward`, or earlier if a dropped tensor is recomputed from it.
     """
     tensors = {tensor.id: tensor for tensor in trace.tensors}
     uses = {tensor.id: tensor.first_backward for tensor in trace.tensors}
     waiting = sorted(dropped, key=lambda i: (tensors[i].produced, i))
-    while waiting:  # the last produced first: a source is mostly visited after all that is made from it
+    while waiting:  # last produced first, so that a source is mostly visited after the tensors made from it
         i = waiting.pop()
         at = uses[i]
         for source in _recipe(tensors[i]).inputs:
@@ -97,7 +97,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
     Returns
     -------
     Trace
-        With the same nodes, some of them longer, and without the dropped tensors, which `base_bytes` counts.
+        It has the same nodes, some of them longer, and lacks the dropped tensors, which `base_bytes` includes.
 
     Raises
     ------
@@ -107,9 +107,9 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
     Notes
     -----
     A dropped tensor is recomputed before the node at which it is first used. It is resident up to its last use in
-    forward and from that node on. The node takes as much longer as the recipe takes, and needs its workspace. From then
-    on each source has to be there: its first use is at most that node and its last use at least that node. A source
-    that is dropped too is recomputed first.
+    forward, and from that node on. The node takes longer by the time of the recipe, and needs its workspace. Each
+    source must be resident at that node: its first use is moved to that node if it is later, its last use if it is
+    earlier. A source that is dropped too is recomputed first.
 
     Examples
     --------
@@ -144,7 +144,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
                 change[tensor.last_forward + 1] -= tensor.bytes
                 change[uses[tensor.id]] += tensor.bytes
         else:
-            first = max(uses[tensor.id], tensor.last_forward + 1)  # used before: it cannot be away at all
+            first = max(uses[tensor.id], tensor.last_forward + 1)  # if used before, it is never swapped out
             nodes = (tensor.produced, tensor.packed, tensor.last_forward, first, last_use)
             kept.append(SavedTensor(tensor.id, tensor.bytes, *nodes))
     base = [count + more for count, more in zip(trace.base_bytes, accumulate(change), strict=False)]
@@ -155,7 +155,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
 
 
 def _checked(trace: Trace, dropped: Iterable[int]) -> set[int]:
-    """Return ids as a set, each of which has to be that of a tensor with a recipe."""
+    """Return the ids as a set; raise unless each is that of a tensor with a recipe."""
     dropped = set(dropped)
     for tensor in trace.tensors:
         if tensor.id in dropped:

@@ -1,6 +1,6 @@
-"""The plan: the swaps, the predicted step time and memory, and the certificate.
+"""The plan: the swaps, the predicted step time and memory, and a lower bound on the step time.
 
-Place on the data path: the planner's result. The executor follows it; the report and `offload plan` show it.
+It is the planner's result. The executor follows it; the report and `offload plan` show it.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _NO_SWAPS = "nothing is worth swapping"
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan with its certificate: a lower bound on the step time and the gap to it.
+    """A plan, with a lower bound on the step time and the gap to it.
 
     Parameters
     ----------
     swaps : tuple of Swap
-        The swaps, sorted by id; empty where every tensor stays in device memory.
+        The swaps, sorted by id; empty if every tensor stays in device memory.
     step_seconds : float
         Predicted step time by `simulate`, in seconds.
     compute_seconds : float
         Step time without swaps and recomputation, in seconds.
     bound_seconds : float
-        Lower bound on the step time of every plan within `limit_bytes`, in seconds: `joint_bound`, or `cut_bound`
-        where the plan swaps alone.
+        Lower bound on the step time of every plan within `limit_bytes`, in seconds: `cut_bound` if `swap_only`, else
+        `joint_bound`.
     gap : float
         ``step_seconds / bound_seconds - 1``.
     peak_bytes, unswapped_peak_bytes : int
         Largest number of bytes resident during any node, with the plan and without it.
     host_bytes : int
-        Largest number of bytes in the tier below device memory. A tensor counts from its pack to its first use in
-        backward.
+        Largest number of bytes in the tier below device memory. A tensor counts from the node that saves it to its
+        first use in backward.
     limit_bytes : int
-        Limit that the bound refers to: the limit that was asked for, or else the plan's own peak.
+        Limit that the bound refers to: the limit that was given, else the plan's own peak.
     trace : Trace
         The step.
     link : Link
-        The link that was assumed.
+        The link that was planned with.
     recomputes : tuple of Recomputation
         The tensors that are recomputed, sorted by id.
     swap_only : bool
@@ -76,7 +76,7 @@ class Plan:
 
     @cached_property
     def recomputed_trace(self) -> Trace:
-        """The step with the recomputations in it: what the swaps are swaps of."""
+        """The step with its recomputations, to which the swaps refer."""
         return recomputed(self.trace, (row.id for row in self.recomputes)) if self.recomputes else self.trace
 
     @cached_property
@@ -92,7 +92,7 @@ class Plan:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Overhead of the swaps, in seconds, by the figures of the link. `step_seconds` does not include it."""
+        """Overhead of the swaps in seconds, computed from the link. `step_seconds` does not include it."""
         size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
         return sum(self.link.overhead_seconds(size[swap.id]) for swap in self.swaps)
 
@@ -243,12 +243,12 @@ def make_plan(
     swaps : sequence of Swap
         The swaps.
     limit_bytes : int, optional
-        Limit that the bound refers to, in bytes; the plan's own peak if not given.
+        Limit that the bound refers to, in bytes; by default, the plan's own peak.
     bound_seconds : float, optional
-        The bound at that limit, in seconds, where it is known already.
+        The bound at that limit, in seconds, if it is known already.
     recomputes : iterable of int, optional
-        Ids of the tensors that are recomputed. Where it is given, even empty, the bound is that of all plans that swap
-        and recompute; else it is that of those that swap alone.
+        Ids of the tensors that are recomputed. If this is given, even empty, the bound is that of all plans that swap
+        and recompute, otherwise that of all swap-only plans.
 
     Returns
     -------

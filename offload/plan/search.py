@@ -1,9 +1,9 @@
-"""The search for a plan: fastest within a limit, of least memory within a slowdown, or as set by hand.
+"""Searches for a plan: the fastest within a limit, the one of least memory within a slowdown, or one set by hand.
 
-Place on the data path: trace and link in, plan out. Deterministic: the same trace and options give the same plan.
+Deterministic: the same trace, link and options give the same plan.
 
-`swap_search` chooses the set of tensors to swap and `placement` their nodes. Where tensors have recipes, `joint_search`
-chooses beside these the set to recompute; a plan is never slower for it.
+`swap_search` chooses the set of tensors to swap, and `placement` chooses their nodes. If tensors have recipes,
+`joint_search` also chooses the set to recompute, which never makes a plan slower.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-_BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors and at least once
+_BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors, and for fewer tensors too
 _PROBE_SECONDS = 0.03  # the same, for each limit of a bisection
-_JOINT_SECONDS = 2.0  # nominal, for the tensors to recompute; above 1,000 tensors it grows more slowly than they do
+_JOINT_SECONDS = 2.0  # nominal, for the tensors to recompute; above 1,000 tensors it grows less than their number
 _JOINT_PROBE_SECONDS = 0.1  # the same, for each limit of a bisection
 _JOINT_LOWER_SECONDS = 0.4  # the same, for each limit after it
 _EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
 _EXHAUSTIVE_PROBE_MAX = 8
 _LIMITS_MAX = 16  # limits tried by bisection
-_LOWER_LIMITS = (0.02, 0.005, 0.001)  # tried after the bisection: this share of the way down to the least limit
+_LOWER_LIMITS = (0.02, 0.005, 0.001)  # tried after the bisection: lower by this share of the way to the least limit
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement
 
 
 def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool = True) -> Plan:
-    """Return the fastest plan found that keeps a limit.
+    """Return the fastest plan found within a limit.
 
     Parameters
     ----------
@@ -51,19 +51,19 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
     limit_bytes : int
         Hard limit on the resident bytes, in bytes.
     recompute : bool, default True
-        Whether tensors that have a recipe may be recomputed. Not: plan by swapping alone.
+        Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
 
     Returns
     -------
     Plan
-        Without swaps where the step fits without them. With tensors to recompute only where that is faster.
+        Without swaps if the step fits without them; with recomputation only if that is faster.
 
     Raises
     ------
     ValueError
         If the limit is not positive.
     InfeasibleLimitError
-        If no plan keeps the limit. Recomputation does not lower the least feasible limit.
+        If no plan stays within the limit. Recomputation does not lower the least feasible limit.
 
     Examples
     --------
@@ -92,7 +92,7 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
 def least_memory_plan(
     trace: Trace, link: Link, max_slowdown: float, limit_bytes: int | None = None, *, recompute: bool = True
 ) -> Plan:
-    """Return the plan of least peak memory found whose step is at most a given share longer than the unswapped one.
+    """Return the plan with the least peak memory found whose step is at most a given share longer than without swaps.
 
     Parameters
     ----------
@@ -101,24 +101,25 @@ def least_memory_plan(
     link : Link
         Bandwidths and latency.
     max_slowdown : float
-        0.05 allows a step that is 5 % longer than without swaps: waits, overhead and recomputation included.
+        0.05 allows a step that is 5 % longer than without swaps, with all waits, overhead and recomputation.
     limit_bytes : int, optional
-        Hard limit on the resident bytes, in bytes. Where keeping it takes a larger slowdown, the fastest plan within
-        the limit is returned, with a warning.
+        Hard limit on the resident bytes, in bytes. If it needs a larger slowdown, the fastest plan within the limit is
+        returned, with a warning.
     recompute : bool, default True
-        Whether tensors that have a recipe may be recomputed. Not: plan by swapping alone.
+        Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
 
     Returns
     -------
     Plan
-        Its limit, and so its bound, is its own peak; or `limit_bytes` where that needs a larger slowdown.
+        The limit of the plan, to which its bound refers, is its own peak, or `limit_bytes` if that needs a larger
+        slowdown.
 
     Raises
     ------
     ValueError
         If `max_slowdown` is negative or not finite, or the limit is not positive.
     InfeasibleLimitError
-        If no plan keeps `limit_bytes`.
+        If no plan stays within `limit_bytes`.
     """
     if not (math.isfinite(max_slowdown) and max_slowdown >= 0):
         raise ValueError(f"max_slowdown: {max_slowdown} is not understood; write a fraction of at least 0 such as 0.05")
@@ -144,7 +145,7 @@ def manual_plan(
     lead_nodes: int | Literal["auto"] = "auto",
     limit_bytes: int | None = None,
 ) -> Plan:
-    """Return the plan for `n_tensors` and `lb`, the options for swapping by hand.
+    """Return the plan for `n_tensors` and `lb`, the options of the manual mode.
 
     Parameters
     ----------
@@ -153,8 +154,8 @@ def manual_plan(
     link : Link
         Bandwidths and latency.
     n_tensors : int
-        Number of tensors to swap, longest-lived first (most nodes between last use in forward and first use in
-        backward): -1 all, 0 none.
+        Number of tensors to swap; -1 swaps all, 0 none. Tensors with the most nodes between their last use in forward
+        and their first use in backward are swapped first.
     lead_nodes : int or "auto", default "auto"
         Backward nodes between the prefetch and the first use in backward (`lb`). "auto" chooses for each tensor the
         last node that causes no stall, and does not swap tensors that are needed before their copy-out has ended.
@@ -210,7 +211,7 @@ def _fixed_lead(step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: i
 
 
 def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacement:
-    """Return the placement of least memory within `allowed` seconds: bisect the limit, then search below the result."""
+    """Return the placement of least memory within `allowed` seconds: bisect the limit, then try lower limits."""
     low, high = least_feasible_limit(step.trace), int(step.unswapped_bytes.max(initial=0))
     best = JointPlacement(frozenset(), step, SwapPlacement(step.compute_seconds, (), (), (), ()))
     weight = max(1.0, step.count / 1000)
@@ -251,7 +252,7 @@ def _fastest_swaps(
     step: Step, limit_bytes: int, target_seconds: float, seconds: float, exhaustive_max: int = _EXHAUSTIVE_MAX
 ) -> SwapPlacement:
     placement = fastest_placement(step, limit_bytes, target_seconds, SearchBudget(seconds), exhaustive_max)
-    assert placement is not None  # the limit is feasible: the set of all tensors keeps it
+    assert placement is not None  # the limit is feasible: the set of all tensors stays within it
     return placement
 
 
@@ -260,8 +261,8 @@ def _fastest_joint(
 ) -> JointPlacement:
     """Return the fastest placement found, with or without recomputation.
 
-    The search begins with a quick plan that swaps alone. A thorough one follows unless what has been found is faster
-    than any such plan can be; so the result is never slower than the plan by swapping alone.
+    The search begins with a quick swap-only plan. A thorough swap-only search follows unless the result so far is
+    faster than any swap-only plan can be. So the result is never slower than the swap-only plan.
     """
     seconds = _PROBE_SECONDS * max(1.0, step.count / 1000)
     quick = _fastest_swaps(step, limit_bytes, target_seconds, seconds, _EXHAUSTIVE_PROBE_MAX)
@@ -278,7 +279,7 @@ def _fastest_joint(
 def _prefetch_earlier(
     step: Step, placement: SwapPlacement, limit_bytes: int, allowed_seconds: float = 0.0
 ) -> SwapPlacement:
-    """Prefetch earlier where memory allows and the step takes no longer, so that a slower link causes no stall."""
+    """Prefetch earlier if memory allows it and the step takes no longer, so that a slower link causes no stall."""
     for safety_factor in _SAFETY_FACTORS:
         found = step.place(placement.indices, limit_bytes, safety_factor=safety_factor)
         if found is not None and found.step_seconds <= max(placement.step_seconds, allowed_seconds):

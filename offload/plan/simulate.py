@@ -1,6 +1,6 @@
 """The predicted timing of a plan: when each node and each copy runs, and the resident bytes.
 
-Place on the data path: the search compares plans by it. The engine executes plans by the same rules.
+The search compares plans by this timing, and the engine executes plans by the same rules.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _by_node(
     packs: list[list[int]] = [[] for _ in range(node_count)]
     uses: list[list[int]] = [[] for _ in range(node_count)]
     prefetches: list[list[int]] = [[] for _ in range(node_count)]
-    for swap in swaps:  # sorted by id, and the sort below is stable: ties go by id
+    for swap in swaps:  # sorted by id, and the sort below is stable, so ties are broken by id
         releases[swap.release].append(swap.id)
         packs[tensors[swap.id].packed].append(swap.id)
         uses[tensors[swap.id].first_backward].append(swap.id)
@@ -175,7 +175,7 @@ def resident_bytes(trace: Trace, swaps: Sequence[Swap]) -> tuple[int, ...]:
     trace : Trace
         The step.
     swaps : sequence of Swap
-        The plan; a swapped tensor is resident during produced...release - 1 and prefetch...last_use.
+        The plan; a swapped tensor is resident in nodes produced...release - 1 and prefetch...last_use.
 
     Returns
     -------

@@ -1,10 +1,11 @@
-"""The search for the set of tensors to swap within a limit.
+"""Searches for the set of tensors to swap within a limit.
 
-Place on the data path: between `placement`, which chooses the nodes of a set, and `search`, which makes plans of it.
+`placement` chooses the nodes of each set, and `search` makes plans of the result.
 
 The first sets come from a few rankings of the tensors (by lifetime, by pack order, by first use in backward, by idle
-time times bytes, by bytes). Each ranking gives its shortest prefix that keeps the limit, longer prefixes, and a minimal
-set that keeps the limit. Local search then improves the fastest. With few tensors, every set is tried.
+time times bytes, by bytes). Each ranking gives its shortest prefix that stays within the limit, longer prefixes, and a
+minimal set that stays within the limit. Local search then improves the fastest set. With few tensors, every set is
+tried.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STARTS = 2  # independent runs of the local search
 def fastest_placement(
     step: Step, limit_bytes: int, target_seconds: float, budget: SearchBudget, exhaustive_max: int
 ) -> SwapPlacement | None:
-    """Return the fastest placement found; the search ends at one within `target_seconds`."""
+    """Return the fastest placement found; the search ends if one takes at most `target_seconds`."""
     if step.unswapped_bytes.max(initial=0) <= limit_bytes:
         return SwapPlacement(step.compute_seconds, (), (), (), ())
     target_seconds *= 1 + ROUNDING
@@ -75,7 +76,7 @@ def _first_sets(step: Step, limit_bytes: int) -> Iterator[Sequence[int]]:
 
 
 def rankings(step: Step) -> list[list[int]]:
-    """Return the tensors in the order of several criteria, the longest-lived first in the first one."""
+    """Return the tensors in the orders of several criteria; in the first order, the longest-lived come first."""
     everything = range(step.count)
     idle = [step.clock[step.first_backward[i]] - step.clock[step.packed[i] + 1] for i in everything]
     return [
@@ -88,7 +89,7 @@ def rankings(step: Step) -> list[list[int]]:
 
 
 def _least_prefix(step: Step, ranking: Sequence[int], limit_bytes: int) -> int:
-    """Return the length of the shortest prefix that keeps the limit; the whole length where none does."""
+    """Return the length of the shortest prefix that stays within the limit; the full length if none does."""
     low, high = 0, len(ranking)
     while low < high:
         middle = (low + high) // 2
@@ -100,7 +101,7 @@ def _least_prefix(step: Step, ranking: Sequence[int], limit_bytes: int) -> int:
 
 
 def minimal_set(step: Step, ranking: Sequence[int], limit_bytes: int) -> list[int]:
-    """Start from the set of all tensors; in reverse ranking, remove each whose bytes fit within the limit."""
+    """Swap all tensors; then, in reverse ranking, keep each that fits within the limit. Return those still swapped."""
     headroom = step.headroom(ranking, limit_bytes)
     needed = []
     for i in reversed(ranking):

@@ -1,6 +1,6 @@
 """The trace of one training step: its nodes, their durations, and the tensors saved for backward.
 
-Place on the data path: the profiler writes a trace, the planner reads it. Imports no torch.
+The profiler writes a trace, and the planner reads it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Recompute:
     inputs : tuple of int
         Ids of the saved tensors that the operators start from, its sources (``from`` in the JSON form).
     workspace_bytes : int, default 0
-        Bytes that the operators need besides, while they run (``workspace``).
+        Further bytes that the operators need while they run (``workspace``).
     least_seconds : float, optional
-        The part of `seconds` that counts in lower bounds: an operator that m recipes share counts 1/m in each. All of
-        them where it is not given.
+        The part of `seconds` that counts in lower bounds: an operator that m recipes share counts 1/m in each. By
+        default, all of `seconds`.
     """
 
     seconds: float
@@ -64,7 +64,7 @@ class Recompute:
 
     @property
     def bound_seconds(self) -> float:
-        """What the tensor adds to a lower bound on the step time, in seconds."""
+        """Seconds that recomputing the tensor adds to a lower bound on the step time."""
         return self.seconds if self.least_seconds is None else self.least_seconds
 
 
@@ -82,7 +82,7 @@ class SavedTensor:
         Nodes at which it is allocated, is saved, is last used by forward, is first used by
         backward and is last used; produced <= packed <= last_forward < first_backward <= last_use.
     recompute : Recompute, optional
-        Present where the tensor can be recomputed.
+        Present if the tensor can be recomputed.
     """
 
     id: int
@@ -97,17 +97,17 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between device memory and the tier below it: two FIFO channels, one a direction.
+    """The link between device memory and the tier below it: two FIFO channels, one per direction.
 
     Parameters
     ----------
     out_bandwidth, in_bandwidth : float
         Bytes per second out of, and into, device memory; may be infinite.
     latency : float, default 0.0
-        Seconds that every copy takes on top of its bytes.
+        Seconds that every copy takes in addition to the time for its bytes.
     swap_seconds, byte_seconds : float, default 0.0
-        By how much each swap, and each byte that swaps, slows the computation around it, in seconds out and back
-        together: what hooks take, and what copies take of the processor. `simulate` knows nothing of it.
+        Seconds by which each swapped tensor, and each swapped byte, slows the computation, swapping out and in
+        together: the time of hooks, and the CPU time of copies. `simulate` does not include them.
 
     Raises
     ------
@@ -130,7 +130,7 @@ class Link:
                 raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
 
     def overhead_seconds(self, nbytes: int) -> float:
-        """By how much swapping one tensor slows the computation around it."""
+        """Seconds by which swapping a tensor of `nbytes` bytes slows the computation."""
         return self.swap_seconds + self.byte_seconds * nbytes
 
 
@@ -143,13 +143,13 @@ class Trace:
     nodes : tuple of Node
         In execution order.
     base_bytes : tuple of int
-        One per node: bytes resident while it runs that no tensor of `tensors` accounts for.
+        One per node: bytes resident while it runs, without those of `tensors`.
     tensors : tuple of SavedTensor
         The tensors that forward saves for backward.
     source : str, default ""
-        Free text: where the trace comes from.
+        Where the trace comes from, as free text.
     link : Link, optional
-        What the recording machine measured. A file tells its bandwidths and its latency, and no more of it.
+        The link as measured on the recording machine. A file has only its bandwidths and its latency.
 
     Raises
     ------
@@ -200,7 +200,7 @@ class Trace:
         self._check_order(index_of)
 
     def _check_order(self, index_of: Mapping[int, int]) -> None:
-        """Raise if tensors are sources of each other."""
+        """Raise if tensors would have to be recomputed from each other."""
         sources = {tensor.id: tensor.recompute.inputs for tensor in self.tensors if tensor.recompute is not None}
         try:
             TopologicalSorter(sources).prepare()
@@ -237,7 +237,7 @@ class Trace:
         Parameters
         ----------
         path : str or Path
-            File to write; replaced where it exists.
+            File to write; an existing file is replaced.
         """
         Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")) + "\n", encoding="utf-8")
 
@@ -248,7 +248,7 @@ class Trace:
         Parameters
         ----------
         data : mapping
-            What ``json.load`` returns. Unknown keys are ignored.
+            The result of ``json.load``. Unknown keys are ignored.
 
         Raises
         ------
@@ -286,7 +286,7 @@ class Trace:
         }
 
 
-_ROUNDING = 1e-9  # relative: shares of a recipe's operators are added in any order
+_ROUNDING = 1e-9  # relative; the shares of a recipe's operators may be added in any order
 _LINK_FIELDS = ("out_bandwidth", "in_bandwidth", "latency")
 _NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_use")
 

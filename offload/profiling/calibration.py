@@ -1,6 +1,6 @@
 """Measures the speed of copies between a device and the tier below it, and caches it for each machine.
 
-Not on the data path: the planner gets its link here, and `offload doctor` shows it.
+The planner takes its link from here, and `offload doctor` prints it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Calibration", "calibrate", "measure_link"]
 log = logging.getLogger("offload")
 
 BLOCK_BYTES_MAX = 16 << 20
-KEPT_SECONDS_MAX = 900.0  # a cached result is used this long: the load of the machine changes
+KEPT_SECONDS_MAX = 900.0  # a cached result expires after this time, because the load of the machine changes
 OTHERS_FRACTION_MAX = 0.1  # of CPU time; if other programs use more, the result is not cached
 
 
@@ -87,22 +87,22 @@ class Calibration:
         return Link(self.out_bandwidth_both, self.in_bandwidth_both, self.latency_seconds, byte_seconds=byte_seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and strings; bytes per second and seconds."""
+        """Return all fields as a dict of numbers and strings, in bytes per second and in seconds."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, about: Mapping[str, Any]) -> Calibration:
-        """What `to_dict` wrote.
+        """Build a calibration from the result of `to_dict`.
 
         Raises
         ------
         ValueError
-            A field is missing, unknown or impossible; the message names it.
+            A field is missing or unknown (the message lists the known fields), or invalid (the message names it).
         """
         known = {each.name for each in fields(cls)}
         if not isinstance(about, Mapping) or set(about) != known:
             raise ValueError(
-                f"a calibration has the fields {', '.join(sorted(known))}; delete the file to measure anew"
+                f"a calibration has exactly the fields {', '.join(sorted(known))}; delete the file to measure anew"
             )
         for name in ("device", "tier"):
             if not isinstance(about[name], str):
@@ -124,25 +124,25 @@ def calibrate(
     fresh: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Calibration:
-    """Measure how fast `store` copies out of `device` and back, or read what was measured here minutes ago.
+    """Measure how fast `store` copies out of `device` and back, or return a cached result of the last 15 minutes.
 
-    Blocks of up to 16 MiB (an eighth of the host limit where that is less) are copied through the engine, at most two
-    in flight per direction: each direction alone, then both. Takes about a second. `store.stats()` counts these copies
-    too.
+    Blocks of up to 16 MiB are copied through the engine, at most two in flight per direction: first in each direction
+    alone, then in both at once. Blocks are smaller if 16 MiB is more than an eighth of the host limit or, without a
+    GPU, of the free disk space. Takes about a second. `store.stats()` counts these copies too.
 
     Parameters
     ----------
     store
-        The data plane; nothing else should use it meanwhile.
+        The store to measure; nothing else should use it during the measurement.
     device
         ``cpu`` or one CUDA device.
     spill_dir
-        Folder of the spill file; empty where there is no disk tier.
+        Folder of the spill file; empty if no file is used.
     fresh
         Measure even if a result is cached. This process uses the new result; other processes use it only if it
         is cached.
     cache_dir
-        Folder of kept results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. If it
+        Folder of the cached results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. If it
         cannot be written, the next process measures again. A result is not written if other programs used more than
         10 % of the CPU time during the measurement, or if the system does not report their use.
 
@@ -156,7 +156,7 @@ def calibrate(
     OSError
         Reading or writing the spill file failed.
     MemoryError
-        There is no room for even the smallest blocks.
+        There is no room even for the smallest blocks.
 
     Examples
     --------
@@ -170,9 +170,9 @@ def calibrate(
     key = _machine_key(store, device, spill_dir, block_bytes)
     path = _cache_path(key, cache_dir)
     if not fresh:
-        kept = _of_this_process(path) or _load(path, key)
-        if kept is not None:
-            return kept
+        cached = _of_this_process(path) or _load(path, key)
+        if cached is not None:
+            return cached
     with used_by_others() as others:
         rates = measure(store, device, block_bytes)
     found = Calibration(
@@ -216,11 +216,11 @@ def _block_bytes(store: _core.SwapStore, spill_dir: str) -> int:
     return max(min(BLOCK_BYTES_MAX, room // 8 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN), BLOCK_BYTES_MIN)
 
 
-# -- keeping ----------------------------------------------------------------------------------------------------------
+# -- cache ------------------------------------------------------------------------------------------------------------
 
 
 def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, block_bytes: int) -> dict[str, Any]:
-    """What identifies a link: a cached result is used only if all of this is the same."""
+    """Return what identifies a link: a cached result is used only if all of this is the same."""
     return {
         "version": __version__,
         "host": platform.node(),
@@ -245,10 +245,10 @@ def _load(path: Path, key: dict[str, Any]) -> Calibration | None:
     try:
         if time.time() - path.stat().st_mtime > KEPT_SECONDS_MAX:
             return None
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(kept, dict) or kept.get("key") != key:
-            raise ValueError("it was written for another machine")
-        return Calibration.from_dict(kept.get("calibration", {}))
+        cached = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(cached, dict) or cached.get("key") != key:
+            raise ValueError("it belongs to another machine, device, spill folder or version of offload")
+        return Calibration.from_dict(cached.get("calibration", {}))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # malformed JSON and malformed text are ValueErrors too
@@ -268,4 +268,4 @@ def _save(path: Path, key: dict[str, Any], found: Calibration) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        log.info("the measured link is not kept, the next process measures it again: %s", error)
+        log.info("the measured link is not cached, so the next process measures it again: %s", error)

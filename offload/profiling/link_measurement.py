@@ -1,6 +1,6 @@
-"""Measures how fast copies are between a device and the tier below it, through the engine's own path.
+"""Measures how fast copies are between a device and the tier below it, with the engine itself.
 
-Beside the data path: `calibration.py` keeps what is found here.
+`calibration.py` caches the result.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from offload import _core
+from offload._core import SwappedStorage
 from offload.runtime.engine import Engine
-from offload.runtime.swapped_storage import SlotHandle
 
 __all__ = ["LinkRates", "measure"]
 
@@ -94,13 +94,13 @@ def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
     return torch.arange(nbytes // 8, dtype=torch.int64, device=engine.device).mul_(0x9E3779B97F4A7C1)
 
 
-def _out(engine: Engine, source: torch.Tensor) -> SlotHandle:
+def _out(engine: Engine, source: torch.Tensor) -> SwappedStorage:
     key, _ = engine.look(source, source.nbytes)
     assert key is not None
     return engine.swap_out(source, key, 0)
 
 
-def _has_left(slot: SlotHandle) -> bool:
+def _has_left(slot: SwappedStorage) -> bool:
     """Whether its copy-out has ended; raises where it failed."""
     ticket = slot.record.ticket
     if not ticket.out_done():
@@ -110,11 +110,11 @@ def _has_left(slot: SlotHandle) -> bool:
     return True
 
 
-def _has_arrived(slot: SlotHandle) -> bool:
-    return bool(slot.record.ticket.in_done())
+def _has_arrived(slot: SwappedStorage) -> bool:
+    return slot.record.ticket.in_done()
 
 
-def _await_all(slots: list[SlotHandle], has_ended: Callable[[SlotHandle], bool]) -> None:
+def _await_all(slots: list[SwappedStorage], has_ended: Callable[[SwappedStorage], bool]) -> None:
     for slot in slots:
         while not has_ended(slot):
             time.sleep(0)

@@ -1,6 +1,6 @@
-"""What is on the device before a step begins: parameters, gradients, and the state of the optimizers that step them.
+"""Bytes on the device before a step begins: parameters, gradients, and the state of the optimizers that step them.
 
-Beside the data path: the planner adds it to what a recorded step allocates.
+The planner adds them to what a profiled step allocates.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Watches one step, forward and backward: what autograd saves, who asks for it when, and for a plan also how long.
+"""Records one step, forward and backward: what autograd saves, when backward uses it and, for a plan, durations.
 
-On the data path: a signature's first step is recorded here; later steps follow the schedule made of it.
+The first step of each signature is recorded; later steps follow the schedule that is made from the record.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from functools import partial
 import torch
 from torch import nn
 
+from offload._core import SwappedStorage
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.recomputation import Recomputation
+from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import PackEntry, StepOrder
-from offload.runtime.swapped_storage import SlotHandle
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import current_node
 from offload.torch_compat.call_stack import running_module
@@ -43,7 +44,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.order = StepOrder()
-        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
+        self._slots: dict[int, weakref.ref[SwappedStorage]] = {}
         self._autograd_node: object = None
 
     @property
@@ -70,13 +71,13 @@ class Recorder:
         """The later saved, the sooner needed, as a guess."""
         return 2**32 - pack_index
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
         self._slots[pack_index] = weakref.ref(slot)
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a storage saved before."""
         first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
@@ -203,7 +204,7 @@ class Profiler(Recorder):
         """A hook begins."""
         self.stopwatch.begin()
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
@@ -218,7 +219,7 @@ class Profiler(Recorder):
         slot.record.wait_copied_out()
         super().swapped(pack_index, slot, tensor)
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a storage saved before."""
         self._note_module(pack_index)
         super().duplicated(pack_index, slot)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from offload._core import SwappedStorage
 from offload.recomputation.measured import MeasuredRecipe, Refusal
 from offload.recomputation.recipe import Recipe
 from offload.recomputation.slicing import NOT_MADE, recipe_of
@@ -18,8 +20,8 @@ from offload.recomputation.values import Held, Probe
 from offload.runtime.engine import Engine
 from offload.runtime.executor import SwapOnDemand
 from offload.runtime.recomputation import Recording, Surroundings
+from offload.runtime.recomputed_storage import StorageKey
 from offload.runtime.schedule import StepOrder
-from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.torch_compat.dispatch import can_record, undisturbed
 
 __all__ = ["RecipeTrial"]
@@ -48,7 +50,7 @@ class RecipeTrial(SwapOnDemand):
         self._trial = _Trial(engine, order, base_bytes, limit_bytes)
         self.recomputation = self._trial
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave: wait until it is gone, so that the step needs the least memory."""
         slot.record.wait_copied_out()
 
@@ -89,7 +91,7 @@ class _Trial(Recording):
         self._limit_bytes = limit_bytes
         self._met: set[int] = set()
         self._read: dict[int, list[Held | Probe]] = {}
-        self._timed: list[tuple[int, Recipe, Any, Any]] = []
+        self._timed: list[tuple[int, MeasuredRecipe, Any, Any]] = []
 
     def begin(self, surroundings: Surroundings) -> None:
         """The forward pass begins in this thread, and the recording with it."""
@@ -142,7 +144,8 @@ class _Trial(Recording):
         assert self._recorder is not None
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
         missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}
-        needed = recipe.peak_bytes + sum(slot.record.nbytes for slot in missing.values())
+        compared = storage.nbytes() // (1 if storage.nbytes() % 8 else 8)
+        needed = recipe.peak_bytes + compared + sum(slot.record.nbytes for slot in missing.values())
         if needed > self._room(index):
             return "too large to be tried within the memory limit"
         if recipe.held_bytes > storage.nbytes() // 8:
@@ -166,11 +169,11 @@ class _Trial(Recording):
         made = recipe.run(storages)
         end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
         with undisturbed():
-            same = made.nbytes() == storage.nbytes() and torch.equal(_as_bytes(made), _as_bytes(storage))
+            same = made.nbytes() == storage.nbytes() and torch.equal(_as_bits(made), _as_bits(storage))
         if same:
             self._read[index] = recipe.changeable
         if same and self._engine.is_accelerator:
-            self._timed.append((index, recipe, begin, end))
+            self._timed.append((index, _measured(recipe, 0.0, storage.nbytes()), begin, end))  # not its slots
         elif same:
             self.recipes[index] = _measured(recipe, seconds, storage.nbytes())
         return same
@@ -183,7 +186,7 @@ class _Trial(Recording):
             if seconds is None:
                 left.append((index, recipe, begin, end))
             else:
-                self.recipes[index] = _measured(recipe, seconds[0], self._order.entries[index].nbytes)
+                self.recipes[index] = replace(recipe, seconds=seconds[0])
         self._timed = left
         return len(left)
 
@@ -208,5 +211,7 @@ def _measured(recipe: Recipe, seconds: float, nbytes: int) -> MeasuredRecipe:
     )
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _as_bits(storage: torch.UntypedStorage) -> torch.Tensor:
+    # In words where that goes: what compares takes a byte for each element.
+    dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)

@@ -14,14 +14,13 @@ from itertools import accumulate
 
 import torch
 
-from offload._core import ActivationMeter
+from offload._core import ActivationMeter, SwappedStorage
 from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, ScheduleExecutor, Stopwatch
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import SlotHandle
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.tensors import StorageWatch
 
@@ -178,7 +177,7 @@ class MeteredExecutor(ScheduleExecutor):
         super().pass_by(pack_index)
         self._meter_at(pack_index)
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """A storage has begun to leave."""
         super().swapped(pack_index, slot, tensor)
         if self._storages is not None:

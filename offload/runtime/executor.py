@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from offload._core import ActivationMeter, NodeClock, ScheduleCursor
+from offload._core import ActivationMeter, NodeClock, ScheduleCursor, SwappedStorage
 from offload.runtime.counters import Counts
 from offload.runtime.device_clock import DeviceClock
 from offload.runtime.engine import Engine
 from offload.runtime.recomputation import DroppedTensors, Recomputation
+from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import SlotHandle
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _NEVER = 2**62
@@ -59,10 +59,10 @@ class StepObserver(Protocol):
     def need(self, pack_index: int) -> int:
         """Spill priority: larger if the tensor is needed later."""
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view was saved; the copy-out of its storage has already started."""
 
     def packed(self, pack_index: int) -> None:
@@ -98,8 +98,8 @@ class SwapOnDemand:
         return 2**32 - pack_index
 
     def begin(self) -> None: ...
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None: ...
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None: ...
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None: ...
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None: ...
     def packed(self, pack_index: int) -> None: ...
     def unpacking(self, pack_index: int) -> None: ...
     def unpacked(self, pack_index: int) -> None: ...
@@ -191,7 +191,7 @@ class ScheduleExecutor:
         self.recomputation = DroppedTensors(schedule, engine, self._recomputed) if schedule.windows else None
         self.recompute_seconds = 0.0  # of this step
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
-        self._slots: dict[int, weakref.ref[SlotHandle]] = {}
+        self._slots: dict[int, weakref.ref[SwappedStorage]] = {}
         self._next_release = 0
         self._next_prefetch = 0
         self._acted = False  # whether this hook waits or starts a copy; if not, its time counts as computation
@@ -244,11 +244,11 @@ class ScheduleExecutor:
         entry = self._swapped_bytes.get(pack_index)
         return entry[1] if entry is not None else self.schedule.need(pack_index)
 
-    def swapped(self, pack_index: int, slot: SlotHandle, tensor: torch.Tensor) -> None:
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
         self._slots[pack_index] = weakref.ref(slot)
 
-    def duplicated(self, pack_index: int, slot: SlotHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a swapped storage was saved: nothing is due."""
 
     def packed(self, pack_index: int) -> None:

@@ -32,6 +32,7 @@ class ForwardWrapper:
             own.put_back(module)
         elif isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
             del module.__dict__["forward"]  # what a deep copy of an enabled module carries: the plain one
+        self.owner: object = None  # lives as long as the module
         self._framed: Callable[..., Any] | None = None
         self._is_wanted = True
         self._was_own = "forward" in module.__dict__

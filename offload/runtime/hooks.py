@@ -12,16 +12,15 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload._core import HookCore, KeptTensor, PinningFailed, follow
+from offload._core import HookCore, KeptTensor, PinningFailed, SwappedStorage, SwappedView, follow, view_of
 from offload.options import Options
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver, SwapOnDemand
 from offload.runtime.recomputation import Recomputation
-from offload.runtime.saved_view import SwappedView, raise_changed
-from offload.runtime.swapped_storage import SlotHandle, StorageKey
+from offload.runtime.recomputed_storage import DroppedHandle
 from offload.torch_compat.autograd import innermost_hooks
-from offload.torch_compat.tensors import version_of
+from offload.torch_compat.tensors import raise_changed, version_of
 
 # What a graph node holds in a saved tensor's place.
 Packed = KeptTensor | SwappedView
@@ -62,12 +61,12 @@ class StepHooks(HookCore):
     """
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__(policy.options.min_tensor_bytes, policy.counts, policy.engine.queues)
+        super().__init__(policy.options.min_tensor_bytes, policy.counts, policy.engine)
         self._engine = policy.engine
         self._min_nbytes = policy.options.min_tensor_bytes
         self._counts = policy.counts
         self.policy = policy
-        self._kept: set[StorageKey] = set()
+        self._kept: set[tuple[int, ...]] = set()
         self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
         self._recomputation: Recomputation | None = None
         self.attach(SwapOnDemand())
@@ -147,9 +146,12 @@ class StepHooks(HookCore):
             return self.keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self.keep(tensor, index, "unsupported kind", nbytes)
+        slot: SwappedStorage | DroppedHandle | None
         key, slot = self._engine.look(tensor, nbytes)
         if key is None:
             return self.keep(tensor, index, "view of a larger storage", nbytes)
+        if slot is None and self._recomputation is not None:
+            slot = self._engine.dropped_before(key)
         if slot is not None:
             return self._pack_duplicate(tensor, index, slot)
         if key[3] < self._min_nbytes:
@@ -167,7 +169,7 @@ class StepHooks(HookCore):
         if dropped is not None:
             self._counts.dropped.tensors += 1
             self._counts.dropped.nbytes += key[3]
-            return SwappedView(tensor, dropped, index)
+            return view_of(tensor, dropped, index)
         try:
             slot = self._engine.swap_out(tensor, key, self._observer.need(index))
         except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
@@ -181,17 +183,13 @@ class StepHooks(HookCore):
             self._recomputation.saved(tensor, index, key, slot)
         if self._engine.in_flight_bytes > self._engine.in_flight_bytes_max and self._observer.caps_in_flight:
             self._engine.limit_in_flight()
-        count = self._counts.swapped
-        count.tensors += 1
-        count.nbytes += key[3]
-        return SwappedView(tensor, slot, index)
+        self.count(self._counts.swapped, key[3])
+        return view_of(tensor, slot, index)
 
-    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SlotHandle) -> Packed:
-        count = self._counts.duplicates
-        count.tensors += 1
-        count.nbytes += tensor.nbytes
+    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage | DroppedHandle) -> Packed:
+        self.count(self._counts.duplicates, tensor.nbytes)
         self._observer.duplicated(index, slot)
-        return SwappedView(tensor, slot, index)
+        return view_of(tensor, slot, index)
 
 
 def innermost_step_hooks() -> StepHooks | None:

@@ -12,14 +12,18 @@ from weakref import ref
 
 import torch
 
+from offload._core import SwappedStorage
 from offload.options import Options
 from offload.recomputation.recorder import OperatorRecorder
 from offload.recomputation.slicing import recipe_of
 from offload.runtime.engine import Engine
+from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
 from offload.runtime.schedule import Schedule
-from offload.runtime.swapped_storage import SlotHandle, StorageKey
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.tensors import StorageWatch
+
+# What graph nodes hold of a storage whose bytes are out.
+Handle = SwappedStorage | DroppedHandle
 
 __all__ = ["DroppedTensors", "Recomputation", "Surroundings"]
 
@@ -48,10 +52,10 @@ class Recomputation(Protocol):
     def abandon(self) -> None:
         """The step is not the recorded one: drop nothing more."""
 
-    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> SlotHandle | None:
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
         """Drop a storage rather than copy it. None: it is swapped."""
 
-    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: SlotHandle | None) -> None:
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
         """A storage was swapped out; without a slot it stays."""
 
     def end(self) -> None:
@@ -76,7 +80,7 @@ class Recording:
             self._was_on = self._recorder.is_on
             self._recorder.suspend()
 
-    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: SlotHandle | None) -> None:
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
         """A storage was swapped out, dropped, or stays. Recipes read whole storages alone."""
         if self._recorder is not None and key[2] == 0 and key[3] == tensor.untyped_storage().nbytes():
             self._recorder.saved(tensor, index, None if slot is None else ref(slot), key[3])
@@ -134,11 +138,11 @@ class DroppedTensors(Recording):
         """The step is not the recorded one: drop nothing more."""
         self._is_abandoned = True
 
-    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: SlotHandle | None) -> None:
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
         """A storage was swapped out, dropped, or stays, perhaps not for the first time."""
         super().saved(tensor, self._schedule.order.duplicates.get(index, index), key, slot)
 
-    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> SlotHandle | None:
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
         """Drop a storage. None where the schedule does not say so, or this step's own recipe does not keep to it."""
         known = self._schedule.recipes.get(index)
         if (

@@ -7,17 +7,53 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from offload._core import version_owner
+from offload._core import Gauge, version_owner
 from offload.recomputation.recipe import ChangedSource, Recipe
-from offload.runtime.saved_view import raise_changed
-from offload.runtime.swapped_storage import Memory, StorageKey
-from offload.torch_compat.tensors import StorageWatch, address_keeper
+from offload.torch_compat.tensors import StorageWatch, raise_changed, weak_reference
 
-__all__ = ["RecomputedStorage"]
+__all__ = ["DroppedHandle", "Memory", "RecomputedStorage", "StorageKey", "WeakDroppedHandle"]
+
+# Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
+StorageKey = tuple[int, int, int, int, int]
+
+
+class Memory(Protocol):
+    """The device's memory, as the engine keeps it."""
+
+    device: torch.device
+    resident: Gauge
+    unswapped: Gauge
+    dropped: Gauge
+
+    def current_stream(self) -> int:
+        """Handle of the compute stream that the calling thread uses now."""
+
+
+class DroppedHandle:
+    """What graph nodes hold of a dropped storage, and nothing else does.
+
+    An object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again, and
+    tells the engine that the graph is gone. No Python code runs then: an exception that the handler of a signal raised
+    in it would be lost.
+    """
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: RecomputedStorage) -> None:
+        self.record = record
+
+
+class WeakDroppedHandle(weakref.ref[DroppedHandle]):
+    """A weak reference to a handle that still knows the record when the handle is gone."""
+
+    __slots__ = ("record",)
+    record: RecomputedStorage
 
 
 class RecomputedStorage:
@@ -51,7 +87,7 @@ class RecomputedStorage:
         self._ran = ran
         self._counted = self.nbytes  # of the engine's `unswapped`
         self._lock = threading.RLock()
-        self._owner = address_keeper(version_owner(tensor))  # keeps the owner's address from being used again
+        self._owner = weak_reference(version_owner(tensor))  # keeps the owner's address from being used again
         self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
         self._storage: torch.UntypedStorage | None = None
         self._stream = 0
@@ -63,7 +99,7 @@ class RecomputedStorage:
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the device without elements."""
-        return self._engine.empty(dtype)
+        return torch.empty(0, dtype=dtype, device=self._engine.device)
 
     def add_view(self) -> None:
         """One more asks for the bytes."""

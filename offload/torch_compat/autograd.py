@@ -1,6 +1,6 @@
-"""What torch knows of autograd and tells only privately: the running node, the end of a backward pass, hooks in force.
+"""State of autograd that torch exposes only in private interfaces: running node, end of a backward pass, active hooks.
 
-On the data path: hooks ask here at every unpack.
+Hooks use it at every unpack.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which of a model's modules is running, read off Python's call stack.
+"""Finds which module of a model is running, from Python's call stack.
 
-Beside the data path: profiles and timelines name what they see. Hooks on modules would tell it too, but torch.compile
-traces those, so that its graphs break.
+Profiles and timelines show the module's name. Hooks on modules would give it too, but torch.compile traces them and
+breaks its graphs there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torch.compile beside the engine: its tracer stays out of the hooks, and what a compiled backward costs is said.
+"""torch.compile with the engine: keeps its tracer out of the hooks, finds the memory that a compiled backward needs.
 
-Beside the data path: a compiled graph saves its tensors through the same hooks as eager code does, when its forward has
-ended, and its backward takes all of them back before it begins.
+A compiled graph saves its tensors through the same hooks as eager code, but all at the end of its forward, and its
+backward unpacks all of them before it begins.
 """
 
 from __future__ import annotations

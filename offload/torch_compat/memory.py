@@ -1,7 +1,4 @@
-"""Where torch's CUDA allocator tells that it runs out of memory.
-
-Beside the data path.
-"""
+"""Reports when torch's CUDA allocator runs out of memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The driver's handle of torch's current stream.
 
-On the data path: an accelerator asks at every pack and unpack.
+Accelerators read it at every pack and unpack.
 """
 
 from __future__ import annotations

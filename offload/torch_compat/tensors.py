@@ -1,6 +1,6 @@
-"""What torch tells of a tensor only privately.
+"""Properties of a tensor that torch exposes only in private interfaces.
 
-On the data path: hooks ask here at every pack that may swap.
+Hooks use them at every pack of a tensor that may be swapped.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from offload import _core
 
 __all__ = [
     "StorageWatch",
-    "address_keeper",
-    "conjugated",
     "has_own_bytes",
-    "negated",
+    "raise_changed",
     "set_interface",
     "storage_identity",
     "version_of",
@@ -30,7 +28,7 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # What tells a storage from every other one alive.
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 # A weak reference to a tensor, which keeps its address from being used again.
-address_keeper: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 # The same memory, read as conjugated or negated when it is used.
 conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
@@ -41,8 +39,45 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
     return not tensor._is_zerotensor() and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def set_interface() -> None:
-    """Tell the extension what hooks ask of every tensor: attributes of its class, so that none is searched for."""
+def raise_changed(kind: str, shape: tuple[int, ...], found: int, expected: int) -> None:
+    """Raise what autograd raises without hooks when a saved tensor was changed in place."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _storage_of_buffer(buffer: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _holders_alone(holders: Callable[[int], int] | None) -> int:
+    """What `holders` tells of a storage that one tensor holds, asked as the extension asks."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return holders(storage._cdata) if holders is not None else 0
+
+
+def set_interface(*, dlpack: bool = True) -> bool:
+    """Tell the extension what hooks ask of every tensor: attributes of its class, so that none is searched for.
+
+    Parameters
+    ----------
+    dlpack
+        Whether to exchange tensors through DLPack's C interface, where torch has it.
+
+    Returns
+    -------
+    bool
+        Whether they are.
+    """
+    holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     _core.set_tensor_interface(
         tensor_type=torch.Tensor,
         parameter_type=Parameter,
@@ -56,10 +91,31 @@ def set_interface() -> None:
         is_view=torch.Tensor._is_view,
         detach=torch.Tensor.detach,
         identity=torch.Tensor._cdata,
+        data=torch.Tensor.data,
+        dtype=torch.Tensor.dtype,
+        itemsize=torch.Tensor.itemsize,
+        shape=torch.Tensor.shape,
         untyped_storage=torch.Tensor.untyped_storage,
+        stride=torch.Tensor.stride,
+        storage_offset=torch.Tensor.storage_offset,
+        is_conj=torch.Tensor.is_conj,
+        is_neg=torch.Tensor.is_neg,
+        conjugated=conjugated,
+        negated=negated,
+        type_name=torch.Tensor.type,
+        weak_reference=weak_reference,
+        set_storage=torch.Tensor.set_,
+        storage_address=torch.UntypedStorage.data_ptr,
+        storage_holders=holders,
+        holders_alone=_holders_alone(holders),
+        storage_of_buffer=_storage_of_buffer,
+        empty=_empty,
+        raise_changed=raise_changed,
         storage_nbytes=torch.UntypedStorage.nbytes,
         storage_identity=torch.UntypedStorage._cdata,
     )
+    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    return _core.set_dlpack(api if dlpack else None)
 
 
 class StorageWatch:

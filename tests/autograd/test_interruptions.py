@@ -12,8 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload as offload_package
-from offload import _core
+from offload import _core, session
 from offload.runtime.engine import Engine
+from offload.runtime.hooks import StepHooks
 
 LIBRARY = Path(offload_package.__file__).parent
 WATCHED = ("session.py", "control", "profiling/profiler.py", "runtime")
@@ -321,16 +322,18 @@ def test_an_interrupted_save_holds_its_source(monkeypatch):
     store = _core.SwapStore.slab(lanes, lanes, 1 << 20, slice_bytes=16 << 10)
     store.record_copies(1 << 10)
     engine = Engine(store, torch.device("cpu"))
+    monkeypatch.setattr(session, "make_engine", lambda *_: engine)
+    handle = offload_package.enable(nn.Tanh(), n_tensors=-1, lb=1, min_tensor_bytes=1)
     under_way, line = 0, 0
     interrupter = None
     while interrupter is None or interrupter.where:
         line += 1
         interrupter = Interrupter(line)
         tensor = torch.ones(64, 1000)
-        (key, _), source = engine.look(tensor, tensor.nbytes), engine.watch_storage(tensor)
+        source = engine.watch_storage(tensor)
         before = store.stats()["out_transfers"]
         with suppress(KeyboardInterrupt), interrupter:
-            engine.swap_out(tensor, key, 0)
+            StepHooks(handle._on_device).pack(tensor)
             engine.collect()
         del tensor
         if store.stats()["out_transfers"] > before and not store.take_copies():

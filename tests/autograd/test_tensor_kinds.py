@@ -1,11 +1,11 @@
 """Every kind of tensor that autograd saves: what can move moves whole, what cannot stays, gradients are the same."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-
-from offload.runtime.swapped_storage import SwappedStorage
 
 
 def ramp(*shape, dtype=torch.float32):
@@ -172,17 +172,24 @@ def test_views_share_a_storage_whether_or_not_it_leaves_between_them(offloaded):
         del first, second
 
 
-def test_engine_may_be_drained_while_a_view_comes_back(offloaded, monkeypatch):
+def test_engine_may_be_drained_while_a_view_comes_back(offloaded):
     """By a signal's handler or by what the collector runs, in the middle of an unpack and in the same thread."""
-    count_view, drained = SwappedStorage._count_view, []
+    drained = []
 
-    def drains_first(self):
-        drained.append(self._engine.drain())
-        count_view(self)
+    def drain(phase, _):
+        drained.extend(handle._engine.drain() for handle in offloaded.handles if phase == "start")
 
-    monkeypatch.setattr(SwappedStorage, "_count_view", drains_first)
-    offloaded.differentiate(lambda x: (x * 2).sin() + (x * 2).t().exp().t(), ramp(100, 70), again=True)
-    assert len(drained) >= 4
+    threshold = gc.get_threshold()
+    gc.callbacks.append(drain)
+    gc.set_threshold(1)  # with almost every object that is made
+    gc.enable()
+    try:
+        offloaded.differentiate(lambda x: (x * 2).sin() + (x * 2).t().exp().t(), ramp(100, 70), again=True)
+    finally:
+        gc.disable()
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(drain)
+    assert len(drained) >= 100
 
 
 @pytest.mark.parametrize("begin", [0, 1, 6000, 9000])

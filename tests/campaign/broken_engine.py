@@ -30,10 +30,8 @@ from hypothesis import Phase, settings
 
 from offload import _core, options
 from offload.control.enabled_model import EnabledModel
-from offload.runtime import hooks, saved_view, stores
-from offload.runtime.engine import Engine
-from offload.runtime.saved_view import SwappedView
-from offload.runtime.swapped_storage import CopyOut, SlotHandle, StorageKey, SwappedStorage
+from offload.runtime import hooks, stores
+from offload.runtime.hooks import StepHooks
 
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "OFFLOAD_BROKEN_EDGE"  # read by the mutants' extension too
@@ -41,47 +39,9 @@ HANGS_AFTER_S = 60
 Patches = list[Any]
 
 
-def no_hold() -> Patches:
-    """The engine forgets the source as soon as the copy has been asked for."""
-    original = Engine.swap_out
-
-    def swap_out(self: Engine, tensor: torch.Tensor, key: StorageKey, need: int) -> SlotHandle:
-        slot = original(self, tensor, key, need)
-        copy_out: CopyOut | None = slot.record._copy_out
-        if copy_out is not None:
-            copy_out.source = None
-        return slot
-
-    return [mock.patch.object(Engine, "swap_out", swap_out)]
-
-
 def no_check(module: Any) -> Callable[[], Patches]:
     """A change in place is not an error any more."""
     return lambda: [mock.patch.object(module, "raise_changed")]
-
-
-def no_stride() -> Patches:
-    """The second view of some bytes comes back contiguous."""
-    original = SwappedView.__init__
-
-    def init(self: SwappedView, tensor: torch.Tensor, slot: SlotHandle, index: int) -> None:
-        original(self, tensor, slot, index)
-        if slot.record.views > 1:
-            self._stride = torch.empty(self._shape, device="meta").stride()
-
-    return [mock.patch.object(SwappedView, "__init__", init)]
-
-
-def no_shared_source() -> Patches:
-    """A source leaves once its copy has ended, though some views of it have come back onto it already."""
-    broken = rewritten(SwappedStorage.copied_out, "self._views_left < self.views", "False")
-    return [mock.patch.object(SwappedStorage, "copied_out", broken)]
-
-
-def no_place_in_source() -> Patches:
-    """What comes back onto the source after it was to leave is looked for at the source's beginning."""
-    broken = rewritten(SwappedStorage.copied_out, "self.key[2], copy_out.stream", "0, copy_out.stream")
-    return [mock.patch.object(SwappedStorage, "copied_out", broken)]
 
 
 def no_groups() -> Patches:
@@ -97,18 +57,18 @@ def no_end_before_exit() -> Patches:
 
 def writes_parameters() -> Patches:
     """A copy-in that fails has written to a parameter."""
-    original = SwappedStorage.swap_in
+    original = StepHooks.unpack_swapped
 
-    def swap_in(self: SwappedStorage) -> tuple[torch.UntypedStorage, int]:
+    def unpack_swapped(self: StepHooks, view: Any) -> torch.Tensor:
         try:
-            return original(self)
+            return original(self, view)
         except OSError:
             for each in gc.get_objects():
                 if isinstance(each, torch.nn.Parameter):
                     each.detach().add_(1)
             raise
 
-    return [mock.patch.object(SwappedStorage, "swap_in", swap_in)]
+    return [mock.patch.object(StepHooks, "unpack_swapped", unpack_swapped)]
 
 
 def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
@@ -121,73 +81,18 @@ def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[...,
     return made[function.__name__]
 
 
-def no_entering() -> Patches:
-    """The copy_out is entered after the copy has begun, in Python: an interrupt may come between them."""
-    late = "need)\n    copy_out.ticket = ticket\n    self._enter(copy_out)"
-    swap_out = rewritten(Engine.swap_out, "need, copy_out, self._enter)", late)
-    return [mock.patch.object(Engine, "swap_out", swap_out)]
-
-
-def no_second_teardown() -> Patches:
-    """A record whose teardown was interrupted stays."""
-    first = "_discard(self._dead, reference)\n            record = getattr("
-    return [mock.patch.object(Engine, "_reap", rewritten(Engine._reap, "record = getattr(", first))]
-
-
-def no_queue_of_the_dead() -> Patches:
-    """Python code runs where a graph's node dies, and with it what a signal's handler raises there."""
-    at_once = "lambda gone: (self._dead.append(gone), self._reap())"
-    swap_out = rewritten(Engine.swap_out, "self._dead.append", at_once)
-    return [mock.patch.object(Engine, "swap_out", swap_out)]
-
-
 def no_second_look_at_hooks() -> Patches:
     """Hooks that an interrupt has left on stay on."""
     broken = rewritten(EnabledModel.step.__wrapped__, "hooks.__exit__()", "pass")  # type: ignore[attr-defined]
     return [mock.patch.object(EnabledModel, "step", broken)]
 
 
-def no_teardown() -> Patches:
-    """Nobody gives back what a graph held that is gone."""
-    left: list[SwappedStorage] = []
-    return [mock.patch.object(SwappedStorage, "free", lambda self: left.append(self))]
-
-
-def no_letting_go() -> Patches:
-    """Sources are held after their copy has ended, too."""
-    original = Engine._release_source
-    held: list[torch.UntypedStorage | None] = []
-
-    def depart(self: Engine, copy_out: CopyOut) -> None:
-        held.append(copy_out.source)
-        original(self, copy_out)
-
-    return [mock.patch.object(Engine, "_release_source", depart)]
-
-
-def no_offset() -> Patches:
-    """Every view begins where its storage does."""
-    broken = rewritten(SwappedView.__init__, "int(tensor.storage_offset())", "0")
-    return [mock.patch.object(SwappedView, "__init__", broken)]
-
-
 BROKEN: dict[str, Callable[[], Patches]] = {
-    "source is held until its copy ends": no_hold,
-    "version of a swapped tensor is checked": no_check(saved_view),
-    "a duplicate keeps its stride": no_stride,
-    "a source stays while some views are on it": no_shared_source,
-    "a span of a source that stays has its place": no_place_in_source,
     "version of a kept tensor is checked": no_check(hooks),
     "a control group's limit counts": no_groups,
     "copies end before the interpreter does": no_end_before_exit,
     "a failed copy-in writes to no parameter": writes_parameters,
-    "a copy begins with its source held": no_entering,
-    "an interrupted teardown is repeated": no_second_teardown,
-    "what dies waits for the next hook": no_queue_of_the_dead,
     "an interrupt leaves no hooks on": no_second_look_at_hooks,
-    "an abandoned graph gives its records back": no_teardown,
-    "a source that has left is let go": no_letting_go,
-    "a view keeps its offset": no_offset,
 }
 
 

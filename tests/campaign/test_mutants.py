@@ -1,15 +1,21 @@
 """Every guard of the data plane and of the engine, left out by name: somebody must notice."""
 
+import subprocess
+import sys
+
 import pytest
-from campaign.broken_engine import BROKEN
-from campaign.build import build_mutants
+from campaign.broken_engine import BROKEN, belongs
+from campaign.build import ROOT, build_mutants
 from campaign.mutants import (
     EDGES,
     JUDGED,
+    ON_ACCELERATORS,
     OUTSIDE,
     PYTHON,
     SANITIZED,
+    SCENARIOS,
     TESTED,
+    WALK,
     break_engine,
     edges_in_sources,
     walk_without,
@@ -20,9 +26,26 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_every_guard_is_in_the_table():
-    assert edges_in_sources() == EDGES | set(SANITIZED) | set(OUTSIDE)
+    assert edges_in_sources() == EDGES | set(SANITIZED) | set(OUTSIDE) | ON_ACCELERATORS
     assert set(BROKEN) == set(PYTHON)
     assert len(JUDGED) == 5
+
+
+def collected(*arguments):
+    """The tests that pytest would run without `--long`."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr  # it fails where one of these tests does not exist, too
+    return [line for line in run.stdout.splitlines() if "::" in line]
+
+
+def test_who_misses_a_guard_runs_by_default():
+    """All but those two tests that read what a sanitizer says, whose builds take minutes."""
+    named = sorted({WALK, *(test for tests in TESTED.values() for test in tests)})
+    found = collected(*named)
+    assert [test for test in named if not any(belongs(each, test) for each in found)] == []
+    on_accelerators = collected("--device", "sim", SCENARIOS.partition("::")[0])
+    assert any(belongs(each, SCENARIOS) for each in on_accelerators)
 
 
 def test_rows_name_tests_and_no_places():

@@ -1,11 +1,16 @@
 """Thousands of seeded walks: every byte comes back, nothing is left, and a second opinion finds no race in any log.
 
-`--seeds N` walks N seeds (the long run is 100,000), `--seed N` replays one on every tier and under every schedule.
+`--seeds N` walks N seeds (with `--long` 2000; the longest run is 100,000), `--seed N` replays one on every tier and
+under every schedule.
 """
+
+from collections import Counter
 
 import pytest
 from campaign.build import build_mutants
-from campaign.seeds import THREADED_EVERY, TIERS, run_apart
+from campaign.seeds import SEEDS, THREADED_EVERY, TIERS, run_apart
+
+SEEDS_LONG = 2000
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +20,26 @@ def core():
 
 @pytest.mark.timeout(0)
 def test_every_seed_survives(core, request, figures):
-    one = request.config.getoption("--seed")
-    count = 1 if one is not None else request.config.getoption("--seeds")
+    one, asked = request.config.getoption("--seed"), request.config.getoption("--seeds")
+    count = 1 if one is not None else asked or SEEDS
     first = request.config.getoption("--first-seed") if one is None else one
+    survive(core, first, count, figures)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_more_seeds_survive(core, request, figures):
+    if any(request.config.getoption(name) is not None for name in ("--seed", "--seeds")):
+        pytest.skip("the other test walks what was asked for")
+    survive(core, SEEDS, SEEDS_LONG - SEEDS, figures)
+
+
+def survive(core, first, count, figures):
+    """Walk these seeds, and add to what was counted."""
     tally = run_apart(core, first=first, count=count)
-    figures["seeds"] = {
-        name: getattr(tally, name) for name in ("seeds", "walks", "returned", "faults", "operations_judged")
-    } | {"failed": len(tally.failures) + len(tally.oracle_reports)}
+    counted = {name: getattr(tally, name) for name in ("seeds", "walks", "returned", "faults", "operations_judged")}
+    failed = len(tally.failures) + len(tally.oracle_reports)
+    figures.setdefault("seeds", Counter()).update(counted | {"failed": failed})
     replay = "\nreplay: pytest tests/campaign/test_seeds.py --seed N"
     assert not tally.failures, "\n".join(tally.failures[:10]) + replay
     assert not tally.oracle_reports, "\n".join(tally.oracle_reports[:10]) + replay

@@ -145,27 +145,6 @@ def test_where_no_more_can_be_pinned_what_is_pinned_goes_to_disk(double, tmp_pat
     assert double.first_violation == ""
 
 
-def test_a_copy_that_nobody_could_note_has_ended():
-    """Where the source cannot be held for want of memory, it may go at once: no copy reads it any more."""
-    driver = _core.HostDriver("delays", seed=1)
-    store = _core.SwapStore.slab(driver, driver, 4 * BLOCK_BYTES, slab_bytes=BLOCK_BYTES, slice_bytes=16 << 10)
-    source = _core.HostBlock(BLOCK_BYTES)
-    store.record_copies(8)
-
-    class CopyOut:
-        pass
-
-    def enter(copy_out):
-        raise MemoryError("as asked")
-
-    with pytest.raises(MemoryError, match="as asked"):
-        store.swap_out(source.address, BLOCK_BYTES, 0, 0, CopyOut(), enter)
-    stats = store.stats()
-    assert (len(store.take_copies()), stats["cancelled"]) in {(1, 0), (0, 1)}
-    store.quiesce()
-    assert store.stats()["live_tickets"] == 0
-
-
 def is_mapped(address):
     """Whether anything in this process is at that address."""
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())

@@ -2,21 +2,23 @@
 
 import gc
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import pytest
 import torch
 
-import offload.torch_compat.tensors  # noqa: F401  sets what is asked of tensors
 from offload import _core
+from offload.runtime.engine import Engine
 
 
 class Hooks(_core.HookCore):
     def __init__(self, min_nbytes=100):
         self.counts = defaultdict(_core.Count)
-        self.queue = deque()
+        lanes = _core.HostDriver(schedule="stepped")
+        self.store = _core.SwapStore.slab(lanes, lanes, 1 << 20)
+        self.engine = Engine(self.store, torch.device("cpu"))
         self.asked = []
-        super().__init__(min_nbytes, self.counts, (self.queue,))
+        super().__init__(min_nbytes, self.counts, self.engine)
 
     def pack_candidate(self, tensor, index, nbytes):
         self.asked.append(("pack", index, nbytes))
@@ -96,7 +98,9 @@ def test_a_cursor_decides_while_nothing_waits():
     assert cursor.node == 2
     assert hooks.unpack(packed[1]) is x
     assert (cursor.node, hooks.asked) == (3, [])
-    hooks.queue.append(1)
+    (key, _), saved = hooks.engine.look(x, x.nbytes), []
+    saved.append(hooks.engine.swap_out(x, key, 0))
+    assert hooks.engine.sources_held == 1
     assert hooks.unpack(packed[0]) is x
     assert hooks.asked == [("watched", 0)]
     assert hooks.counts == {"kept by plan": _core.Count(2, 400)}

@@ -66,15 +66,23 @@ def quick_cases() -> list[Case]:
     first, between, late = ORDERS
     return [
         Case("class", whole, between, "", "default"),
-        Case("class", inner, first, "", "memory_limit"),
-        Case("sequential", inner, between, "fullgraph", "default"),
         Case("sequential", inner, first, "fullgraph", "n_tensors=-1, lb=2"),
         Case("class", in_place, late, "mode=default, dynamic", "n_tensors=-1, lb=auto"),
-        Case("class", block, between, "", "default"),
         Case("class", block, first, "", "memory_limit"),
         Case("class", blocks, between, "another batch size", "default"),
-        Case("class", blocks, first, "fullgraph", "n_tensors=-1, lb=auto"),
         Case("class", blocks, between, "fullgraph", "n_tensors=0"),
+    ]
+
+
+def more_cases() -> list[Case]:
+    """Some more, which CI runs beside its long tests."""
+    _, inner, _, block, blocks = WAYS
+    first, between, _ = ORDERS
+    return [
+        Case("class", inner, first, "", "memory_limit"),
+        Case("sequential", inner, between, "fullgraph", "default"),
+        Case("class", block, between, "", "default"),
+        Case("class", blocks, first, "fullgraph", "n_tensors=-1, lb=auto"),
     ]
 
 

@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_cases import Case, differences, every_case, quick_cases
+from compile_cases import Case, differences, every_case, more_cases, quick_cases
 
 SCRIPT = Path(__file__).with_name("compile_worker.py")
 
 
 def pytest_generate_tests(metafunc):
-    cases = every_case() if metafunc.config.getoption("--long") else quick_cases()
-    metafunc.parametrize("case", cases, ids=str)
+    more = more_cases()
+    cases = every_case() if metafunc.config.getoption("--long") else quick_cases() + more
+    marked = [pytest.param(case, marks=[pytest.mark.long] if case in more else [], id=str(case)) for case in cases]
+    metafunc.parametrize("case", marked)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from torch_rig import KNOBS, assert_same, make_blocks, replace_blocks, train
 
 import offload
 from offload.demo.model import ByteGPT
+from offload.torch_compat import compiled
 
 STEPS = 3
 ONE_GRAPH = "torch.compile made one graph whose backward asks for"
@@ -260,8 +261,10 @@ def test_a_profile_names_compiled_blocks():
     assert {"blocks.0", "blocks.1", "blocks.2", "head"} <= names
 
 
-def test_the_tracer_passes_over_all_that_a_step_runs():
+def test_the_tracer_passes_over_all_that_a_step_runs(monkeypatch):
     """Whatever file of the package it is in, but for what calls a step. Models are compiled wherever they are."""
+    # As in a fresh process: the rules are made once, and tests before this one may have loaded more since.
+    monkeypatch.setattr(compiled._Tracer, "call_untraced", None)
     model = make_blocks()
     call = torch.compile(model, backend="aot_eager")
     with offload.enable(call, min_tensor_bytes=1):

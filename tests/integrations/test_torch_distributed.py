@@ -214,6 +214,7 @@ def test_a_cpu_model_initializes_no_cuda(launched, monkeypatch):
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_example():
     ran = torchrun(LEFT_THREADS, ROOT / "examples" / "ddp_gpt.py", "--quick")
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -130,8 +130,8 @@ def end(directory, tier, where):
     if where == "prefetching":
         handle._engine.drain()
         torch.autograd.grad(losses[0], [x], retain_graph=True)
-        for reference in list(handle._engine._live.values())[:10]:
-            reference().record.prefetch()
+        for storage in handle._engine.live_storages()[:10]:
+            storage.prefetch()
     elif where == "in a thread":
         # Not a daemon: the interpreter ends those inside torch's backward, whose own frames do not survive it.
         threading.Thread(target=losses[0].backward).start()
@@ -149,7 +149,8 @@ def end_with_copies_queued(directory):
 
 
 def copies_under_way():
-    return sum(not copy_out.ticket.out_done() for copy_out in KEPT_ALIVE[1]._engine._copies_out)
+    engine = KEPT_ALIVE[1]._engine
+    return sum(not storage.ticket.out_done() for storage in engine.live_storages())
 
 
 def leave(*_):
@@ -262,6 +263,7 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
         if limit == "disk":
             fill(ballast)
         elif limit == "RLIMIT_AS":
+            enlarge_stacks()
             resource.setrlimit(kind, (virtual_bytes() + room_bytes, before[1]))
         else:
             resource.setrlimit(kind, (4096, before[1]))
@@ -299,6 +301,19 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
         "notes": list(about.notes),
         "live": [handle._engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]],
     }
+
+
+def enlarge_stacks():
+    """Have every new thread ask for 256 MiB: more than a limit leaves that has room for whatever else there is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    attributes = ctypes.create_string_buffer(256)  # more than a pthread_attr_t
+    for error in (
+        libc.pthread_attr_init(attributes),
+        libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(256 << 20)),
+        libc.pthread_setattr_default_np(attributes),
+    ):
+        if error:
+            raise OSError(error, os.strerror(error))
 
 
 def give_up_locking():
@@ -365,5 +380,5 @@ def sample(handle):
         "file": stats["spill_file_bytes"],
         "pool held": stats["pool_held_bytes"],
         "pool requested": stats["pool_requested_bytes"],
-        "targets held": len(handle._engine._retired),
+        "targets held": handle._engine.targets_held,
     }

@@ -22,14 +22,14 @@ def test_no_room_in_the_file(processes, spill_directory, request, tier, limit, c
 @pytest.mark.parametrize("what", ["slab", "thread"])
 def test_no_address_space(processes, spill_directory, what, campaign_counts):
     """For a slab: what cannot leave stays. For the threads that fill one with pages: they are not needed."""
-    slab_bytes = 1 << 30 if what == "slab" else 64 << 20
+    slab_bytes = 256 << 20 if what == "slab" else 64 << 20
     found = processes.ask(
         "reach_limit",
         directory=str(spill_directory),
         tier="slab",
         limit="RLIMIT_AS",
         slab_bytes=slab_bytes,
-        room_bytes=slab_bytes + (-(600 << 20) if what == "slab" else 4 << 20),
+        room_bytes=slab_bytes + (-(128 << 20) if what == "slab" else 64 << 20),
     )
     assert found["equal"]
     assert found["live"] == [0, 0, 0]

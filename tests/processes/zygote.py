@@ -5,6 +5,7 @@ reads one JSON line per batch of jobs from stdin, runs the batch at once, and an
 as an interpreter ends, with finalizers and exit handlers, unless its time comes before.
 """
 
+import gc
 import json
 import os
 import signal
@@ -45,6 +46,8 @@ def main():
     torch.set_num_threads(1)
     break_as_told()  # where a campaign shows that these tests notice
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports half of torch
+    gc.collect()
+    gc.freeze()  # an interpreter that ends looks through everything that was imported: a second for each child
     folder = Path(sys.argv[1])
     for batch, line in enumerate(sys.stdin):
         started = []

@@ -13,7 +13,7 @@ from forced import Forcing
 
 from offload.profiling import recipe_trial
 from offload.recomputation import operators, recipe, recorder, slicing, values
-from offload.runtime import hooks, recomputation, saved_view
+from offload.runtime import hooks, recomputation
 
 # Guard: where it stands, its text, what stands there instead, and the test that misses it.
 GUARDS = {
@@ -56,10 +56,6 @@ GUARDS = {
     "an operator reads the version that was recorded": (
         (recorder.OperatorRecorder, "_note", "value.version != version_of(given)", "False"),
         test_traps.test_changes_by_another_thread,
-    ),
-    "a dropped tensor is checked when it comes back": (
-        (saved_view.SwappedView, "restore", "found != self._saved_version", "False"),
-        test_traps.test_a_dropped_tensor_changed_later_raises_as_ever,
     ),
     "a window opens only where no other mode is on": (
         (recorder.OperatorRecorder, "resume", "mode_count() == self._modes", "True"),

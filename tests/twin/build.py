@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -27,9 +26,9 @@ WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werr
 TORCH_VERSION = "2.13.0"  # the backend uses what torch promises to nobody
 
 
-def run(command: list[str]) -> None:
-    """Run a compiler; what it says where it fails is the error."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str], source: str | None = None) -> None:
+    """Run a compiler, on the text `source` where it reads stdin; what it says where it fails is the error."""
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
 
@@ -44,9 +43,15 @@ def compiler() -> list[str]:
     ]
 
 
+def in_one(sources: Iterable[Path]) -> str:
+    """A text that has these sources compiled as one: headers, which take most of the time, are read once."""
+    return "".join(f'#include "{source}"\n' for source in sources)
+
+
 def compile_sources(output: Path, sources: list[Path], *options: str) -> Path:
-    """Compile and link `sources`."""
-    run([*compiler(), "-std=c++17", *WARNINGS, f"-I{CSRC}", *map(str, sources), *options, *("-o", str(output))])
+    """Compile `sources` as one, and link them."""
+    command = [*compiler(), "-std=c++17", *WARNINGS, f"-I{CSRC}", *("-x", "c++", "-", "-x", "none")]
+    run([*command, *options, *("-o", str(output))], in_one(sources))
     return output
 
 
@@ -76,8 +81,8 @@ def build_machine(output: Path, without: tuple[str, ...] = ()) -> Path:
 def build_driver_checks(output: Path, machine: Path) -> Path:
     """Build driver_checks.cpp with the real cuda_driver.cpp, linked to the library `machine`."""
     checks = [HERE / "driver_checks.cpp", HERE / "driver_order_checks.cpp"]
-    sources = [*checks, *(CSRC / name for name in DRIVER_SOURCES), machine]
-    return compile_sources(output, sources, f"-Wl,-rpath,{machine.parent}", "-ldl")
+    sources = [*checks, *(CSRC / name for name in DRIVER_SOURCES)]
+    return compile_sources(output, sources, str(machine), f"-Wl,-rpath,{machine.parent}", "-ldl")
 
 
 @cache
@@ -98,29 +103,14 @@ def build_backend() -> Path:
 
 
 def compile_backend(folder: Path, torch_folder: Path) -> Path:
-    """Compile torch/ beside this, two files at a time, and link it with the machine in `folder`."""
+    """Compile torch/ beside this as one, and link it with the machine in `folder`."""
     include = torch_folder / "include"
     # Not all of our warnings: torch's headers are inlined into what is compiled.
     options = ["-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-stringop-overflow", f"-I{CSRC}", f"-I{HERE}"]
     options += [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
-
-    headers = files_hash([*HERE.glob("torch/*.h"), HERE / "runtime.h"], *options)
-    kept = Path(tempfile.gettempdir(), f"offload-twin-objects-{headers}")
-    kept.mkdir(exist_ok=True)
-
-    def compile_one(source: Path) -> str:
-        target = kept / f"{source.stem}-{files_hash([source])}.o"
-        if not target.is_file():
-            building = folder / target.name
-            run([*compiler(), "-g0", *options, "-c", str(source), "-o", str(building)])
-            building.replace(target)
-        return str(target)
-
-    sources = sorted((HERE / "torch").glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sources))
     building = folder / "libtorch_sim.building"
     libraries = [f"-L{folder}", "-lsim", f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ltorch"]
     paths = ["-Wl,-rpath,$ORIGIN", f"-Wl,-rpath,{torch_folder}/lib"]
-    run([*compiler(), "-shared", *objects, *libraries, *paths, "-o", str(building)])
+    command = [*compiler(), "-g0", *options, "-shared", "-x", "c++", "-", "-x", "none", *libraries, *paths]
+    run([*command, "-o", str(building)], in_one(sorted((HERE / "torch").glob("*.cpp"))))
     return building

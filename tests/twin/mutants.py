@@ -49,20 +49,17 @@ def look(seeds: int) -> list[dict[str, Any]]:
     """All edges, in a process whose `offload` can leave them out."""
     os.environ["OFFLOAD_TEST_DEVICE"] = "sim"
     from accelerator import simulated
-    from edges import NATIVE, PYTHON
+    from edges import EDGES
     from twin.gate import watched_slab
 
     from offload import _core
 
     sim, rows = simulated(), []
     _core.SwapStore.slab = watched_slab  # type: ignore[method-assign]
-    table: list[tuple[str, Any, Any]] = [(edge, contextlib.nullcontext, run) for edge, (run,) in NATIVE.items()]
-    table += [(edge, *row) for edge, row in PYTHON.items()]
-    for edge, leave_out, run in table:
-        with leave_out():
-            _core.set_mutant(edge if edge in NATIVE else "")  # type: ignore[attr-defined]
-            row = {"name": edge, "checker": found_by_checker(sim, run), "seeds": found_by_bytes(sim, run, seeds)}
-            _core.set_mutant("")  # type: ignore[attr-defined]
+    for edge, (run,) in EDGES.items():
+        _core.set_mutant(edge)  # type: ignore[attr-defined]
+        row = {"name": edge, "checker": found_by_checker(sim, run), "seeds": found_by_bytes(sim, run, seeds)}
+        _core.set_mutant("")  # type: ignore[attr-defined]
         rows.append(row)
         print(edge, row["checker"] or "-", row["seeds"], sep=" | ", file=sys.stderr, flush=True)
     return rows

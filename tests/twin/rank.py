@@ -1,6 +1,6 @@
 """One rank of two, each with a simulated device of its own; torchrun starts it.
 
-Arguments: a folder, and "plain" or "offloaded".
+Argument: a folder. It trains plain, and then offloaded.
 """
 
 import os
@@ -51,27 +51,31 @@ class ThroughTheHost(dist.ProcessGroup):
 
 
 def main():
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
     rank = int(os.environ["RANK"])
     dist.Backend.register_backend("host", ThroughTheHost, devices=["sim"])
     dist.init_process_group("host")
-    device = torch.device("sim", rank)
-    torch.sim.set_device(device)
+    torch.sim.set_device(rank)
+    for kind in ("plain", "offloaded"):
+        torch.save(train(rank, kind == "offloaded"), Path(sys.argv[1]) / f"{kind}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def train(rank, offloaded):
+    """The parameters after three steps."""
     torch.manual_seed(rank)  # the first rank's weights are everybody's
-    net = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU()))).to(device)
+    net = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(64, 64), nn.GELU()))).to(f"sim:{rank}")
     model = DistributedDataParallel(net)
-    handle = offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1) if kind == "offloaded" else None
+    handle = offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1) if offloaded else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(device)
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(f"sim:{rank}")
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    torch.save([each.detach().cpu() for each in net.parameters()], folder / f"{kind}-{rank}.pt")
     if handle is not None:
         assert handle.report().swapped.tensors > 0
         handle.disable()
-    dist.destroy_process_group()
+    return [each.detach().cpu() for each in net.parameters()]
 
 
 if __name__ == "__main__":

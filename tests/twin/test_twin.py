@@ -35,7 +35,7 @@ ROWS = {
     "backend": ["tests/twin/inside/test_backend.py"],
     "models": ["tests/twin/inside/test_models.py"],
     "operators": ["tests/twin/inside/test_operators.py"],
-    "training": ["tests/twin/inside/test_training.py"],
+    "training": ["tests/twin/inside/test_training.py", "tests/twin/inside/test_edges.py"],
     "recomputation": ["tests/twin/inside/test_recomputation.py"],
     "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
@@ -75,6 +75,11 @@ def run_row(row, arguments, figures, folder=ROOT):
 @pytest.mark.parametrize("row", ROWS)
 def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
+
+
+@pytest.mark.long
+def test_the_long_ones_on_the_simulated_accelerator(backend, figures):
+    run_row("long", ["--long", "-m", "long", "tests/twin/inside/test_processes.py"], figures)
 
 
 def test_no_file_is_forgotten():

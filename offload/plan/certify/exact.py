@@ -1,6 +1,6 @@
 """The fastest swap-only plan of a small trace, by mixed-integer programming.
 
-Place on the data path: none. Tests and ``offload plan --exact`` compare the search with it.
+Tests and ``offload plan --exact`` compare the search with it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def fastest_swaps(
     ValueError
         If the trace needs more than `BINARIES_MAX` binary variables.
     InfeasibleLimitError
-        If no plan keeps the limit.
+        If no plan stays within the limit.
 
     Notes
     -----
@@ -96,7 +96,7 @@ def fastest_swaps(
 
 
 def _solve(step: Step, limit_bytes: int, best: float, seconds_max: float) -> tuple[tuple[Swap, ...] | None, bool]:
-    """Return the fastest plan found, None where none is faster than `best`, and whether this is proven."""
+    """Return the fastest plan found, None if none is faster than `best`, and whether this is proven."""
     program = Program()
     released = [_binaries(program, step, i) for i in range(step.count)]
     prefetched = [_binaries(program, step, i) for i in range(step.count)]

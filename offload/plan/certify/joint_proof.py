@@ -1,7 +1,6 @@
 """A tighter lower bound on the step time of plans that swap and recompute.
 
-Place on the data path: none. The bench compares plans and the joint bound with it, as with `proof` for plans that swap
-alone.
+Users call it as `offload.plan.prove_joint`; the benchmarks compare plans and the joint bound with it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["JointProof", "prove_joint"]
 
 _UNITS = 100.0  # the incumbent's step time in the program's unit of time
 _SPARE = 1e-6  # relative: the program admits plans this much slower than the incumbent, against rounding
-_RANKINGS = 3  # whose minimal sets a solution's drops are placed with
+_RANKINGS = 3  # number of rankings whose minimal sets are tried as swaps for a solution's dropped tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class JointProof:
     Parameters
     ----------
     plan : Plan
-        The incumbent, or a faster plan that was found on the way.
+        The incumbent, or a faster plan that was found meanwhile.
     bound_seconds : float
         Lower bound on the step time of every plan within the limit that swaps and recomputes, in seconds; at least
         `joint_bound`.
@@ -67,14 +66,14 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     Returns
     -------
     JointProof
-        The bound, and the fastest plan that was found on the way.
+        The bound, and the fastest plan that was found meanwhile.
 
     Raises
     ------
     ImportError
         If scipy is not installed.
     InfeasibleLimitError
-        If no plan keeps the limit.
+        If no plan stays within the limit.
     ValueError
         If the plan exceeds its limit.
 
@@ -124,7 +123,7 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
 
 
 class _Recipes:
-    """The step, and what is made from what, by index."""
+    """The step, and which tensor is recomputed from which, by index."""
 
     def __init__(self, trace: Trace, link: Link) -> None:
         self.step = step = Step(trace, link)
@@ -137,7 +136,7 @@ class _Recipes:
                 self.seconds[i] = tensor.recompute.seconds
                 for source in set(tensor.recompute.inputs):
                     self.makes.setdefault(place[source], []).append(i)
-        self.earliest = list(step.first_backward)  # node at which each can be recomputed at the earliest
+        self.earliest = list(step.first_backward)  # earliest node at which each can be recomputed
         sources = {i: [j for j, made in self.makes.items() if i in made] for i in self.seconds}
         waiting = sorted(self.seconds, key=lambda i: -step.first_backward[i])
         while waiting:

@@ -1,6 +1,6 @@
 """A mixed-integer program, built row by row and solved by HiGHS through SciPy.
 
-Place on the data path: none; `exact` and `proof` build their programs with it.
+`exact`, `proof` and `joint_proof` build their programs with it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Solution:
     Parameters
     ----------
     values : sequence of float or None
-        The value of each variable; None where no solution was found.
+        The value of each variable; None if no solution was found.
     bound : float
-        Lower bound on the objective of every solution; infinite where it is proven that there is none.
+        Lower bound on the objective of every solution; infinite if it is proven that there is none.
     optimal : bool
         Whether the solver finished within its time: `values` are optimal, or there is no solution.
     """

@@ -1,6 +1,6 @@
 """A tighter lower bound on the step time, for traces that are too large for the exact planner.
 
-Place on the data path: none. The bench and users compare plans and the cut bound with it.
+Users call it as `offload.plan.prove`; the benchmarks compare plans and the cut bound with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Proof:
     Parameters
     ----------
     swaps : tuple of Swap
-        The plan: the incumbent, or a faster one that was found on the way.
+        The plan: the incumbent, or a faster one that was found meanwhile.
     step_seconds : float
         Its step time, in seconds.
     bound_seconds : float
@@ -79,14 +79,14 @@ def prove(
     Returns
     -------
     Proof
-        The bound, and the fastest plan that was found on the way.
+        The bound, and the fastest plan that was found meanwhile.
 
     Raises
     ------
     ImportError
         If scipy is not installed.
     InfeasibleLimitError
-        If no plan keeps the limit.
+        If no plan stays within the limit.
     ValueError
         If the incumbent exceeds the limit.
 

@@ -185,7 +185,7 @@ at::Scalar local_scalar(const Tensor& self) {
 
 // -- what torch asks of a backend under a name of its own, and the CPU has under another ----------------------------------
 
-Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+Tensor convolve(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
                    c10::IntArrayRef output_padding, int64_t groups) {
   static const auto op = find_operator("aten::convolution");
@@ -194,7 +194,7 @@ Tensor convolution(const Tensor& input, const Tensor& weight, const std::optiona
   return stack[0].toTensor();
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input,
+std::tuple<Tensor, Tensor, Tensor> convolve_backward(const Tensor& gradient, const Tensor& input,
                                                         const Tensor& weight, c10::IntArrayRef stride,
                                                         c10::IntArrayRef padding, c10::IntArrayRef dilation,
                                                         bool transposed, c10::IntArrayRef output_padding,
@@ -243,8 +243,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("record_stream", record_stream);
   m.impl("_fused_sdp_choice", attention_choice);
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("convolution_overrideable", convolve);
+  m.impl("convolution_backward_overrideable", convolve_backward);
   m.impl("native_dropout", dropout);
   // Torch would compute them of other operators, which rounds otherwise than the CPU's kernel.
   for (const char* name : {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out",

@@ -37,10 +37,10 @@ struct Cache : at::CachingHostAllocatorImpl<c10::Stream, c10::Event> {
   bool stream_is_capturing(c10::Stream) const override { return false; }
 };
 
-void give_back(void* block);
-using PinnedAllocator = at::CachingHostAllocatorInterface<Cache, give_back>;
+void give_back_pinned(void* block);
+using PinnedAllocator = at::CachingHostAllocatorInterface<Cache, give_back_pinned>;
 PinnedAllocator& pinned_memory = *new PinnedAllocator;
-void give_back(void* block) { pinned_memory.free(block); }
+void give_back_pinned(void* block) { pinned_memory.free(block); }
 
 }  // namespace
 

@@ -1,0 +1,359 @@
+#include "engine_core.h"
+
+#include <new>
+
+#include "gauge_type.h"
+#include "mutants.h"
+#include "python_errors.h"
+#include "saved_identity.h"
+#include "swapped_storage.h"
+
+namespace offload {
+namespace {
+
+struct EngineCore {
+  PyObject_HEAD
+  std::shared_ptr<Books> books;
+};
+
+PyTypeObject* engine_type = nullptr;
+
+EngineCore* as_engine(PyObject* object) { return reinterpret_cast<EngineCore*>(object); }
+
+// Null, and a Python error, where __init__ has not run.
+Books* books_of(PyObject* self) {
+  Books* const books = as_engine(self)->books.get();
+  if (books == nullptr) PyErr_SetString(PyExc_RuntimeError, "EngineCore.__init__ was not called");
+  return books;
+}
+
+// -- finding ----------------------------------------------------------------------------------------------------------
+
+// Bytes from the first to the last element; −1: a Python error.
+int64_t span_of(PyObject* tensor, int64_t itemsize) {
+  const Owned shape(get(tensors.shape, tensor));
+  const Owned stride(shape ? PyObject_CallFunctionObjArgs(tensors.stride, tensor, nullptr) : nullptr);
+  if (!stride) return -1;
+  int64_t elements = 1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.get()); ++i)
+    elements += (PyLong_AsLongLong(PyTuple_GET_ITEM(shape.get(), i)) - 1) *
+                PyLong_AsLongLong(PyTuple_GET_ITEM(stride.get(), i));
+  return PyErr_Occurred() ? -1 : elements * itemsize;
+}
+
+// Narrows the key to the span of a view that covers less than half of its storage.
+bool narrow(PyObject* tensor, SavedKey* key) {
+  const int64_t itemsize = to_int(get(tensors.itemsize, tensor));
+  const int64_t span_nbytes = itemsize < 0 ? -1 : span_of(tensor, itemsize);
+  if (span_nbytes < 0) return false;
+  if (2 * span_nbytes >= key->nbytes) return true;
+  const int64_t offset = to_int(PyObject_CallFunctionObjArgs(tensors.storage_offset, tensor, nullptr));
+  key->begin = offset * itemsize;
+  key->nbytes = span_nbytes;
+  return offset >= 0;
+}
+
+PyObject* look(Books& books, PyObject* tensor, int64_t nbytes) {
+  SavedKey key{};
+  const int found = find_key(tensor, nbytes, &key);
+  if (found < 0) return nullptr;
+  if (found == 0) return PyTuple_Pack(2, Py_None, Py_None);
+  auto known = books.live.find(key);
+  if (known == books.live.end() && 2 * nbytes < key.nbytes) {
+    if (!narrow(tensor, &key)) return nullptr;
+    known = books.live.find(key);
+  }
+  const Owned saved = shared(known == books.live.end() ? Py_None : known->second);
+  const Owned tuple(to_tuple(key));
+  return tuple ? PyTuple_Pack(2, tuple.get(), saved.get()) : nullptr;
+}
+
+PyObject* engine_look(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  Books* const books = books_of(self);
+  if (books == nullptr) return nullptr;
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "look takes a tensor and its bytes");
+    return nullptr;
+  }
+  const int64_t nbytes = PyLong_AsLongLong(args[1]);
+  return PyErr_Occurred() ? nullptr : look(*books, args[0], nbytes);
+}
+
+// -- swapping out -----------------------------------------------------------------------------------------------------
+
+bool read_key(PyObject* tuple, SavedKey* key) {
+  int64_t* const parts[] = {&key->owner, &key->version, &key->begin, &key->nbytes, &key->storage};
+  if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 5) {
+    PyErr_SetString(PyExc_TypeError, "swap_out takes a key of look");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < 5; ++i) *parts[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+  return !PyErr_Occurred();
+}
+
+// What the copy-out needs, found before it begins: Python code may run here, and anything may fail.
+bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* saved) {
+  SwappedState& state = swapped(saved);
+  const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
+  const Owned place(storage ? PyObject_CallFunctionObjArgs(tensors.storage_address, storage.get(), nullptr) : nullptr);
+  if (!place) return false;
+  state.source_address = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(place.get()) +
+                                                static_cast<unsigned long long>(state.key.begin));
+  if (PyErr_Occurred()) return false;
+  auto copy_out = std::make_shared<CopyOut>();
+  if (!current_stream(*books, &copy_out->stream)) return false;
+  // Nothing where the block is this stream's own; a block of another stream must outlive what reads it here.
+  if (books->record_use && !OFFLOAD_BROKEN("record_stream on sources") &&
+      !Owned(PyObject_CallFunctionObjArgs(books->record_use.get(), tensor, nullptr)))
+    return false;
+  copy_out->source = Owned(PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr));
+  const Owned owner(copy_out->source ? version_owner(tensor) : nullptr);
+  if (!owner) return false;
+  state.owner = Owned(PyObject_CallFunctionObjArgs(tensors.weak_reference, owner.get(), nullptr));
+  const Owned dtype(state.owner ? get(tensors.dtype, tensor) : nullptr);
+  // Made now: where the copy has ended, nothing may fail.
+  if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;
+  copy_out->nbytes = state.key.nbytes;
+  copy_out->saved = saved;
+  state.copy_out = std::move(copy_out);
+  return true;
+}
+
+void start_copy(const Books& books, PyObject* saved, uint64_t need, Ticket* ticket) {
+  const SwappedState& state = swapped(saved);
+  try {
+    const GilRelease release;
+    *ticket = books.store->swap_out(reinterpret_cast<const void*>(state.source_address),
+                                    static_cast<size_t>(state.key.nbytes), state.copy_out->stream, need);
+  } catch (const abi::__forced_unwind&) {
+    Py_INCREF(saved);  // the interpreter is gone, and the copy is not: it keeps its source for good
+    throw;
+  }
+}
+
+// No Python code runs between the copy's begin and the entry that holds its source.
+void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
+  SwappedState& state = swapped(saved);
+  const auto ticket = std::make_shared<Ticket>();
+  start_copy(books, saved, need, ticket.get());
+  try {
+    books.live[state.key] = saved;
+    books.copies_out.push_back(state.copy_out);
+  } catch (...) {  // no memory to note it in: nobody else waits for the copy before the source goes
+    const GilRelease release;
+    if (!ticket->cancel()) ticket->wait_out(state.copy_out->stream);
+    throw;
+  }
+  state.ticket = state.copy_out->ticket = ticket;
+  state.is_counted = true;
+  books.in_flight_bytes += state.key.nbytes;
+  books.unswapped->add(state.key.nbytes);
+  books.resident->add(state.key.nbytes);
+  if (OFFLOAD_BROKEN("source is held until its copy ends")) state.copy_out->source = Owned();
+}
+
+PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need) {
+  if (!collect(*books)) return nullptr;
+  Owned saved(make_swapped_storage(books));
+  if (!saved) return nullptr;
+  SwappedState& state = swapped(saved.get());
+  state.key = key;
+  if (!prepare(books, tensor, saved.get())) return nullptr;
+  begin_copy_out(*books, saved.get(), need);
+  return saved.release();
+}
+
+PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  if (books_of(self) == nullptr) return nullptr;
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "swap_out takes a tensor, a key of look, and how late it is needed");
+    return nullptr;
+  }
+  SavedKey key{};
+  if (!read_key(args[1], &key)) return nullptr;
+  const uint64_t need = PyLong_AsUnsignedLongLong(args[2]);
+  if (PyErr_Occurred()) return nullptr;
+  const std::shared_ptr<Books> books = as_engine(self)->books;
+  PyObject* saved = nullptr;
+  if (!without_exceptions([&] { saved = swap_out(books, args[0], key, need); })) return nullptr;
+  return saved;
+}
+
+// -- the books --------------------------------------------------------------------------------------------------------
+
+template <bool (*function)(Books&)>
+PyObject* on_books(PyObject* self, PyObject*) {
+  if (books_of(self) == nullptr) return nullptr;
+  const std::shared_ptr<Books> books = as_engine(self)->books;
+  bool done = false;
+  if (!without_exceptions([&] { done = function(*books); }) || !done) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* engine_live(PyObject* self, PyObject*) {
+  const Books* const books = books_of(self);
+  Owned list(books != nullptr ? PyList_New(0) : nullptr);
+  if (!list) return nullptr;
+  for (const auto& [key, saved] : books->live)
+    if (PyList_Append(list.get(), saved) < 0) return nullptr;
+  return list.release();
+}
+
+template <typename Figure>
+PyObject* figure(PyObject* self, Figure&& figure_of) {
+  const Books* const books = books_of(self);
+  return books != nullptr ? PyLong_FromLongLong(static_cast<long long>(figure_of(*books))) : nullptr;
+}
+
+PyObject* engine_misses(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.misses; });
+}
+PyObject* engine_failed(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.failed; });
+}
+PyObject* engine_live_records(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.live.size(); });
+}
+PyObject* engine_sources_held(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.copies_out.size(); });
+}
+PyObject* engine_targets_held(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.retired.size(); });
+}
+PyObject* engine_in_flight_bytes(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.in_flight_bytes; });
+}
+PyObject* engine_in_flight_bytes_max(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.in_flight_bytes_max; });
+}
+
+int engine_set_in_flight_bytes_max(PyObject* self, PyObject* value, void*) {
+  Books* const books = books_of(self);
+  const int64_t nbytes = books != nullptr && value != nullptr ? PyLong_AsLongLong(value) : -1;
+  if (books == nullptr || (nbytes == -1 && PyErr_Occurred())) return -1;
+  books->in_flight_bytes_max = nbytes;
+  return 0;
+}
+
+PyObject* engine_new_storage(PyObject* self, void*) {
+  const Books* const books = books_of(self);
+  return books != nullptr ? shared(books->new_storage ? books->new_storage.get() : Py_None).release() : nullptr;
+}
+
+int engine_set_new_storage(PyObject* self, PyObject* value, void*) {
+  Books* const books = books_of(self);
+  if (books == nullptr) return -1;
+  books->new_storage = shared(value == Py_None ? nullptr : value);
+  return 0;
+}
+
+PyObject* engine_failure(PyObject* self, void*) {
+  const Books* const books = books_of(self);
+  if (books == nullptr) return nullptr;
+  return PyUnicode_DecodeUTF8(books->failure.data(), static_cast<Py_ssize_t>(books->failure.size()), "replace");
+}
+
+// -- the Python type --------------------------------------------------------------------------------------------------
+
+PyObject* engine_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self != nullptr) new (&as_engine(self)->books) std::shared_ptr<Books>();
+  return self;
+}
+
+Owned none_as_null(PyObject* object) { return shared(object == Py_None ? nullptr : object); }
+
+int engine_init(PyObject* self, PyObject* args, PyObject* kwargs) {
+  static const char* keywords[] = {"store",      "device",      "resident", "unswapped", "in_flight_bytes_max",
+                                   "current_stream", "record_use", "new_storage", "warn",      nullptr};
+  PyObject *store, *device, *resident, *unswapped, *current, *record_use, *new_storage, *warn;
+  long long in_flight_bytes_max = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOLOOOO:EngineCore", const_cast<char**>(keywords), &store, &device,
+                                   &resident, &unswapped, &in_flight_bytes_max, &current, &record_use, &new_storage,
+                                   &warn))
+    return -1;
+  const bool done = without_exceptions([&] {
+    auto books = std::make_shared<Books>();
+    if ((books->store = store_of(store)) == nullptr || (books->resident = gauge_of(resident)) == nullptr ||
+        (books->unswapped = gauge_of(unswapped)) == nullptr)
+      return;
+    books->alignment_bytes = books->store->alignment_bytes();
+    books->in_flight_bytes_max = in_flight_bytes_max;
+    books->device = shared(device);
+    books->current_stream = none_as_null(current);
+    books->record_use = none_as_null(record_use);
+    books->new_storage = none_as_null(new_storage);
+    books->warn = shared(warn);
+    as_engine(self)->books = std::move(books);
+  });
+  return done && !PyErr_Occurred() ? 0 : -1;
+}
+
+int engine_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+void engine_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  as_engine(self)->books.~shared_ptr();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+template <typename Function>
+PyCFunction fast(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef engine_methods[] = {
+    {"look", fast(engine_look), METH_FASTCALL,
+     "look(tensor, nbytes): (key, what has its bytes already or None), or (None, None)."},
+    {"swap_out", fast(engine_swap_out), METH_FASTCALL, "swap_out(tensor, key, need): start the copy-out."},
+    {"collect", on_books<collect>, METH_NOARGS, "collect(): free what no copy touches any more; waits for nothing."},
+    {"limit_in_flight", on_books<limit_in_flight>, METH_NOARGS,
+     "limit_in_flight(): wait until the sources that are still held for their copy are few enough."},
+    {"drain", on_books<drain>, METH_NOARGS, "drain(): wait until every copy has ended, and let go of what they held."},
+    {"live_storages", engine_live, METH_NOARGS, "live_storages(): those whose graph is alive."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef engine_attributes[] = {
+    {"misses", engine_misses, nullptr, nullptr, nullptr},
+    {"failed", engine_failed, nullptr, nullptr, nullptr},
+    {"failure", engine_failure, nullptr, nullptr, nullptr},
+    {"live_records", engine_live_records, nullptr, nullptr, nullptr},
+    {"sources_held", engine_sources_held, nullptr, nullptr, nullptr},
+    {"targets_held", engine_targets_held, nullptr, nullptr, nullptr},
+    {"in_flight_bytes", engine_in_flight_bytes, nullptr, nullptr, nullptr},
+    {"in_flight_bytes_max", engine_in_flight_bytes_max, engine_set_in_flight_bytes_max, nullptr, nullptr},
+    {"new_storage", engine_new_storage, engine_set_new_storage, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+}  // namespace
+
+int is_quiet(PyObject* engine) {
+  if (!PyObject_TypeCheck(engine, engine_type)) {
+    PyErr_SetString(PyExc_TypeError, "an EngineCore is wanted");
+    return -1;
+  }
+  const Books* const books = books_of(engine);
+  return books == nullptr ? -1 : is_quiet(*books);
+}
+
+bool add_engine_type(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("What every swapped tensor passes of an engine.")},
+                                {Py_tp_methods, engine_methods},
+                                {Py_tp_getset, engine_attributes},
+                                {Py_tp_new, slot(engine_new)},
+                                {Py_tp_init, slot(engine_init)},
+                                {Py_tp_traverse, slot(engine_traverse)},
+                                {Py_tp_dealloc, slot(engine_dealloc)},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"offload._core.EngineCore", sizeof(EngineCore), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, slots};
+  engine_type = add_type(module, "EngineCore", spec);
+  return engine_type != nullptr;
+}
+
+}  // namespace offload

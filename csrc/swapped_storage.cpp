@@ -1,0 +1,397 @@
+#include "swapped_storage.h"
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <new>
+
+#include "error.h"
+#include "mutants.h"
+#include "python_errors.h"
+
+namespace offload {
+
+PyTypeObject* swapped_storage_type = nullptr;
+
+namespace {
+
+// Other threads run while this one waits for the lock.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    const GilRelease release;
+    mutex_.lock();
+  }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+  ~Lock() { mutex_.unlock(); }
+
+ private:
+  std::recursive_mutex& mutex_;
+};
+
+bool is_swapped_out(const SwappedState& state) {
+  return !state.target && (state.copy_out == nullptr || !state.copy_out->source);
+}
+
+void drop_target(SwappedState& state) {
+  const Target gone = std::move(state.target);
+  state.target = Target{};
+  state.is_incoming = false;
+  state.books->resident->add(-state.key.nbytes);
+}
+
+void count_view(SwappedState& state) {
+  if (--state.views_left > 0) return;
+  state.views_left = state.views;  // a retained graph may come again
+  if (state.target) drop_target(state);
+}
+
+// -- the source leaves ------------------------------------------------------------------------------------------------
+
+// Whether nothing but `tensor` holds its storage, so that nobody can write to it; −1: a Python error.
+int is_alone(PyObject* tensor) {
+  if (tensors.storage_holders == nullptr) return 0;
+  const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
+  const Owned identity(storage ? get(tensors.storage_identity, storage.get()) : nullptr);
+  if (!identity) return -1;
+  const int64_t holders =
+      to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
+  return holders < 0 ? -1 : holders == tensors.holders_alone;
+}
+
+// Whether nobody can change the saved tensor any more, and no second view may come back changed; −1: a Python error.
+int is_final(const SwappedState& state, PyObject* source) {
+  if (state.views != 1 || state.views_left != 1) return 0;
+  const int64_t version = to_int(get(tensors.version, source));
+  if (version < 0) return -1;
+  if (OFFLOAD_BROKEN("a version is watched while others hold the storage")) return 1;
+  return version == state.key.version ? is_alone(source) : 0;
+}
+
+// Keeps the version counter, and none of the memory, where somebody may still change the saved tensor.
+bool keep_counter(SwappedState& state, Owned source) {
+  const int final = is_final(state, source.get());
+  if (final > 0) return true;
+  const Owned dtype(final < 0 ? nullptr : get(tensors.dtype, source.get()));
+  PyObject* const empty = dtype ? empty_of(*state.books, dtype.get()) : nullptr;
+  const bool done = empty != nullptr && Py_TYPE(tensors.data)->tp_descr_set(tensors.data, source.get(), empty) == 0;
+  state.counter = std::move(source);  // with its memory where there was an error
+  return done;
+}
+
+}  // namespace
+
+bool copied_out(PyObject* self) {
+  SwappedState& state = swapped(self);
+  const Lock lock(state.mutex);
+  const CopyOutRef copy_out = std::move(state.copy_out);
+  state.copy_out = nullptr;
+  if (copy_out == nullptr) return true;
+  Owned source = std::move(copy_out->source);
+  if (!source) return true;
+  if (state.views_left < state.views && !OFFLOAD_BROKEN("a source stays while some views are on it")) {
+    // Views of one storage come back onto one: where some are on the source, so are those that follow.
+    state.target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, source.get(), nullptr));
+    if (!state.target.storage) return false;
+    state.begin = OFFLOAD_BROKEN("a span of a source that stays has its place") ? 0 : state.key.begin;
+    state.stream = copy_out->stream;
+  } else {
+    state.books->resident->add(-state.key.nbytes);
+  }
+  return keep_counter(state, std::move(source));
+}
+
+PyObject* version_counter(PyObject* self) {
+  const SwappedState& state = swapped(self);
+  return state.copy_out != nullptr && state.copy_out->source ? state.copy_out->source.share() : state.counter.share();
+}
+
+// -- the bytes come back ----------------------------------------------------------------------------------------------
+
+namespace {
+
+bool allocate(SwappedState& state, void** address) {
+  Books& books = *state.books;
+  const auto nbytes = static_cast<size_t>(state.key.nbytes);
+  if (!books.new_storage) {
+    // At least 64, as torch aligns its own: vendor kernels may round otherwise on less.
+    const size_t alignment = std::max<size_t>(books.alignment_bytes, 64);
+    state.target.block = std::make_shared<HostBlock>(nbytes, alignment, state.source_address % books.alignment_bytes);
+    *address = state.target.block->data();
+    return true;
+  }
+  const Owned size(PyLong_FromSize_t(nbytes)), residue(PyLong_FromSize_t(state.source_address % books.alignment_bytes));
+  if (!size || !residue) return false;
+  Owned storage(PyObject_CallFunctionObjArgs(books.new_storage.get(), size.get(), residue.get(), nullptr));
+  const Owned place(
+      storage ? PyObject_CallFunctionObjArgs(tensors.storage_address, storage.get(), nullptr) : nullptr);
+  if (!place) return false;
+  *address = PyLong_AsVoidPtr(place.get());
+  if (*address == nullptr && PyErr_Occurred()) return false;
+  state.target.storage = std::move(storage);
+  return true;
+}
+
+bool begin_copy_in(SwappedState& state, Stream stream) {
+  void* address = nullptr;
+  if (!allocate(state, &address)) return false;
+  state.begin = 0;
+  state.stream = stream;
+  state.is_incoming = true;
+  state.books->resident->add(state.key.nbytes);
+  try {
+    const GilRelease release;
+    state.ticket->prefetch(address, stream, state.target.block);
+  } catch (...) {
+    retire(*state.books, state.ticket, state.target);
+    drop_target(state);
+    throw;
+  }
+  return true;
+}
+
+void await_incoming(SwappedState& state, Stream stream) {
+  try {
+    const GilRelease release;
+    state.ticket->swap_in(stream);
+  } catch (...) {
+    retire(*state.books, state.ticket, state.target);
+    drop_target(state);
+    throw;
+  }
+  state.is_incoming = false;
+}
+
+// It was prefetched for another stream: its memory belongs to that one.
+void abandon_incoming(SwappedState& state) {
+  if (state.is_incoming) {
+    const GilRelease release;
+    state.ticket->swap_in(state.stream);
+  }
+  drop_target(state);
+}
+
+// Of the exception that is being handled.
+bool warn_of_read(const Books& books) {
+  raise_in_python();
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  const Owned kind(type), error(value), frames(traceback);
+  const Owned text(PyObject_Str(error.get()));
+  const Owned format(PyUnicode_FromString("a read ahead of need failed, and is repeated: %s"));
+  if (!format || !text) return false;
+  return Owned(PyObject_CallFunctionObjArgs(books.warn.get(), format.get(), text.get(), nullptr)).get() != nullptr;
+}
+
+bool bring_back(SwappedState& state) {
+  Stream stream = nullptr;
+  if (!current_stream(*state.books, &stream)) return false;
+  if (state.target && state.stream != stream && !OFFLOAD_BROKEN("a prefetch for another stream is not used"))
+    abandon_incoming(state);
+  if (state.target && state.is_incoming) {
+    try {
+      await_incoming(state, stream);
+    } catch (const SpillError&) {
+      if (!warn_of_read(*state.books)) return false;
+    }
+  }
+  if (state.target) return true;
+  ++state.books->misses;
+  if (!begin_copy_in(state, stream)) return false;
+  await_incoming(state, stream);
+  return true;
+}
+
+}  // namespace
+
+PyObject* storage_of_target(Target& target) {
+  if (!target.storage && target.block != nullptr) {
+    const Owned block(to_python(target.block));
+    if (!block) return nullptr;
+    target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.storage_of_buffer, block.get(), nullptr));
+  }
+  return target.storage.share();
+}
+
+bool prefetch(PyObject* self, bool* began) {
+  SwappedState& state = swapped(self);
+  state.books->store->require_same_process();
+  const Lock lock(state.mutex);
+  *began = false;
+  if (!is_swapped_out(state)) return true;
+  Stream stream = nullptr;
+  if (!current_stream(*state.books, &stream) || !begin_copy_in(state, stream)) return false;
+  *began = true;
+  return true;
+}
+
+bool swap_in(PyObject* self, Target* found, int64_t* begin) {
+  SwappedState& state = swapped(self);
+  const Lock lock(state.mutex);
+  if (state.copy_out != nullptr && state.copy_out->source) {
+    found->storage =
+        Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, state.copy_out->source.get(), nullptr));
+    if (!found->storage) return false;
+    *begin = state.key.begin;
+    count_view(state);
+    return true;
+  }
+  if (!bring_back(state)) return false;
+  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // they share it
+  *found = {state.target.block, shared(state.target.storage.get())};
+  *begin = state.begin;
+  count_view(state);
+  return true;
+}
+
+// -- the Python type --------------------------------------------------------------------------------------------------
+
+PyObject* to_tuple(const SavedKey& key) {
+  return Py_BuildValue("(LLLLL)", static_cast<long long>(key.owner), static_cast<long long>(key.version),
+                       static_cast<long long>(key.begin), static_cast<long long>(key.nbytes),
+                       static_cast<long long>(key.storage));
+}
+
+namespace {
+
+PyObject* storage_prefetch(PyObject* self, PyObject*) {
+  bool began = false, done = false;
+  if (!without_exceptions([&] { done = prefetch(self, &began); }) || !done) return nullptr;
+  return PyBool_FromLong(began);
+}
+
+PyObject* storage_swap_in(PyObject* self, PyObject*) {
+  Target found;
+  int64_t begin = 0;
+  bool done = false;
+  if (!without_exceptions([&] { done = swap_in(self, &found, &begin); }) || !done) return nullptr;
+  const Owned storage(storage_of_target(found));
+  return storage ? Py_BuildValue("(OL)", storage.get(), static_cast<long long>(begin)) : nullptr;
+}
+
+PyObject* storage_add_view(PyObject* self, PyObject*) {
+  SwappedState& state = swapped(self);
+  ++state.views;
+  ++state.views_left;
+  Py_RETURN_NONE;
+}
+
+PyObject* storage_remove_view(PyObject* self, PyObject*) {
+  SwappedState& state = swapped(self);
+  const Lock lock(state.mutex);
+  --state.views;
+  state.views_left = std::min(state.views_left, state.views);
+  if (state.views_left == state.views && state.target) {
+    if (state.is_incoming) retire(*state.books, state.ticket, state.target);
+    drop_target(state);
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* storage_wait_copied_out(PyObject* self, PyObject*) {
+  const SwappedState& state = swapped(self);
+  const CopyOutRef copy_out = state.copy_out;
+  bool done = true;
+  if (copy_out != nullptr && copy_out->source) {
+    if (!without_exceptions([&] { done = finish_copy_out(*state.books, copy_out); }) || !done) return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* storage_record(PyObject* self, void*) {
+  Py_INCREF(self);
+  return self;
+}
+
+PyObject* storage_ticket(PyObject* self, void*) { return to_python(swapped(self).ticket.get(), self); }
+PyObject* storage_key(PyObject* self, void*) { return to_tuple(swapped(self).key); }
+PyObject* storage_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).key.nbytes); }
+PyObject* storage_views(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).views); }
+PyObject* storage_is_swapped_out(PyObject* self, void*) { return PyBool_FromLong(is_swapped_out(swapped(self))); }
+
+// Frees slot and memory. Waits for nothing; what the driver refuses is left to `collect`.
+void free_storage(PyObject* self) {
+  SwappedState& state = swapped(self);
+  Books& books = *state.books;
+  const auto known = books.live.find(state.key);
+  if (known != books.live.end() && known->second == self) books.live.erase(known);
+  if (state.is_counted) books.unswapped->add(-state.key.nbytes);
+  if (const CopyOutRef copy_out = std::move(state.copy_out); copy_out != nullptr) {
+    copy_out->saved = nullptr;
+    if (copy_out->source && state.is_counted) books.resident->add(-state.key.nbytes);
+    bool is_read = true;
+    const bool is_begun = copy_out->ticket != nullptr;
+    if (is_begun && !without_exceptions([&] { is_read = !copy_out->ticket->cancel() && !copy_out->ticket->out_done(); }))
+      PyErr_Clear();
+    if (!is_read) copy_out->source = Owned();
+  }
+  if (state.target) {
+    if (state.is_incoming) retire(books, state.ticket, state.target);
+    drop_target(state);
+  }
+}
+
+void storage_dealloc(PyObject* self) {
+  auto* storage = reinterpret_cast<SwappedStorage*>(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_ClearWeakRefs(self);  // nobody can take it up again
+  if (OFFLOAD_BROKEN("an abandoned graph gives its records back")) return;
+  PyObject *error, *value, *traceback;
+  PyErr_Fetch(&error, &value, &traceback);
+  free_storage(self);
+  storage->state.~SwappedState();
+  PyErr_Restore(error, value, traceback);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef storage_methods[] = {
+    {"prefetch", storage_prefetch, METH_NOARGS,
+     "prefetch(): start the copy-in; False where the bytes are there or a copy-in is under way."},
+    {"swap_in", storage_swap_in, METH_NOARGS,
+     "swap_in(): the bytes, ready for the current stream: a storage, and the first byte in it."},
+    {"add_view", storage_add_view, METH_NOARGS, "add_view(): one more asks for the bytes."},
+    {"remove_view", storage_remove_view, METH_NOARGS,
+     "remove_view(): one less asks for the bytes; they are freed again where no other view is in use."},
+    {"wait_copied_out", storage_wait_copied_out, METH_NOARGS, "wait_copied_out(): wait until the copy-out has ended."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef storage_attributes[] = {{"record", storage_record, nullptr, nullptr, nullptr},
+                                    {"ticket", storage_ticket, nullptr, nullptr, nullptr},
+                                    {"key", storage_key, nullptr, nullptr, nullptr},
+                                    {"nbytes", storage_nbytes, nullptr, nullptr, nullptr},
+                                    {"views", storage_views, nullptr, nullptr, nullptr},
+                                    {"is_swapped_out", storage_is_swapped_out, nullptr, nullptr, nullptr},
+                                    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMemberDef storage_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(SwappedStorage, weak_references), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+}  // namespace
+
+bool add_swapped_storage_type(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A storage whose bytes are out of the device.")},
+                                {Py_tp_methods, storage_methods},
+                                {Py_tp_getset, storage_attributes},
+                                {Py_tp_members, storage_members},
+                                {Py_tp_dealloc, slot(storage_dealloc)},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"offload._core.SwappedStorage", sizeof(SwappedStorage), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  swapped_storage_type = add_type(module, "SwappedStorage", spec);
+  return swapped_storage_type != nullptr;
+}
+
+PyObject* make_swapped_storage(const std::shared_ptr<Books>& books) {
+  PyObject* const self = swapped_storage_type->tp_alloc(swapped_storage_type, 0);
+  if (self == nullptr) return nullptr;
+  new (&swapped(self)) SwappedState();
+  swapped(self).books = books;
+  return self;
+}
+
+}  // namespace offload

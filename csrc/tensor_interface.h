@@ -1,0 +1,119 @@
+// What C++ asks of a tensor: attributes of its Python class, so that the extension needs no headers of torch.
+//
+// Callers hold the GIL. A function that fails leaves a Python error.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+#include <utility>
+
+namespace offload {
+
+// An owned reference, or null.
+class Owned {
+ public:
+  Owned() = default;
+  explicit Owned(PyObject* object) : object_(object) {}
+  Owned(Owned&& other) noexcept : object_(other.release()) {}
+  Owned& operator=(Owned&& other) noexcept {
+    const Owned before(std::exchange(object_, other.release()));  // last: what dies may run Python code
+    return *this;
+  }
+  ~Owned() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* share() const {
+    Py_XINCREF(object_);
+    return object_;
+  }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// What is asked of a tensor, as attributes of its class: found once, and called without a search. References are kept
+// for good.
+struct TensorInterface {
+  PyObject* tensor_type = nullptr;
+  PyObject* parameter_type = nullptr;
+  PyObject* strided = nullptr;  // the layout of tensors that can move
+  // Descriptors.
+  PyObject* layout = nullptr;
+  PyObject* is_nested = nullptr;
+  PyObject* nbytes = nullptr;
+  PyObject* base = nullptr;
+  PyObject* version = nullptr;
+  PyObject* is_leaf = nullptr;
+  PyObject* data = nullptr;
+  PyObject* dtype = nullptr;
+  PyObject* itemsize = nullptr;
+  PyObject* shape = nullptr;
+  PyObject* identity = nullptr;
+  PyObject* storage_identity = nullptr;  // of a storage's class
+  // Callables that take the tensor.
+  PyObject* is_view = nullptr;
+  PyObject* detach = nullptr;
+  PyObject* untyped_storage = nullptr;
+  PyObject* stride = nullptr;
+  PyObject* storage_offset = nullptr;
+  PyObject* is_conj = nullptr;
+  PyObject* is_neg = nullptr;
+  PyObject* conjugated = nullptr;
+  PyObject* negated = nullptr;
+  PyObject* type_name = nullptr;
+  PyObject* weak_reference = nullptr;  // keeps the tensor's address from being used again
+  PyObject* set_storage = nullptr;     // takes a tensor, a storage, an offset, a shape and a stride
+  // Callables that take something else.
+  PyObject* storage_nbytes = nullptr;   // a storage
+  PyObject* storage_address = nullptr;  // a storage
+  PyObject* storage_holders = nullptr;  // a storage's identity; null where torch does not tell
+  PyObject* storage_of_buffer = nullptr;
+  PyObject* empty = nullptr;           // a dtype and a device
+  PyObject* raise_changed = nullptr;   // of a saved tensor: name of its type, shape, version, expected version
+  int64_t holders_alone = 0;           // what `storage_holders` tells where one tensor holds the storage
+};
+
+inline TensorInterface tensors;
+
+inline Owned shared(PyObject* object) {
+  Py_XINCREF(object);
+  return Owned(object);
+}
+
+// The value of a descriptor of the object's class: a new reference, or null.
+inline PyObject* get(PyObject* descriptor, PyObject* object) {
+  return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
+}
+
+// −1: a Python error. Both take over the reference that they are given.
+inline int is_true(PyObject* owned) {
+  const Owned result(owned);
+  return result ? PyObject_IsTrue(result.get()) : -1;
+}
+
+inline int64_t to_int(PyObject* owned) {
+  const Owned result(owned);
+  return result ? PyLong_AsLongLong(result.get()) : -1;
+}
+
+template <typename Function>
+void* slot(Function* function) {
+  return reinterpret_cast<void*>(function);
+}
+
+// The type that a specification describes, as a name of the module: a reference for good, or null.
+inline PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) return nullptr;
+  Py_INCREF(type);  // one for the caller, for good
+  if (PyModule_AddObject(module, name, type) < 0) {
+    Py_DECREF(type);
+    return nullptr;
+  }
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+}  // namespace offload
