@@ -256,7 +256,8 @@ class PlanController:
         planned.held = most(planned.held, held)
         try:
             room = device_bytes(self._engine.device)
-            plan = wanted_plan(planned.trace(), planned.link, self._options, room, self._limits)
+            held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
+            plan = wanted_plan(planned.trace(), planned.link, self._options, room, self._limits, held_bytes)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
             raise

@@ -141,8 +141,12 @@ class PlannedStep:
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
         """Whether the plan would break the limit with what is held now."""
+        if self.plan is None:
+            return False
         more = most(self.held, held).total - self.held.total
-        return self.plan is not None and self.plan.peak_bytes + more > limit_bytes
+        if self.recipes is not None:
+            more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
+        return self.plan.peak_bytes + more > limit_bytes
 
     def read_trial(self, counts: Counts, *, cheap: bool) -> None:
         """Read what the trial step under way has proven, where it is over."""

@@ -6,7 +6,7 @@ have an id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Protocol
@@ -105,6 +105,8 @@ class Recipes:
         How tensors are recomputed, by their id in the trace.
     measured
         What was found of their entries, by pack index.
+    entries
+        Pack indices of the entries of each of those tensors, by id.
     refusals
         Why the others cannot be, by id.
     reason
@@ -113,8 +115,17 @@ class Recipes:
 
     recompute: Mapping[int, Recompute] = field(default_factory=dict)
     measured: Mapping[int, MeasuredRecipe] = field(default_factory=dict)
+    entries: Mapping[int, Sequence[int]] = field(default_factory=dict)
     refusals: Mapping[int, str] = field(default_factory=dict)
     reason: str = ""
+
+    def held_bytes(self, tensors: Iterable[int]) -> int:
+        """What the recipes of some tensors keep on the device until backward: small tensors and copies of parameters.
+
+        The trace does not tell it, so the limit is lowered by it.
+        """
+        chosen = {entry for tensor in tensors for entry in self.entries.get(tensor, ())}
+        return sum(self.measured[entry].held_bytes for entry in chosen)
 
     def seconds_of(self, plan: Plan) -> float:
         """What the recomputations of a plan took in the trial step, in seconds."""
@@ -171,7 +182,8 @@ def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, ch
     for tensor in _in_circles(recompute):
         del recompute[tensor]
         refusals[tensor] = _CIRCLE
-    return Recipes(recompute, found, refusals)
+    entries = {tensor: members[tensor] for tensor in recompute}
+    return Recipes(recompute, found, entries, refusals)
 
 
 def _in_circles(recompute: Mapping[int, Recompute]) -> list[int]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from offload.control.limits import Limits
 from offload.options import Options
-from offload.plan import Link, Plan, cut_bound, fastest_plan, least_memory_plan, manual_plan
+from offload.plan import InfeasibleLimitError, Link, Plan, cut_bound, fastest_plan, least_memory_plan, manual_plan
 from offload.plan.trace import Trace
 
 __all__ = ["wanted_plan"]
 
 
-def wanted_plan(trace: Trace, link: Link, options: Options, device_bytes: int, limits: Limits) -> Plan:
+def wanted_plan(
+    trace: Trace, link: Link, options: Options, device_bytes: int, limits: Limits, held_bytes: int = 0
+) -> Plan:
     """Plan as the caller asked for. Tensors are recomputed only where that gains more than a measurement's noise.
 
     Parameters
@@ -28,6 +30,8 @@ def wanted_plan(trace: Trace, link: Link, options: Options, device_bytes: int, l
         Memory of the device.
     limits
         Its `noise` is the gain that is not worth a change.
+    held_bytes
+        What recipes keep on the device until backward, at most.
 
     Raises
     ------
@@ -36,11 +40,16 @@ def wanted_plan(trace: Trace, link: Link, options: Options, device_bytes: int, l
     """
     if options.n_tensors is not None:
         return manual_plan(trace, link, options.n_tensors, "auto", limit_bytes=device_bytes)
-    plan = _plan(trace, link, options, recompute=True)
-    if not plan.recomputes:
-        return plan
+    try:
+        plan = _plan(trace, link, options, recompute=True, held_bytes=held_bytes)
+    except InfeasibleLimitError:
+        plan = None
+    if plan is None or not plan.recomputes:
+        return _plan(trace, link, options, recompute=False) if plan is None or held_bytes else plan
     threshold = 1 - limits.noise
-    if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(trace, plan.limit_bytes, link):
+    if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(
+        trace, options.memory_limit or 0, link
+    ):
         return plan  # no plan that swaps alone comes near
     alone = _plan(trace, link, options, recompute=False)
     is_faster = plan.expected_seconds < threshold * alone.expected_seconds and plan.peak_bytes <= max(
@@ -50,8 +59,9 @@ def wanted_plan(trace: Trace, link: Link, options: Options, device_bytes: int, l
     return plan if is_faster or is_smaller else alone
 
 
-def _plan(trace: Trace, link: Link, options: Options, *, recompute: bool) -> Plan:
+def _plan(trace: Trace, link: Link, options: Options, *, recompute: bool, held_bytes: int = 0) -> Plan:
+    limit_bytes = None if options.memory_limit is None else max(1, options.memory_limit - held_bytes)
     if options.max_slowdown is not None:
-        return least_memory_plan(trace, link, options.max_slowdown, options.memory_limit, recompute=recompute)
-    assert options.memory_limit is not None
-    return fastest_plan(trace, link, options.memory_limit, recompute=recompute)
+        return least_memory_plan(trace, link, options.max_slowdown, limit_bytes, recompute=recompute)
+    assert limit_bytes is not None
+    return fastest_plan(trace, link, limit_bytes, recompute=recompute)

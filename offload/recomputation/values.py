@@ -75,6 +75,7 @@ class Held:
             view = View(self.tensor)
             self.tensor = view.of(copy_of(self.tensor.untyped_storage())) if is_copied else self.tensor.detach()
             self.version = version_of(self.tensor)
+            self.is_own = self.is_own or is_copied
             self._is_settled = True
         return True
 
