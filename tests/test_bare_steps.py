@@ -22,7 +22,7 @@ def costly_swaps(monkeypatch):
 
 def run_enabled(model, optimizer, count, tmp_path, **knobs):
     """Train `count` steps: losses and gradients, the report and the plan."""
-    with enabled(model, spill_dir=tmp_path, **knobs) as handle:
+    with enabled(model, spill_dir=tmp_path, recompute=False, **knobs) as handle:
         results, _ = train(model, optimizer, [256] * count)
         return results, handle.report(), handle.plan
 
@@ -52,7 +52,7 @@ def test_with_hooks_off_a_new_shape_is_noticed(covered, tmp_path):
     rows = [256] * 6 + [128] * 6 + [256] * 2
     expected, _ = train(*make(), rows)
     results = []
-    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path, recompute=False) as handle:
         for number, n in enumerate(rows):
             x, y = batch(n, number)
             with handle.step() if covered else nullcontext():
@@ -71,7 +71,7 @@ def test_several_forwards_in_a_step_without_hooks_are_one_step(tmp_path):
     model, _ = make()
     x, _ = batch(256, 0)
     inside = []
-    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path, recompute=False) as handle:
         for number in range(6):
             with pytest.raises(ArithmeticError) if number == 5 else nullcontext(), handle.step():
                 loss = model(x).square().sum()
@@ -93,7 +93,7 @@ def test_a_forward_under_hooks_of_others_leaves_the_steps_own_alone(tmp_path):
     model, optimizer = make()
     x, _ = batch(256, 0)
     inside = []
-    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [256] * 6)
         bare = handle.report().bare_steps
         for _ in range(2):
@@ -110,7 +110,7 @@ def test_a_forward_under_hooks_of_others_leaves_the_steps_own_alone(tmp_path):
 
 def test_without_hooks_a_recorded_step_is_watched_all_the_same(tmp_path):
     model, optimizer = make()
-    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [256] * 6)
         bare = handle.report().bare_steps
         with handle.timeline(tmp_path / "step.json"):

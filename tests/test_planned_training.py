@@ -200,7 +200,7 @@ def test_several_lengths_and_a_ragged_batch_stall_in_their_first_steps_only(tmp_
     model, optimizer = make()
     expected, _ = train(model, optimizer, rows)
     model, optimizer = make()
-    with enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=0.1, spill_dir=tmp_path, recompute=False) as handle:
         results, _ = train(model, optimizer, rows)
         report = handle.report()
         assert_equal(results, expected)
@@ -481,7 +481,7 @@ def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3))
     monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e12, 1e12))
     model, optimizer = make()
-    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [512] * 2)
         before = handle.plan
         assert not before.swaps, "nothing is worth it"
