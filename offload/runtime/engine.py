@@ -127,7 +127,8 @@ class Engine(_core.EngineCore):
     def collect_dropped(self) -> None:
         """Free what dead graphs held of dropped tensors, and bring `dropped` up to date."""
         with self._collecting:
-            for reference in list(self._dead):
+            while self._dead:  # a recipe that is freed may have held the last handle of another dropped storage
+                reference = self._dead[0]
                 record = getattr(reference, "record", None)  # none yet where an interrupt came at once
                 if record is not None:
                     if self._dropped_handles.get(record.key) is reference:
