@@ -13,6 +13,7 @@ import torch
 from offload.recomputation.random_state import as_before
 from offload.recomputation.values import Held, Probe, View
 from offload.torch_compat.dispatch import undisturbed
+from offload.torch_compat.settings import Settings, restored
 from offload.torch_compat.tensors import version_of
 
 __all__ = ["Argument", "ChangedSource", "Place", "Recipe", "Step"]
@@ -56,6 +57,7 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: tuple[Any, torch.Tensor] | None
+    settings: Settings
     results: tuple[tuple[Place, int], ...]
     last: tuple[int, ...]
 
@@ -156,7 +158,8 @@ class Recipe:
 
     def run(self, storages: _Storages) -> torch.UntypedStorage:
         """The dropped storage, made of what `load` returned; takes that over."""
-        with undisturbed():
+        with undisturbed(), restored() as put_in_force:
             for step in self.steps:
+                put_in_force(step.settings)
                 step.run(storages)
         return storages[self.target]

@@ -17,6 +17,7 @@ from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode
+from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
 __all__ = ["OperatorRecorder"]
@@ -32,7 +33,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     Parameters
     ----------
     small_nbytes
-        Tensors below are held where a recipe reads them.
+        Tensors below are copied where a recipe reads them and nothing else has them in backward.
     is_state
         Whether a storage, given by identity, is of a parameter or a buffer that stays as it is until backward.
 
@@ -139,7 +140,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
         random = random_state(args, kwargs) if operator.is_seeded else None
         saves = operator.is_heavy and any(isinstance(each, torch.Tensor) and _has_history(each) for each in args)
-        call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves)
+        settings = in_force(is_heavy=operator.is_heavy)
+        call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves, settings)
         self._calls += 1
         self._pack_before = self.latest_pack
         result = func(*args, **kwargs)

@@ -116,7 +116,7 @@ class _Cut:
         args = tuple(None if i in ignored else self._numbered(each) for i, each in enumerate(call.args))
         kwargs = {name: self._numbered(each) for name, each in call.kwargs.items()}
         results = tuple((value.place, self._numbers[value]) for value in made)
-        return Step(call.func, call.operator.name, args, kwargs, call.random, results, tuple(last))
+        return Step(call.func, call.operator.name, args, kwargs, call.random, call.settings, results, tuple(last))
 
     def _numbered(self, given: Any) -> Any:
         if type(given) is Reference:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from offload.recomputation.operators import Operator
+from offload.torch_compat.settings import Settings
 from offload.torch_compat.tensors import StorageWatch, conjugated, negated, version_of
 
 __all__ = ["Call", "Held", "Probe", "Reference", "Value", "View", "copy_of", "references"]
 
-COPIED_NBYTES_MAX = 64 << 10  # of a tensor that is copied rather than held
+COPIED_NBYTES_MAX = 64 << 10  # of a parameter or buffer that is copied rather than held
 
 
 class Probe:
@@ -64,11 +65,12 @@ class Held:
     def is_usable(self, is_saved: bool) -> bool:
         """Whether a recipe may read it in backward. `is_saved`: autograd saves it too, and notices changes.
 
-        A small tensor is copied, so that it may be changed before backward, as plain torch allows.
+        A small tensor is copied, so that it may be changed before backward, as plain torch allows: also in ways that
+        no version tells of, such as by way of numpy.
         """
         if self.is_changed:
             return False
-        is_copied = (self.is_own or self.is_state) and self.nbytes <= COPIED_NBYTES_MAX
+        is_copied = self.is_own or (self.is_state and self.nbytes <= COPIED_NBYTES_MAX)
         if self.is_state and not is_saved and not is_copied:
             return False
         if not self._is_settled:
@@ -107,6 +109,7 @@ class Call:
     random: tuple[Any, torch.Tensor] | None  # a generator, and its state before
     opens: int  # the latest pack before the call that came before this one
     saves_weights: bool  # autograd saves every argument of it
+    settings: Settings  # those of torch that were in force
     read: list[tuple[Reference, bool]] | None = None  # its tensor arguments, with whether it writes to them
 
 

@@ -50,8 +50,12 @@ GUARDS = {
         test_traps.test_a_buffer_that_changes_within_forward,
     ),
     "a small tensor is copied": (
-        (values.Held, "is_usable", "(self.is_own or self.is_state) and self.nbytes <= COPIED_NBYTES_MAX", "False"),
+        (values.Held, "is_usable", "self.is_own or (self.is_state and self.nbytes <= COPIED_NBYTES_MAX)", "False"),
         test_traps.test_a_small_tensor_that_changes_before_backward,
+    ),
+    "settings of torch are put in force": (
+        (recipe.Recipe, "run", "put_in_force(step.settings)", "pass"),
+        test_traps.test_settings_of_torch_are_those_of_forward,
     ),
     "an operator reads the version that was recorded": (
         (recorder.OperatorRecorder, "_note", "value.version != version_of(given)", "False"),

@@ -385,6 +385,48 @@ def test_a_small_tensor_that_changes_before_backward(forcing):
     forcing.compare(Shifted, step)
 
 
+@pytest.mark.parametrize("change", ["in place", "data", "numpy"])
+def test_a_tensor_below_the_least_that_swaps_changes_before_backward(forcing, change):
+    """Of 100 KiB: nobody saves it, so plain torch need not notice."""
+
+    class Shifted(Calls):
+        def __init__(self):
+            super().__init__(None)
+            self.offset = torch.ones(1, 100 * 256)
+
+        def forward(self, x):
+            return self.b(functional.silu(functional.gelu(self.a(x)).view(-1, 100 * 256) + self.offset).view(-1, 256))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(1000, 64)).square().mean()
+        if change == "in place":
+            model.offset.add_(3)
+        elif change == "data":
+            model.offset.data.add_(3)
+        else:
+            model.offset.numpy()[:] += 3
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Shifted, step, min_tensor_bytes=1 << 18)
+
+
+def test_settings_of_torch_are_those_of_forward(forcing):
+    def step(model, number):
+        model.zero_grad()
+        with torch.backends.mkldnn.flags(enabled=False):
+            loss = model(torch.randn(4, 3, 16, 16)).square().mean()
+        loss.backward()
+        assert torch.backends.mkldnn.enabled
+        return gradients(model)
+
+    def convolutions():
+        return nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.SiLU(), nn.Conv2d(16, 4, 3))
+
+    forcing.compare(convolutions, step)
+
+
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,77 @@
+"""Settings of torch that decide which kernel an operator runs, and so which bits it makes.
+
+Recipes run in backward with the settings that were in force when their operators ran in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+__all__ = ["Settings", "in_force", "restored"]
+
+Settings = tuple[Any, ...]
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+# Of torch's C interface, as `_get_NAME` and `_set_NAME`. They choose between libraries, also for activation functions.
+_NAMES = (
+    "mkldnn_enabled",
+    "mkldnn_deterministic",
+    "nnpack_enabled",
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "deterministic_algorithms",
+)
+_PRECISIONS = [("generic", "all")] + [
+    (backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn")
+]
+
+
+def _for_all() -> list[_Setting]:
+    named = [(getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)) for name in _NAMES]
+    found: list[_Setting] = [(get, set_) for get, set_ in named if get is not None and set_ is not None]
+    return [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+        *found,
+    ]
+
+
+def _for_heavy() -> list[_Setting]:
+    read = getattr(torch._C, "_get_fp32_precision_getter", None)
+    write = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if read is not None and write is not None:
+        return [(partial(read, *each), partial(write, *each)) for each in _PRECISIONS]
+    return [(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
+
+
+_ALL = _for_all()
+_SETTINGS = _ALL + _for_heavy()
+_READ_ALL = [read for read, _ in _ALL]
+_READ = [read for read, _ in _SETTINGS]
+
+
+def in_force(*, is_heavy: bool) -> Settings:
+    """The settings that an operator depends on; matrix products, convolutions and attention depend on more of them."""
+    return tuple([read() for read in (_READ if is_heavy else _READ_ALL)])
+
+
+def _apply(wanted: Settings) -> None:
+    for (read, write), value in zip(_SETTINGS, wanted, strict=False):
+        if read() != value:
+            write(value)
+
+
+@contextmanager
+def restored() -> Iterator[Callable[[Settings], None]]:
+    """Give a function that puts settings in force; those of now are in force again afterwards."""
+    before = in_force(is_heavy=True)
+    try:
+        yield _apply
+    finally:
+        _apply(before)
