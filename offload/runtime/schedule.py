@@ -74,7 +74,7 @@ class Schedule:
         for index, first in self.order.duplicates.items():
             if first in self.swapped or first in self.recomputed:
                 table.swap(index)
-            elif not self.borrowed:
+            elif not self.borrowed and index not in self._told:
                 table.keep_again(index)
         for index, node in self.order.node_after_pack.items():
             table.weigh(index, node)

@@ -595,6 +595,17 @@ def test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor(forcing):
     forcing.compare(made(function), plain_step, wanted=wanted)
 
 
+@pytest.mark.parametrize("swaps", [False, True], ids=["the rest is kept", "the rest swaps"])
+def test_a_window_that_begins_at_a_tensor_saved_again(forcing, swaps):
+    """The pack before is of a storage that is known, which the schedule may decide without Python."""
+
+    def function(h):
+        h = functional.gelu(h)
+        return torch.tanh(h * h).sin().exp().sin()
+
+    forcing.compare(made(function), plain_step, wanted=lambda index, recipe: index == 8, swaps=swaps)
+
+
 def test_the_mode_loads_no_compiler(tmp_path):
     import subprocess
     import sys
