@@ -27,6 +27,10 @@ from offload.torch_compat.dispatch import can_record, undisturbed
 __all__ = ["RecipeTrial"]
 
 
+# What operators raise where they cannot run again.
+_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, MemoryError, torch.OutOfMemoryError)
+
+
 class RecipeTrial(SwapOnDemand):
     """A step whose operators are all recorded, and in which every recipe is tried.
 
@@ -157,7 +161,9 @@ class _Trial(Recording):
             storages |= {number: slot.record.swap_in()[0] for number, slot in missing.items()}
             storages |= {number: found for number, found in there.items() if found is not None}
             same = self._is_same(storage, index, recipe, storages)
-        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+        except Exception as error:
+            if type(error) not in _REFUSALS:
+                raise  # not an operator's own: the handler of a signal may raise anywhere
             return f"its operators cannot be run again: {type(error).__name__}"
         finally:
             for slot in missing.values():

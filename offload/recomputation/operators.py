@@ -34,6 +34,17 @@ REFUSED = _names(
     """
 )
 # Position of the running statistics, and of the flag that says whether they are only written.
+# Positions of arguments that are added, which autograd does not save.
+ADDED = {
+    "addmm": (0,),
+    "addbmm": (0,),
+    "baddbmm": (0,),
+    "addmv": (0,),
+    "convolution": (2,),
+    "_convolution": (2,),
+    "linear": (2,),
+    "mkldnn_convolution": (2,),
+}
 STATISTICS = {
     "native_batch_norm": ((3, 4), 5),
     "cudnn_batch_norm": ((3, 4), 5),
@@ -56,6 +67,8 @@ class Operator:
         Whether its result holds no bytes that it has made.
     writes_all
         Whether it may write to any argument, whatever its schema says.
+    added
+        Positions of arguments that autograd does not save, though it saves the others.
     statistics, training
         Running statistics that it updates beside its result, and where the flag stands that says so.
     refusal
@@ -69,6 +82,7 @@ class Operator:
     is_heavy: bool = False
     is_blank: bool = False
     writes_all: bool = False
+    added: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
     training: int = -1
     refusal: str = ""
@@ -110,6 +124,7 @@ def _look(func: Any) -> Operator:
         is_heavy=name in HEAVY or name.startswith(HEAVY_BEGINNINGS),
         is_blank=name in BLANK,
         writes_all="c10d" in namespace,
+        added=ADDED.get(name, ()),
         statistics=statistics,
         training=training,
         refusal=refusal,

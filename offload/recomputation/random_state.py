@@ -45,8 +45,8 @@ def random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, to
 def as_before(generator: Any, state: torch.Tensor) -> Iterator[None]:
     """Draw what was drawn from `state` on, and leave the generator as it is."""
     now = generator.get_state()
-    generator.set_state(state)
     try:
+        generator.set_state(state)
         yield
     finally:
         generator.set_state(now)

@@ -54,6 +54,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._thread = threading.get_ident()
         self._modes = mode_count()
         self._calls = 0
+        self._is_closed = False
         self._pack_before = -1
         self._values: dict[int, Value] = {}  # by identity of the storage: its latest version
         self._saved: dict[int, Value] = {}  # the same, of what was packed; kept from window to window
@@ -68,10 +69,9 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
             push_mode(self)
 
     def suspend(self) -> None:
-        """Record no longer; what was recorded stays."""
+        """Record no longer; what was recorded stays. Nothing happens where all modes are off for a while."""
         if self.is_on and threading.get_ident() == self._thread:
-            remove_mode(self)
-            self.is_on = False
+            self.is_on = not remove_mode(self)
 
     def forget(self) -> None:
         """A window ends: what was not packed may be written to before the next one, unseen."""
@@ -80,6 +80,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """The forward pass is over."""
         self.suspend()
+        self._is_closed = True  # somebody may put it on again
         self._values.clear()
         self._saved.clear()
         while self.watches:
@@ -133,7 +134,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         """Run an operator, and take down what it read and made."""
         kwargs = kwargs or {}
         operator = operator_of(func)
-        if operator.passes or threading.get_ident() != self._thread:
+        if operator.passes or self._is_closed or threading.get_ident() != self._thread:
             return func(*args, **kwargs)
         note = self._note
         noted = tuple([note(each) for each in args])

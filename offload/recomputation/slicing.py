@@ -51,10 +51,11 @@ class _Cut:
             if call.operator.is_seeded and call.random is None:
                 return "draws from a generator that cannot be set back"
             self._calls[call.number] = call
-            for reference, is_written in _read_by(call):
+            for reference, is_written, is_added in _read_by(call):
                 value = reference.value
                 number = self._numbers.get(value)
-                if self._is_there(value, call) if number is None else number in self._slots or number in self._held:
+                is_saved = call.saves_weights and not is_added
+                if self._is_there(value, is_saved) if number is None else number in self._slots or number in self._held:
                     if is_written:
                         return "changes in place what it reads"
                 elif value.call is None:
@@ -66,14 +67,14 @@ class _Cut:
                 self._numbers.setdefault(value, len(self._numbers))
         return _UNSEEN if self._target.call.operator.is_blank else ""
 
-    def _is_there(self, value: Value, call: Call) -> bool:
+    def _is_there(self, value: Value, is_saved: bool) -> bool:
         """Whether the value's bytes are to be had in backward; takes down where."""
         slot = value.slot() if value.slot is not None else None
         number = len(self._numbers)
         # Bytes that were changed in place may have left after that, or while it happened.
         if slot is not None and value.probe is not None and not value.probe.is_changed:
             self._slots[number] = slot, value.probe
-        elif value.held is not None and value.held.is_usable(call.saves_weights):
+        elif value.held is not None and value.held.is_usable(is_saved):
             self._held[number] = value.held
         else:
             return False
@@ -84,7 +85,7 @@ class _Cut:
     def recipe(self, weighs: bool) -> Recipe:
         """What was found, in the order in which it ran."""
         calls = [self._calls[number] for number in sorted(self._calls)]
-        last_use = {reference.value: i for i, call in enumerate(calls) for reference, _ in _read_by(call)}
+        last_use = {reference.value: i for i, call in enumerate(calls) for reference, _, _ in _read_by(call)}
         made: dict[int, list[Value]] = {}
         for value, number in self._numbers.items():
             if value.call is not None and number not in self._slots and number not in self._held:
@@ -106,12 +107,12 @@ class _Cut:
         for i, call in enumerate(calls):
             now += sum(value.nbytes for value in made.get(call.number, ()))
             peak = max(peak, now)
-            done = {reference.value for reference, _ in _read_by(call) if last_use[reference.value] == i}
+            done = {reference.value for reference, _, _ in _read_by(call) if last_use[reference.value] == i}
             now -= sum(value.nbytes for value in done if value.call is not None and value.call.number in self._calls)
         return peak
 
     def _step(self, position: int, call: Call, made: list[Value], last_use: dict[Value, int]) -> Step:
-        last = {self._numbers[ref.value] for ref, _ in _read_by(call) if last_use[ref.value] == position}
+        last = {self._numbers[ref.value] for ref, _, _ in _read_by(call) if last_use[ref.value] == position}
         ignored = _ignored(call)
         args = tuple(None if i in ignored else self._numbered(each) for i, each in enumerate(call.args))
         kwargs = {name: self._numbered(each) for name, each in call.kwargs.items()}
@@ -132,12 +133,12 @@ def _ignored(call: Call) -> tuple[int, ...]:
     return operator.statistics if operator.statistics and call.args[operator.training] else ()
 
 
-def _read_by(call: Call) -> list[tuple[Reference, bool]]:
-    """The tensor arguments of a call, each with whether the call writes to it."""
+def _read_by(call: Call) -> list[tuple[Reference, bool, bool]]:
+    """The tensor arguments of a call, each with whether the call writes to it, and whether it only adds it."""
     if call.read is None:
-        ignored, writes = _ignored(call), call.operator.writes
+        ignored, writes, added = _ignored(call), call.operator.writes, call.operator.added
         call.read = []
         for position, given in (*enumerate(call.args), *call.kwargs.items()):
             if position not in ignored:
-                call.read += [(each, position in writes) for each in references(given)]
+                call.read += [(each, position in writes, position in added) for each in references(given)]
     return call.read

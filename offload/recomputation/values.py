@@ -70,7 +70,7 @@ class Held:
         """
         if self.is_changed:
             return False
-        is_copied = self.is_own or (self.is_state and self.nbytes <= COPIED_NBYTES_MAX)
+        is_copied = self.is_own or (self.is_state and not is_saved and self.nbytes <= COPIED_NBYTES_MAX)
         if self.is_state and not is_saved and not is_copied:
             return False
         if not self._is_settled:
@@ -110,7 +110,7 @@ class Call:
     opens: int  # the latest pack before the call that came before this one
     saves_weights: bool  # autograd saves every argument of it
     settings: Settings  # those of torch that were in force
-    read: list[tuple[Reference, bool]] | None = None  # its tensor arguments, with whether it writes to them
+    read: list[tuple[Reference, bool, bool]] | None = None  # its tensor arguments; whether it writes to, or adds them
 
 
 class Value:

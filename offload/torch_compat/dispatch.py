@@ -40,26 +40,37 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def remove_mode(mode: TorchDispatchMode) -> None:
-    """Take a mode off this thread's stack; those above it, if anybody left some there, stay."""
+def remove_mode(mode: TorchDispatchMode) -> bool:
+    """Take a mode off this thread's stack; those above it, if anybody left some there, stay.
+
+    Returns
+    -------
+    bool
+        False where it is not there: somebody has taken all modes off, and will put them back.
+    """
     above = []
     if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(mode_count())):
-        return
+        return False
     while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
         above.append(top)
     for each in reversed(above):
         push_mode(each)
+    return True
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Operators inside are those that are called: no autograd, no casts, no mode, no override of a subclass."""
     modes: list[Any] = []
+    has_gradients = torch.is_grad_enabled()
     try:
         while mode_count():
             modes.append(torch._C._pop_torch_dispatch_stack(None))
-        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        # Not `no_grad`, whose Python code an interrupt may leave half done.
+        torch._C._set_grad_enabled(False)
+        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             yield
     finally:
+        torch._C._set_grad_enabled(has_gradients)
         for mode in reversed(modes):
             push_mode(mode)

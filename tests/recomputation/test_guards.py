@@ -50,7 +50,12 @@ GUARDS = {
         test_traps.test_a_buffer_that_changes_within_forward,
     ),
     "a small tensor is copied": (
-        (values.Held, "is_usable", "self.is_own or (self.is_state and self.nbytes <= COPIED_NBYTES_MAX)", "False"),
+        (
+            values.Held,
+            "is_usable",
+            "self.is_own or (self.is_state and not is_saved and self.nbytes <= COPIED_NBYTES_MAX)",
+            "False",
+        ),
         test_traps.test_a_small_tensor_that_changes_before_backward,
     ),
     "settings of torch are put in force": (

@@ -595,6 +595,50 @@ def test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor(forcing):
     forcing.compare(made(function), plain_step, wanted=wanted)
 
 
+def test_a_large_bias_that_changes_before_backward(forcing):
+    """Autograd does not save it, though it saves the other arguments."""
+
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(16, 20000)
+            self.b = nn.Linear(20000, 4)
+
+        def forward(self, x):
+            return self.b(torch.tanh(functional.gelu(self.a(x))))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 16, requires_grad=True) * 2).square().mean()
+        with torch.no_grad():
+            model.a.bias.add_(0.1)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Biased, step)
+
+
+def test_an_interrupt_leaves_gradients_on(forcing, monkeypatch):
+    """A handler may raise at any line of Python: here within a recipe."""
+    from offload.recomputation import recipe
+
+    model = made()()
+    handle = forcing.enable(model)
+    for number in range(4):
+        plain_step(model, number)
+    assert handle._counts.recomputed.tensors
+
+    def interrupted(self, storages):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.Step, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plain_step(model, 4)
+    assert torch.is_grad_enabled()
+    plain_step(model, 5)
+
+
 @pytest.mark.parametrize("swaps", [False, True], ids=["the rest is kept", "the rest swaps"])
 def test_a_window_that_begins_at_a_tensor_saved_again(forcing, swaps):
     """The pack before is of a storage that is known, which the schedule may decide without Python."""

@@ -41,7 +41,8 @@ def test_a_wait_for_a_second_view_is_none_of_its_nodes_computation():
     model, x = chain(), torch.randn(2048, 128).to("sim")
     before, growth = growth_bytes(model, x)
     with virtual_time.on(SLOW_LINK):
-        with offload.enable(model, memory_limit=before + int(0.7 * growth), min_tensor_bytes=1 << 16) as handle:
+        limit = before + int(0.7 * growth)
+        with offload.enable(model, memory_limit=limit, min_tensor_bytes=1 << 16, recompute=False) as handle:
             computed, waited = [], []
             for _ in range(7):  # profiled, three judged, and what follows on what they measured
                 model(x).square().mean().backward()
