@@ -14,6 +14,17 @@ def test_a_setting_can_be_written_as_it_was_read(number):
     assert read() == before
 
 
+def test_warnings_of_deterministic_algorithms_stay():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with settings.restored() as put_in_force:
+            torch.use_deterministic_algorithms(False)
+            put_in_force(settings.in_force(is_heavy=True))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_those_of_a_time_are_put_in_force_and_undone():
     before = settings.in_force(is_heavy=True)
     with torch.backends.mkldnn.flags(enabled=False):

@@ -26,6 +26,7 @@ from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.schedule import StepOrder
+from offload.torch_compat.compiled import has_compiled_parts
 from offload.torch_compat.modules import is_sharded, state_tensors
 from offload.torch_compat.tensors import has_own_bytes
 
@@ -153,6 +154,11 @@ class DeviceSession:
     def holds_state(self, storage_id: int) -> bool:
         """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
         return storage_id in self._parameters and not self._is_sharded
+
+    def has_compiled_parts(self) -> bool:
+        """Whether a part of the model is compiled; it may have become so since the last step."""
+        model = self._model()
+        return model is not None and has_compiled_parts(model)
 
     def is_excluded(self) -> bool:
         """Whether the module now running in this thread is one of `exclude`."""

@@ -16,7 +16,7 @@ from offload._core import version_owner
 from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
-from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode
+from offload.torch_compat.dispatch import OperatorMode, is_compiling, mode_count, push_mode, remove_mode
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
@@ -64,13 +64,15 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Record from now on. Nothing happens where a mode of somebody else's is on, whose exit would meet this one."""
-        if not self.is_on and mode_count() == self._modes and threading.get_ident() == self._thread:
+        if self.is_on or mode_count() != self._modes or threading.get_ident() != self._thread:
+            return
+        if not is_compiling():
             self.is_on = True
             push_mode(self)
 
     def suspend(self) -> None:
         """Record no longer; what was recorded stays. Nothing happens where all modes are off for a while."""
-        if self.is_on and threading.get_ident() == self._thread:
+        if self.is_on and threading.get_ident() == self._thread and not is_compiling():
             self.is_on = not remove_mode(self)
 
     def forget(self) -> None:

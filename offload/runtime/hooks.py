@@ -45,6 +45,9 @@ class Policy(Protocol):
     def holds_state(self, storage_id: int) -> bool:
         """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
 
+    def has_compiled_parts(self) -> bool:
+        """Whether a part of the model is compiled; it may have become so since the last step."""
+
     def warn_once(self, error: Exception) -> None:
         """Say that the store could not take a tensor."""
 

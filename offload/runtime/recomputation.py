@@ -36,6 +36,9 @@ class Surroundings(Protocol):
     def holds_state(self, storage_id: int) -> bool:
         """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
 
+    def has_compiled_parts(self) -> bool:
+        """Whether a part of the model is compiled; it may have become so since the last step."""
+
 
 class Recomputation(Protocol):
     """What the hooks of a step tell, so that tensors can be dropped."""
@@ -70,7 +73,9 @@ class Recording:
         self._was_on = False  # when the hook began
 
     def begin(self, surroundings: Surroundings) -> None:
-        """The forward pass begins in this thread."""
+        """The forward pass begins in this thread. Nothing is recorded where code of torch.compile runs in between."""
+        if surroundings.has_compiled_parts():
+            return
         self._recorder = OperatorRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
         call_when_dead(self, partial(_close_all, self._recorder.watches))
 

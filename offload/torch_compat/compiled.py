@@ -120,6 +120,15 @@ def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
     return {part for root in roots for part in root.modules()}
 
 
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the model or a part of it is compiled. Wrappers of the model itself are not looked for."""
+    kind = _optimized_module()
+    return any(
+        getattr(part, "_compiled_call_impl", None) is not None or (kind is not None and type(part) is kind)
+        for part in model.modules()
+    )
+
+
 def wrappers_of(module: nn.Module) -> list[nn.Module]:
     """What torch.compile has returned for a module, which itself does not know of it."""
     kind = _optimized_module()

@@ -12,12 +12,22 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorMode", "can_record", "mode_count", "push_mode", "remove_mode", "undisturbed"]
+__all__ = ["OperatorMode", "can_record", "is_compiling", "mode_count", "push_mode", "remove_mode", "undisturbed"]
 
 # Modes on this thread's stack.
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # One call into C, which no interrupt divides, where `with mode:` also sets flags that only other kinds of modes need.
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+
+_callback_of_tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def is_compiling() -> bool:
+    """Whether this thread is within a region of torch.compile, eager parts of it included.
+
+    When such a region ends, torch restores the dispatch keys that were there when it began, whatever modes are on then.
+    """
+    return callable(_callback_of_tracer())
 
 
 def can_record() -> bool:

@@ -25,7 +25,6 @@ _NAMES = (
     "cudnn_enabled",
     "cudnn_benchmark",
     "cudnn_deterministic",
-    "deterministic_algorithms",
 )
 _PRECISIONS = [("generic", "all")] + [
     (backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn")
@@ -38,6 +37,7 @@ def _for_all() -> list[_Setting]:
     return [
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # knows of warnings too
         *found,
     ]
 

@@ -618,6 +618,33 @@ def test_a_large_bias_that_changes_before_backward(forcing):
     forcing.compare(Biased, step)
 
 
+@pytest.mark.parametrize("part", ["module", "function"])
+def test_what_is_compiled_later_runs_as_without_recomputation(forcing, part):
+    """A region of torch.compile ends with the dispatch keys that were there when it began."""
+
+    def step(model, number):
+        if number == 5 and part == "module":
+            model.b.compile(backend="aot_eager")
+        elif number == 5:
+            model.function = torch.compile(silu_twice, backend="aot_eager")
+        found = plain_step(model, number)
+        assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
+        return found
+
+    forcing.compare(made(), step, steps=8)
+
+
+def test_modes_that_are_taken_off_for_a_while(forcing):
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def function(h):
+        with _disable_current_modes():
+            h = silu_twice(h)
+        return silu_twice(h)
+
+    forcing.compare(made(function), plain_step)
+
+
 def test_an_interrupt_leaves_gradients_on(forcing, monkeypatch):
     """A handler may raise at any line of Python: here within a recipe."""
     from offload.recomputation import recipe
