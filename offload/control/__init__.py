@@ -1,1 +1,1 @@
-"""Which schedule a step follows, and whether the plan behind it keeps its promise."""
+"""Which schedule a step follows, and whether measured steps agree with its plan."""

@@ -1,6 +1,6 @@
 """The automatic mode: profiles a signature's first step, plans, and replaces plans that measurements contradict.
 
-Not on the data path: at the start of each step the session gets its observer here. `phase.py` has the phases.
+At the start of each step the session gets its observer here. `phase.py` has the phases.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One enabled model on one device: its engine, what of the model may move, and who decides what does.
 
-On the data path: every pack asks here before the engine moves a tensor. A moved model gets another one of these.
+Every pack asks here before the engine moves a tensor. A moved model gets another one of these.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model while offload is enabled on it: each of its training steps runs under hooks for the device it is on.
 
-On the data path: the model's forward passes through here. A model that is moved is followed to its new device.
+The model's forward passes through here. A model that is moved is followed to its new device.
 """
 
 from __future__ import annotations

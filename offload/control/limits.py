@@ -1,6 +1,6 @@
 """How much the controller may try, and what it takes for a deviation.
 
-Beside the data path: a plain table, so that a test can replace it.
+It is a plain table, so that a test can replace it.
 """
 
 from __future__ import annotations

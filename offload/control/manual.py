@@ -1,6 +1,6 @@
 """The manual mode: the first step of a signature is recorded, later ones swap what `n_tensors` and `lb` say.
 
-Beside the data path: a session asks at the beginning of every step.
+A session calls it at the beginning of every step.
 """
 
 from __future__ import annotations

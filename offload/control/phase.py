@@ -1,6 +1,6 @@
-"""Where a signature is on its way from its first step to steady ones.
+"""The phase of a signature: what its steps are run for, from the first one to steady ones.
 
-Beside the data path: the controller moves signatures from phase to phase, `SignatureState.enter` is the only door.
+The controller moves signatures from phase to phase, always through `SignatureState.enter`.
 
     PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY ──▶ UNHOOKED      (a plan without swaps, no limit to keep)
         ▲          ▲  │  ▲         │            │          │

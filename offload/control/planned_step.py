@@ -1,6 +1,6 @@
 """One signature under a plan: its profile, its plan, and the measurements of its steps.
 
-Not on the data path: it only stores figures; the controller decides what to do with them.
+It only stores figures; the controller decides what to do with them.
 """
 
 from __future__ import annotations

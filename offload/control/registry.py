@@ -1,6 +1,6 @@
 """Which models are enabled in this process, and who listens to their profiles.
 
-Beside the data path: `enable` registers here.
+`enable` adds models to it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What tells one kind of training step from another.
 
-Beside the data path: plans are kept per signature.
+Plans are kept per signature.
 """
 
 from __future__ import annotations

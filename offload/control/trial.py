@@ -1,7 +1,6 @@
 """The trial step: when it is due, and what the planner makes of the recipes that it proves.
 
-Beside the data path: between `offload.recomputation`, which numbers storages by pack, and the planner, whose tensors
-have an id.
+It maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_tr
 
 _HEAVY = 'it takes a matrix product, a convolution or attention, and recompute="cheap" leaves those out'
 _UNKNOWN = "the trial step did not see how it is made"
-_CIRCLE = "it and one of its sources would have to be made from each other"
+_CIRCLE = "its recipe depends on itself"
 
 
 class TrialObserver(StepObserver, Protocol):
@@ -108,7 +107,7 @@ class Recipes:
     entries
         Pack indices of the entries of each of those tensors, by id.
     refusals
-        Why the others cannot be, by id.
+        Why other tensors have no recipe, by tensor id.
     reason
         Why no trial could run; empty if one has.
     """

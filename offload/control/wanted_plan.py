@@ -1,6 +1,6 @@
 """The plan that the caller's arguments ask for.
 
-Beside the data path: between the controller, which knows when a plan is due, and the planner.
+The controller calls it when a plan is due.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From what a session has planned and measured to the verdict of its report.
 
-Beside the data path: reads what is there, measures nothing, changes nothing.
+Reads what was measured; measures and changes nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Explains running out of memory where it happens: what is held, what could still move, what to type.
 
-Beside the data path: the session calls in here when a step ends in an out-of-memory error, on its way up.
+The session calls this when a step ends in an out-of-memory error.
 """
 
 from __future__ import annotations

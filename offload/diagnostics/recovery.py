@@ -1,6 +1,6 @@
 """After running out of memory in a notebook: gives back what the dead step still holds.
 
-Beside the data path: undoes nothing that is enabled.
+Leaves enabled models enabled.
 """
 
 from __future__ import annotations

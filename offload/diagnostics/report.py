@@ -1,6 +1,6 @@
 """What was moved, what was not and why.
 
-Beside the data path: sessions count here, and people read it as a table or as a dictionary.
+Sessions count here, and people read it as a table or as a dictionary.
 """
 
 from __future__ import annotations

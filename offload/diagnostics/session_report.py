@@ -1,6 +1,6 @@
 """From one enabled model to its report: what it counted, its verdict, and what there is to say about it.
 
-Beside the data path: looks, and changes nothing.
+Reads the session and changes nothing.
 """
 
 from __future__ import annotations

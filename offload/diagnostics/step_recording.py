@@ -1,6 +1,6 @@
 """Watches one training step while it runs: when modules compute, when they wait, when bytes move, how much is there.
 
-On the data path only while a step is recorded: its hooks stand in the graph nodes in place of the plain ones.
+While a step is recorded, its hooks replace the plain ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The one table for terminals: by rich on a terminal, and aligned plain text for pipes, logs and where rich is missing.
 
-Beside the data path: commands write what they have found with it.
+Commands print their tables with it.
 """
 
 from __future__ import annotations

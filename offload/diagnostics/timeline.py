@@ -1,6 +1,6 @@
 """One recorded step as spans on lanes and memory over time, and its form for Perfetto.
 
-Beside the data path. Pure: `offload.diagnostics.step_recording` fills it, `offload.diagnostics.html.timeline` draws it.
+Pure: `offload.diagnostics.step_recording` fills it, `offload.diagnostics.html.timeline` draws it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a planned step needs and takes, in three lines that are understood without the manual.
 
-Beside the data path. Pure: figures in, words out; a session fills it in, a report begins with it.
+A session fills in the figures, and a report begins with the text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds out what a step can recompute: every saved storage is made again once, compared bit for bit, and timed.
 
-On the data path in one step of a signature, after its profile. Everything moves, and comes back on demand.
+In this step every tensor is swapped, and loaded on demand.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Trial(Recording):
                 self.refusals[index] = refusal
 
     def _try(self, storage: torch.UntypedStorage, index: int, recipe: Recipe) -> Refusal:
-        """Run a recipe once, compare and time it. Returns what speaks against it."""
+        """Run a recipe once, compare and time it. Returns why it is refused; empty if it is proven."""
         assert self._recorder is not None
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
         missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}

@@ -1,6 +1,6 @@
 """What a trial has found of one storage's recipe: what it costs, and what it reads.
 
-Beside the data path: plans are made of these figures.
+Plans are made of these figures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MeasuredRecipe:
     opens
         The pack after which operators have to be recorded for it; -1: from the beginning of the step.
     held_bytes
-        Of small tensors that it keeps: no entries of the step, and no parameters.
+        Bytes of small tensors kept for it that are neither saved tensors of the step nor parameters.
     workspace_bytes
         On the device while it runs, beside its sources and the result.
     """

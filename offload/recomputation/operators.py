@@ -1,6 +1,6 @@
 """What a recipe has to know of an operator: what it writes, whether it draws random numbers, whether to trust it.
 
-Beside the data path: looked up once for each operator.
+It is looked up once for each operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAVY = _names(
 )
 HEAVY_BEGINNINGS = ("_scaled_dot_product", "_cudnn_", "cudnn_conv", "mkldnn_", "miopen_conv", "miopen_rnn", "linalg_")
 BLANK = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
-# Kernels that add up in any order on some device, or that change what a storage is.
+# Kernels whose order of summation varies on some device, or that change what a storage is.
 REFUSED = _names(
     """
     index_add index_add_ index_reduce index_reduce_ index_put index_put_ _index_put_impl_ put put_ scatter_add
@@ -62,9 +62,9 @@ class Operator:
     writes
         Positions, or names, of the arguments that it changes.
     passes
-        Whether it makes no bytes: a view, or an operator of higher order.
+        Whether it is not recorded: a view, or a higher-order operator.
     is_blank
-        Whether its result holds no bytes that it has made.
+        Whether it allocates without writing.
     writes_all
         Whether it may write to any argument, whatever its schema says.
     added

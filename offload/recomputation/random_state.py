@@ -1,6 +1,6 @@
 """The state of a random number generator before one operator, so that it draws the same numbers again.
 
-Beside the data path: dropout and the like.
+Dropout needs it, for example.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _DeviceGenerator:
 
 
 def random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
-    """The generator that a call draws from, and its state. None: nobody knows it."""
+    """The generator that a call draws from, and its state. None if the generator cannot be determined."""
     given = kwargs.get("generator")
     if given is None:
         tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)

@@ -1,6 +1,6 @@
 """A recipe: the operators from what is kept or swapped to one dropped storage, and how to run them again.
 
-On the data path: backward asks for a dropped tensor, and its recipe makes the bytes.
+When backward asks for a dropped tensor, its recipe makes the bytes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Recipe:
     opens
         The pack after which its operators have to be recorded.
     peak_bytes
-        The most that is there at a time of what it makes; 0: not weighed.
+        Peak bytes of the values that it makes, the result included; 0 if not computed.
     """
 
     target: int
@@ -129,7 +129,7 @@ class Recipe:
 
     @property
     def held_bytes(self) -> int:
-        """Of what it holds, and nobody else need."""
+        """Bytes that stay in memory for this recipe alone."""
         return sum(held.nbytes for held in self.held.values() if held.is_own)
 
     @property

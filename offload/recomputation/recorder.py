@@ -1,6 +1,6 @@
 """Takes down operators while it is on: which version of which storage each of them read and made.
 
-On the data path where a plan drops tensors: every operator of a window passes through here.
+Every operator of a window passes through here.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._calls = 0
         self._is_closed = False
         self._pack_before = -1
-        self._values: dict[int, Value] = {}  # by identity of the storage: its latest version
-        self._saved: dict[int, Value] = {}  # the same, of what was packed; kept from window to window
+        self._values: dict[int, Value] = {}  # storage identity → latest value in this window
+        self._saved: dict[int, Value] = {}  # storage identity → packed value; kept for the whole step
         self.watches: list[StorageWatch] = []
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Record from now on. Nothing happens where a mode of somebody else's is on, whose exit would meet this one."""
+        """Record from now on. Does nothing while another mode is on: that mode's exit would pop this one."""
         if self.is_on or mode_count() != self._modes or threading.get_ident() != self._thread:
             return
         if not is_compiling():
@@ -107,7 +107,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 each.index, each.slot, each.probe, each.held = index, slot, probe, held
         self._saved[key] = leaf
         if value is not None and value.version != version:
-            self._values[key] = leaf  # what an operator does inside was seen, as its own pack opened the window
+            # The window was opened by a pack inside an operator, whose inner operators made `value`.
+            self._values[key] = leaf
 
     def source(self, index: int) -> torch.UntypedStorage | None:
         """The storage that a pack saved, where it is still there and holds the same bytes."""
@@ -199,12 +200,12 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 key = storage_identity(storage)
                 before = self._values.get(key)
                 watch = before.watch if before is not None else self._watch(storage)
-                # The version is counted once more after this returns.
+                # Autograd's in-place layer increments the version after this returns.
                 self._values[key] = Value(storage.nbytes(), version_of(tensor) + 1, watch, call, (place, number))
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
         key = _key_of(made)
-        # A known one is a view without saying so.
+        # A known storage: the operator returned a view that its schema does not declare.
         if key != _NO_KEY and key not in self._values and not made.is_inference():
             storage = made.untyped_storage()
             self._values[key] = Value(storage.nbytes(), version_of(made), self._watch(storage), call, place)

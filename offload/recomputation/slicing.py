@@ -1,7 +1,4 @@
-"""Cuts a recipe out of what was recorded: from a storage back to the nearest ones that will be there in backward.
-
-On the data path where a tensor is dropped, at its pack.
-"""
+"""Cuts a recipe out of what was recorded: from a storage back to the nearest ones that will be there in backward."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ __all__ = ["NOT_MADE", "recipe_of"]
 NOT_MADE = "not made by an operator of the step"
 
 _CALLS_MAX = 400  # of one recipe
-_UNSEEN = "written by what cannot be seen"
+_UNSEEN = "written by a kernel that recording does not see"
 
 
 def recipe_of(target: Value, *, weighs: bool = False) -> Recipe | Refusal:
@@ -59,7 +56,7 @@ class _Cut:
                     if is_written:
                         return "changes in place what it reads"
                 elif value.call is None:
-                    return "reads what nobody holds until backward"
+                    return "reads a tensor that is freed before backward"
                 elif value.call.operator.is_blank and not is_written:
                     return _UNSEEN
                 elif number is None:
@@ -68,7 +65,7 @@ class _Cut:
         return _UNSEEN if self._target.call.operator.is_blank else ""
 
     def _is_there(self, value: Value, is_saved: bool) -> bool:
-        """Whether the value's bytes are to be had in backward; takes down where."""
+        """Whether the value's bytes are available in backward; notes where."""
         slot = value.slot() if value.slot is not None else None
         number = len(self._numbers)
         # Bytes that were changed in place may have left after that, or while it happened.

@@ -1,6 +1,6 @@
 """What a step computes, as values that never change: a version of a storage, and the call that made it.
 
-Beside the data path: recipes are cut out of these.
+Recipes are cut out of these.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Held:
     Attributes
     ----------
     is_own
-        Nobody else need hold it: it counts as the recipe's.
+        Only recipes hold it; its bytes count as theirs.
     is_state
         It is a parameter or a buffer.
     """
@@ -108,7 +108,7 @@ class Call:
     kwargs: dict[str, Any]
     random: tuple[Any, torch.Tensor] | None  # a generator, and its state before
     opens: int  # the latest pack before the call that came before this one
-    saves_weights: bool  # autograd saves every argument of it
+    saves_weights: bool  # autograd saves its factors
     settings: Settings  # those of torch that were in force
     read: list[tuple[Reference, bool, bool]] | None = None  # its tensor arguments; whether it writes to, or adds them
 

@@ -1,6 +1,6 @@
 """How many bytes of activations are in memory while a step runs: as its schedule goes, and with everything kept.
 
-On the data path: a `MeteredExecutor` also adds up activation bytes at every hook. Activations are tensors saved for
+A `MeteredExecutor` also adds up activation bytes at every hook. Activations are tensors saved for
 backward that could be swapped, each from the hook that saves it to the backward node that uses it last. What others
 hold (the batch, parameters) does not count, nor does what no setting swaps.
 """

@@ -1,6 +1,6 @@
 """What hooks count: tensors and bytes swapped and kept, steps, and what each measured step took.
 
-Beside the data path: a report shows it.
+Reports show it.
 """
 
 from __future__ import annotations

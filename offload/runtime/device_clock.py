@@ -1,6 +1,6 @@
 """When nodes begin and how long hooks hold them up, on a device that computes by itself.
 
-On the data path while steps are timed: events are recorded on the device's stream.
+Events are recorded on the device's stream.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensors ↔ bytes: which storage a saved tensor is of, where its bytes are, and which copies are under way.
 
-On the data path: hooks hand a saved tensor in, the engine finds its storage, has the swap store copy the bytes out,
+Hooks hand a saved tensor in, the engine finds its storage, has the swap store copy the bytes out,
 holds the source until the copy has ended, and later puts the same bytes back under the same size, stride and offset.
 """
 

@@ -1,6 +1,6 @@
 """Executes a schedule during a step: starts what is due and measures the durations of nodes and hooks.
 
-On the data path: hooks report every pack and unpack; the executor waits for copy-outs and starts copy-ins in time.
+Hooks report every pack and unpack; the executor waits for copy-outs and starts copy-ins in time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stands in for a module's `forward` while it is enabled.
 
-On the data path: the call passes through here on its way to the session, which puts it under hooks.
+Each call of the model goes through it to the session, which installs the hooks.
 """
 
 from __future__ import annotations

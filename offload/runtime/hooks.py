@@ -1,6 +1,6 @@
 """The saved-tensor hooks of a step. The session decides which tensors may be swapped, the engine swaps them.
 
-On the data path: a `StepHooks` serves one forward pass and the backward passes over it. Every graph node that the pass
+A `StepHooks` serves one forward pass and the backward passes over it. Every graph node that the pass
 creates holds what its `pack` returned; backward passes that to its `unpack`.
 """
 

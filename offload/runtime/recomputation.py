@@ -1,6 +1,6 @@
 """Recomputation within one forward pass: records operators where the schedule needs it, and drops what it says.
 
-On the data path: hooks tell it of every storage that they swap or keep.
+Hooks tell it of every storage that they swap or keep.
 """
 
 from __future__ import annotations

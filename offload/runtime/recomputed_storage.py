@@ -1,6 +1,6 @@
 """One dropped storage: nothing holds its bytes, and a recipe makes them again when backward asks.
 
-On the data path: to graph nodes and their views it is what a swapped storage is.
+Graph nodes and views use it as they use a swapped storage.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Memory(Protocol):
 class DroppedHandle:
     """What graph nodes hold of a dropped storage, and nothing else does.
 
-    An object of its own, without a finalizer: a weak reference to it is dead before anybody can take it up again, and
-    tells the engine that the graph is gone. No Python code runs then: an exception that the handler of a signal raised
-    in it would be lost.
+    It has no `__del__`, so it cannot be resurrected. A weak reference to it tells the engine that the graph is gone. No
+    Python code runs then, because an exception that a signal handler raised in it would be lost.
     """
 
     __slots__ = ("__weakref__", "record")
@@ -122,7 +121,7 @@ class RecomputedStorage:
         """There is no copy to wait for."""
 
     def is_gone(self) -> bool:
-        """Whether nobody holds the tensor that was dropped any more. Told once, the engine counts its bytes no more."""
+        """Whether nobody holds the dropped tensor any more. The first True subtracts its bytes from `Engine.dropped`."""
         source = self._source
         if source is not None and source.expired():
             self._source = None

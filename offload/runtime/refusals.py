@@ -1,6 +1,6 @@
 """What the engine cannot serve: models and surroundings, each refused with what to do instead.
 
-Beside the data path: `enable` asks here once, every step asks whether hooks are allowed.
+`enable` calls it once; every step asks it whether hooks are allowed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The schedule of a step: which storages are swapped, and what is due when each node begins.
 
-On the data path: made of a recorded step, from knobs set by hand (`manual_schedule`) or from a plan
+Made of a recorded step, from knobs set by hand (`manual_schedule`) or from a plan
 (`planned_schedule`); a `ScheduleExecutor` executes it.
 
 A step's events are the packs of storages worth moving and the first unpack of every backward node, in the order

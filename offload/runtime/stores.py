@@ -1,6 +1,6 @@
 """Which store a session's bytes go to: one per process and device, hence one spill file, as long as wishes agree.
 
-On the data path: between a session and its engine; engines are told apart, stores are shared.
+A session asks here for the store of its engine; sessions may share a store.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weak references: callbacks that do not keep their owner alive, and calls to make once an object is gone.
 
-Beside the data path. Python drops an exception that is raised in a weak reference's callback or a finalizer, and the
+Python drops an exception that is raised in a weak reference's callback or a finalizer, and the
 handler of a signal, such as Ctrl-C, may raise one in any Python code. So none runs there: the call waits in a queue,
 which C code fills, until the next call into the library.
 """

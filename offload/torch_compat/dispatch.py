@@ -1,6 +1,6 @@
 """Operators below autograd, told to Python one by one: the stack of modes that torch asks at each of them.
 
-Beside the data path: recipes are recorded so, where a plan drops tensors, and run apart from whatever mode is on.
+Recipes are recorded with such a mode, and run with all modes off.
 """
 
 from __future__ import annotations

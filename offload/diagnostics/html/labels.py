@@ -1,6 +1,6 @@
 """Where the words in a chart go: beside what they name, over no other word and over as few curves as possible.
 
-Beside the data path. Pure: rectangles in the units of the drawing.
+Works on rectangles in the units of the drawing.
 """
 
 from __future__ import annotations
