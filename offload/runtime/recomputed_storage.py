@@ -121,7 +121,7 @@ class RecomputedStorage:
         """There is no copy to wait for."""
 
     def is_gone(self) -> bool:
-        """Whether nobody holds the dropped tensor any more. The first True subtracts its bytes from `Engine.dropped`."""
+        """Whether nobody holds the dropped tensor. The first True subtracts its bytes from `Engine.dropped`."""
         source = self._source
         if source is not None and source.expired():
             self._source = None
