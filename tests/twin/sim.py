@@ -6,6 +6,7 @@ Importing this builds and registers it, for good: a process has one such backend
 from __future__ import annotations
 
 import ctypes
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,8 @@ def touch_host(address: int, nbytes: int, *, is_write: bool) -> None:
 
 def hold_streams(held: bool) -> None:
     """While held, what is queued stays queued."""
+    if held:
+        gc.collect()  # a store of an earlier test would wait for its streams when it dies, which stand still then
     _machine.sim_hold_streams(int(held))
 
 
