@@ -67,7 +67,7 @@ GUARDS = {
         test_traps.test_changes_by_another_thread,
     ),
     "a window opens only where no other mode is on": (
-        (recorder.OperatorRecorder, "resume", "mode_count() == self._modes", "True"),
+        (recorder.OperatorRecorder, "resume", "mode_count() != self._modes", "False"),
         test_traps.test_modes_of_others_come_and_go,
     ),
     "the mode stays for a conjugated tensor": (
