@@ -3,6 +3,7 @@
 Each function runs in a process of its own (see zygote.py), gets JSON arguments and answers with something JSON can say.
 """
 
+import atexit
 import ctypes
 import errno
 import functools
@@ -239,7 +240,7 @@ def fork_and_leave_alone(directory, tier):
     loss = model(torch.randn(1000, 64)).square().mean()
     pid = os.fork()
     if pid == 0:
-        del loss, handle
+        atexit.register(id, (loss, handle))  # the engine lives until the interpreter ends
         return {"child": True}  # through atexit, finalizers and all
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     loss.backward()
