@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from instructions_worker import COUNT, PLANS
+from instructions_worker import COUNT, PLANS, REPEATS
 from machine import processor_name
 
 HERE = Path(__file__).resolve().parent
@@ -103,7 +103,9 @@ def count(subjects: Sequence[str]) -> list[float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         labels, dumps = run_worker(subjects, Path(folder))
-        return differences(labels, [total_of(dump) for dump in dumps])
+        totals = [total_of(dump) for dump in dumps]
+        least = [min(totals[i : i + REPEATS]) for i in range(0, len(totals), REPEATS)]
+        return differences(labels[::REPEATS], least)
 
 
 def run_worker(subjects: Sequence[str], folder: Path) -> tuple[list[tuple[str, str]], list[Path]]:
@@ -145,7 +147,7 @@ def functions(subject: str, *, inclusive: bool) -> dict[str, float]:
     figures: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         labels, dumps = run_worker([subject], Path(folder))
-        for (_, label), dump in zip(labels, dumps, strict=True):
+        for (_, label), dump in zip(labels[::REPEATS], dumps[::REPEATS], strict=True):
             times, _, contestant = label.partition(" ")
             sign = (1 if times == "twice" else -1) * (-1 if contestant == "none" else 1)
             for name, instructions in annotated(dump, inclusive=inclusive):

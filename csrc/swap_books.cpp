@@ -34,7 +34,6 @@ bool release_source(Books& books, const CopyOutRef& copy_out) {
   const Owned saved = shared(std::exchange(copy_out->saved, nullptr));
   // The source stays where its copy failed, as if it had not been swapped.
   if (saved && state != State::failed && state != State::cancelled && !copied_out(saved.get())) return false;
-  if (OFFLOAD_BROKEN("a source that has left is let go")) (void)copy_out->source.share();
   if (!saved || (state != State::failed && state != State::cancelled)) copy_out->source = Owned();
   return state != State::failed || tell_failure(books, *copy_out->ticket);
 }

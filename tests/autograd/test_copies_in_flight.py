@@ -5,6 +5,7 @@ The tests keep every reload target alive themselves, so that a write that comes 
 
 import errno
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -128,6 +129,46 @@ def test_a_freed_source_may_be_overwritten(offloaded):
         return x
 
     offloaded.differentiate(function, torch.linspace(-1, 1, 16 * 1024).requires_grad_())
+
+
+class Product(torch.autograd.Function):
+    """Doubles, and saves the factor `times` over; `memory` tells whether the factor's memory still exists."""
+
+    memory: ClassVar[list[weakref.ref]] = []
+
+    @staticmethod
+    def forward(ctx, x, times):
+        owner = np.full(x.numel(), 2, dtype=np.float32)
+        Product.memory.append(weakref.ref(owner))
+        factor = torch.from_numpy(owner)
+        ctx.save_for_backward(*[factor] * times)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[-1], None
+
+
+@pytest.mark.only_cpu("looks into memory itself, which no processor can there")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_source_is_freed_as_its_copy_ends(offloaded, monkeypatch, times):
+    monkeypatch.setattr(Product, "memory", [])
+
+    class Products(nn.Module):
+        def forward(self, x):
+            for _ in range(6):
+                x = Product.apply(x, times)
+            return x
+
+    model = Products()
+    handle = offloaded.enable(model)
+    x = torch.linspace(-1, 1, 16 * 1024).requires_grad_()
+    out = model(x)
+    handle._engine.drain()
+    assert handle._engine.live_records == 6
+    assert [memory() is None for memory in Product.memory] == [True] * 6
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0**6))
 
 
 @pytest.mark.only_cpu("looks into memory itself, which no processor can there")

@@ -138,7 +138,7 @@ OUTSIDE |= {
         AUTOGRAD + f"graph_lifetimes.py::test_abandoned_forwards_leave_the_pool_as_it_was[{setup}]"
         for setup in (DIRECT, SLAB)
     ],
-    "a source that has left is let go": [LONG_RUN],
+    "a source that has left is let go": [AUTOGRAD + "copies_in_flight.py::test_a_source_is_freed_as_its_copy_ends"],
     "a view keeps its offset": [DICTIONARY],
     "a version is watched while others hold the storage": [
         AUTOGRAD + "in_place_after_copies.py::test_a_write_after_the_copy_is_the_usual_error"
