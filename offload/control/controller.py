@@ -23,15 +23,15 @@ from offload.control.signature import Signature
 from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
 from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
-from offload.plan import InfeasibleLimitError, Link
+from offload.plan import InfeasibleLimitError, Link, least_feasible_limit, make_plan
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
-from offload.runtime.activations import MeteredExecutor
+from offload.runtime.activations import MeteredExecutor, ReferenceExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.engine import Engine
 from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, SwapOnDemand
-from offload.runtime.schedule import Schedule, StepOrder
+from offload.runtime.schedule import Schedule, StepOrder, serial_schedule
 from offload.runtime.weak import weak_callback
 
 __all__ = ["Controller", "PlanController", "ProfileListener"]
@@ -191,17 +191,23 @@ class PlanController:
                 state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
         elif self._is_off(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
+        elif self._is_waiting_for_references(planned):
+            state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(planned):
             without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
     def _is_off(self, planned: PlannedStep) -> bool:
         """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
-        if not planned.is_measured or planned.replans >= self._limits.replans:
+        if not planned.is_measured:
             return False
         link = self._measured_link(planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
+        if self._max_slowdown(planned) is not None:
+            return self._is_off_frontier(planned, link)
+        if planned.replans >= self._limits.replans:
+            return False
         reasons = planned.reasons_to_replan(link)
         if reasons:
             planned.replans += 1
@@ -209,15 +215,89 @@ class PlanController:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
+    def _max_slowdown(self, planned: PlannedStep) -> float | None:
+        """The slowdown that measured steps must keep; None where nothing was promised, or nothing is swapped.
+
+        On an accelerator copies do not slow the computation, and steps are measured by events for a while only.
+        """
+        plan = planned.plan
+        if self._engine.device.type != "cpu" or plan is None or not (plan.swaps or plan.recomputes):
+            return None
+        return self._options.max_slowdown
+
+    def _is_waiting_for_references(self, planned: PlannedStep) -> bool:
+        return self._max_slowdown(planned) is not None and not planned.frontier.is_settled
+
+    def _is_off_frontier(self, planned: PlannedStep, link: Link) -> bool:
+        """Whether another plan is due to keep `max_slowdown`, or to use the time that it leaves."""
+        frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
+        assert plan is not None
+        assert allowed is not None
+        if frontier.is_settled:
+            if not frontier.is_broken(allowed):
+                return False
+            log.info("planning again: the steps around %d reference steps were too slow", len(frontier.looks))
+            frontier.start_again()
+            planned.replans = 0
+            return True
+        if frontier.judge(plan, planned.step_seconds) is None:
+            return False
+        reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
+        if reason is None or planned.replans >= self._limits.replans:
+            self._settle(planned, allowed)
+            return False
+        planned.replans += 1
+        byte_seconds = frontier.byte_seconds(plan, planned.computed_seconds)
+        planned.link = link if byte_seconds is None else replace(link, byte_seconds=byte_seconds)
+        log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
+        return True
+
+    def _settle(self, planned: PlannedStep, allowed: float) -> None:
+        """Stay with the plan of least memory that kept the promise, or swap nothing where none did."""
+        frontier, limit_bytes = planned.frontier, self._options.memory_limit
+        plan = frontier.best(allowed)
+        if plan is None:
+            trace = planned.trace()
+            plan = make_plan(trace, planned.link, ())
+            if limit_bytes is not None and plan.peak_bytes > limit_bytes:
+                plan = min(frontier.tried, key=lambda each: each.slowdown).plan
+        frontier.is_settled = True
+        if plan is not planned.plan:
+            log.info("no plan within %.0f %% takes less memory; back to one that has been measured", 100 * allowed)
+            planned.late = {}
+            planned.follow(plan, limit_bytes)
+
     def _follow(self, signature: object, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
+        if self._is_reference_due(planned):
+            return self._reference(signature, planned)
+        planned.plan_steps += 1
         about = self._about(signature, planned.schedule)
         if not self._measures(planned):
             self._counts.unmeasured_steps += 1
             return ScheduleExecutor(*about)
         assert planned.weights is not None
         executor = MeteredExecutor(*about, Stopwatch(self._engine), planned.weights)
+        planned.executors.append(executor)
+        return executor
+
+    def _is_reference_due(self, planned: PlannedStep) -> bool:
+        if self._max_slowdown(planned) is None:
+            return False
+        if planned.frontier.is_settled:
+            return planned.steps % self._limits.recheck_steps == 0
+        return planned.frontier.is_due(planned.plan_steps)
+
+    def _reference(self, signature: object, planned: PlannedStep) -> StepObserver:
+        """Begin a step that waits for each copy at once."""
+        assert planned.plan is not None
+        assert planned.weights is not None
+        planned.frontier.begun += 1
+        self._counts.reference_steps += 1
+        schedule = serial_schedule(planned.profile.order, planned.plan, planned.profile.members)
+        about = self._about(signature, schedule)
+        executor = ReferenceExecutor(*about, Stopwatch(self._engine), planned.weights)
         planned.executors.append(executor)
         return executor
 

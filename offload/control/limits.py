@@ -43,6 +43,11 @@ class Limits:
         How much faster than planned the link has to be to call for a new plan.
     late_seconds
         A shorter wait for a tensor is not called late.
+    spare_slowdown
+        A step that is shorter than `max_slowdown` allows by this share of the computation may swap more.
+    peak_step
+        Relative difference in memory between a plan that kept `max_slowdown` and one that did not, below which the
+        search between both ends.
     noise
         Relative gain in time or memory that is not worth a trial step, or recomputation.
     """
@@ -61,6 +66,8 @@ class Limits:
     tolerance: float = 0.05
     faster_link: float = 0.25
     late_seconds: float = 0.5e-3
+    spare_slowdown: float = 0.02
+    peak_step: float = 0.1
     noise: float = 0.01
 
 

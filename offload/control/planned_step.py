@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from offload.control.frontier import Frontier
 from offload.control.limits import Limits
 from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profile
-from offload.runtime.activations import ActivationBytes, MeteredExecutor
+from offload.runtime.activations import ActivationBytes, MeteredExecutor, ReferenceExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.executor import Measured
 from offload.runtime.schedule import Schedule, planned_schedule
@@ -46,14 +47,19 @@ class PlannedStep:
         What its steps follow; None until the first plan is made.
     incomplete_profiles
         Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
-    steps, replans
-        Number of steps that followed a plan; number of new plans after the first one.
+    steps, plan_steps, replans
+        Number of steps that followed a plan, and of those that followed the present one; number of new plans after the
+        first one.
+    frontier
+        Reference steps, and what the plans so far turned out to cost.
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
         Measured in the last steps: the duration of each node, of the step, of the hooks per swap, of recomputation.
     recompute_factors
         How many times as long as in the trial step recomputation has taken since, by tensor id.
+    computed_seconds
+        What all nodes of each of the last measured steps took together, whatever slowed them.
     starts
         When each node of the last measured step began, in seconds after the first.
     late
@@ -80,10 +86,13 @@ class PlannedStep:
     plan: Plan | None = None
     schedule: Schedule | None = None
     steps: int = 0
+    plan_steps: int = 0
+    frontier: Frontier = field(init=False)
     replans: int = 0
     executors: deque[MeteredExecutor] = field(default_factory=lambda: deque(maxlen=4))
     node_seconds: deque[tuple[float, ...]] = field(init=False)
     step_seconds: deque[float] = field(init=False)
+    computed_seconds: deque[float] = field(init=False)
     swap_seconds: deque[float] = field(init=False)
     recompute_seconds: deque[float] = field(init=False)
     activation_bytes: deque[int] = field(init=False)
@@ -97,8 +106,10 @@ class PlannedStep:
     recipes: Recipes | None = None
 
     def __post_init__(self) -> None:
+        self.frontier = Frontier(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
+        self.computed_seconds = deque(maxlen=self.limits.measurements)
         self.swap_seconds = deque(maxlen=self.limits.measurements)
         self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)
@@ -116,8 +127,13 @@ class PlannedStep:
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
         nodes = trace.nodes
-        if self.node_seconds:
+        if self.frontier.compute_seconds is not None:
+            seconds = self.frontier.node_seconds()
+        elif self.node_seconds:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
+        else:
+            seconds = None
+        if seconds is not None:
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
         return trace if self.recipes is None else self.recipes.added_to(trace, self.recompute_factors)
@@ -134,7 +150,9 @@ class PlannedStep:
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
+        self.plan_steps = self.frontier.begun = 0
         self.step_seconds.clear()
+        self.computed_seconds.clear()
         self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
@@ -170,6 +188,10 @@ class PlannedStep:
             measured = executor.measured(len(self.profile.trace.nodes))
             if measured is None:
                 unread.append(executor)
+            elif isinstance(executor, ReferenceExecutor):
+                self.frontier.add_reference(measured.node_seconds, self.step_seconds)
+                row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)
+                counts.steps_measured.append(row)
             elif executor.schedule is self.schedule:
                 counts.steps_measured.append(self._take_in(measured, executor.recompute_seconds))
                 self._take_in_late(executor, measured, counts)
@@ -195,6 +217,7 @@ class PlannedStep:
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
         self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
+        self.computed_seconds.append(sum(measured.node_seconds))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
         if log.isEnabledFor(logging.DEBUG):

@@ -214,6 +214,18 @@ class MeteredExecutor(ScheduleExecutor):
         self._meter.weigh(self.schedule.order.node_after_pack.get(pack_index, -1))
 
 
+class ReferenceExecutor(MeteredExecutor):
+    """A step that swaps what its schedule swaps and computes only while no copy runs: each hook waits for its copy.
+
+    Its nodes take what they take without swapping.
+    """
+
+    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
+        """A storage has begun to leave: wait until it is gone."""
+        super().swapped(pack_index, slot, tensor)
+        slot.record.wait_copied_out()
+
+
 def _close_all(watches: dict[int, StorageWatch]) -> None:
     while watches:
         watches.popitem()[1].close()

@@ -25,6 +25,7 @@ class StepRecord:
     seconds: float
     paused_seconds: float  # of it: within the engine, waiting included
     is_trial: bool = False  # proves how tensors can be recomputed, and computes more for it
+    is_reference: bool = False  # waits for each copy at once, so that copies do not slow its computation
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers."""
@@ -54,6 +55,7 @@ class Counts(defaultdict[str, Count]):
         self.begun = _core.Gauge()  # steps; what measures one of them looks whether another begins
         self.profiled_steps = 0
         self.trial_steps = 0
+        self.reference_steps = 0
         self.borrowed_steps = 0
         self.bare_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)

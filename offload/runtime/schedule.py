@@ -196,6 +196,20 @@ def planned_schedule(
     )
 
 
+def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
+    """What a plan swaps or recomputes is swapped, with no prefetch: the schedule of a reference step.
+
+    Parameters
+    ----------
+    order, plan, members
+        As in `planned_schedule`.
+    """
+    moved = (*plan.swaps, *plan.recomputes)
+    swapped = frozenset(pack_index for row in moved for pack_index in members[row.id])
+    watched = _watched(order, swapped, order.backward_nodes)
+    return Schedule(order=order, swapped=swapped, releases=(), prefetches=(), watched=watched, plan=plan)
+
+
 def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:
     """The packs to watch: the swapped ones, and the first unpack of each of `nodes`."""
     watched: dict[int, int] = {}
