@@ -19,11 +19,12 @@ from torch import nn
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
+from offload.control.promise import SlowdownPromise
 from offload.control.signature import Signature
 from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
-from offload.control.wanted_plan import wanted_plan
+from offload.control.wanted_plan import measured_link, wanted_plan
 from offload.options import Options, device_bytes
-from offload.plan import InfeasibleLimitError, Link, least_feasible_limit, make_plan
+from offload.plan import InfeasibleLimitError, Link
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
@@ -39,7 +40,6 @@ __all__ = ["Controller", "PlanController", "ProfileListener"]
 log = logging.getLogger("offload")
 
 _KEPT = "kept by plan"
-_MEASURED_LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
 
 # Called with every profiled step before it is planned: its trace, the link, the limit on host memory in bytes.
 ProfileListener = Callable[[Trace, Link, int], None]
@@ -106,6 +106,7 @@ class PlanController:
         self._make_trial = make_trial
         self._on_profile = on_profile
         self._limits = limits
+        self._promise = SlowdownPromise(options, limits, on_cpu=engine.device.type == "cpu")
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
@@ -191,7 +192,7 @@ class PlanController:
                 state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
         elif self._is_off(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
-        elif self._is_waiting_for_references(planned):
+        elif self._promise.is_open(planned):
             state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(planned):
             without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
@@ -201,11 +202,11 @@ class PlanController:
         """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
         if not planned.is_measured:
             return False
-        link = self._measured_link(planned.link)
+        link = measured_link(self._engine, planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
-        if self._max_slowdown(planned) is not None:
-            return self._is_off_frontier(planned, link)
+        if self._promise.applies(planned):
+            return self._promise.is_broken(planned, link)
         if planned.replans >= self._limits.replans:
             return False
         reasons = planned.reasons_to_replan(link)
@@ -215,62 +216,10 @@ class PlanController:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
-    def _max_slowdown(self, planned: PlannedStep) -> float | None:
-        """The slowdown that measured steps must keep; None where nothing was promised, or nothing is swapped.
-
-        On an accelerator copies do not slow the computation, and steps are measured by events for a while only.
-        """
-        plan = planned.plan
-        if self._engine.device.type != "cpu" or plan is None or not (plan.swaps or plan.recomputes):
-            return None
-        return self._options.max_slowdown
-
-    def _is_waiting_for_references(self, planned: PlannedStep) -> bool:
-        return self._max_slowdown(planned) is not None and not planned.frontier.is_settled
-
-    def _is_off_frontier(self, planned: PlannedStep, link: Link) -> bool:
-        """Whether another plan is due to keep `max_slowdown`, or to use the time that it leaves."""
-        frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
-        assert plan is not None
-        assert allowed is not None
-        if frontier.is_settled:
-            if not frontier.is_broken(allowed):
-                return False
-            log.info("planning again: the steps around %d reference steps were too slow", len(frontier.looks))
-            frontier.start_again()
-            planned.replans = 0
-            return True
-        if frontier.judge(plan, planned.step_seconds) is None:
-            return False
-        reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
-        if reason is None or planned.replans >= self._limits.replans:
-            self._settle(planned, allowed)
-            return False
-        planned.replans += 1
-        byte_seconds = frontier.byte_seconds(plan, planned.computed_seconds)
-        planned.link = link if byte_seconds is None else replace(link, byte_seconds=byte_seconds)
-        log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
-        return True
-
-    def _settle(self, planned: PlannedStep, allowed: float) -> None:
-        """Stay with the plan of least memory that kept the promise, or swap nothing where none did."""
-        frontier, limit_bytes = planned.frontier, self._options.memory_limit
-        plan = frontier.best(allowed)
-        if plan is None:
-            trace = planned.trace()
-            plan = make_plan(trace, planned.link, ())
-            if limit_bytes is not None and plan.peak_bytes > limit_bytes:
-                plan = min(frontier.tried, key=lambda each: each.slowdown).plan
-        frontier.is_settled = True
-        if plan is not planned.plan:
-            log.info("no plan within %.0f %% takes less memory; back to one that has been measured", 100 * allowed)
-            planned.late = {}
-            planned.follow(plan, limit_bytes)
-
     def _follow(self, signature: object, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
-        if self._is_reference_due(planned):
+        if self._promise.wants_reference(planned):
             return self._reference(signature, planned)
         planned.plan_steps += 1
         about = self._about(signature, planned.schedule)
@@ -281,13 +230,6 @@ class PlanController:
         executor = MeteredExecutor(*about, Stopwatch(self._engine), planned.weights)
         planned.executors.append(executor)
         return executor
-
-    def _is_reference_due(self, planned: PlannedStep) -> bool:
-        if self._max_slowdown(planned) is None:
-            return False
-        if planned.frontier.is_settled:
-            return planned.steps % self._limits.recheck_steps == 0
-        return planned.frontier.is_due(planned.plan_steps)
 
     def _reference(self, signature: object, planned: PlannedStep) -> StepObserver:
         """Begin a step that waits for each copy at once."""
@@ -337,7 +279,8 @@ class PlanController:
         try:
             room = device_bytes(self._engine.device)
             held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
-            plan = wanted_plan(planned.trace(), planned.link, self._options, room, self._limits, held_bytes)
+            options = self._promise.options_of(planned)
+            plan = wanted_plan(planned.trace(), planned.link, options, room, self._limits, held_bytes)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
             raise
@@ -372,15 +315,6 @@ class PlanController:
         if self._engine.device.type == "cpu" and isinstance(signature, Signature):
             return replace(held, state=held.state + signature.input_bytes)
         return held
-
-    def _measured_link(self, link: Link) -> Link:
-        """The link with the bandwidths of the engine's own copies; a bandwidth is kept if too little was copied."""
-        stats = self._engine.store_stats()
-        rates = {}
-        for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
-            seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
-            rates[name] = nbytes / seconds if seconds > _MEASURED_LINK_SECONDS_MIN else known
-        return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
 
     # -- profiles -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from offload.control.limits import Limits
-from offload.plan import Plan
+from offload.plan import Link, Plan
 
 __all__ = ["Frontier", "TriedPlan"]
 
@@ -66,7 +66,7 @@ class Frontier:
     @property
     def compute_seconds(self) -> float | None:
         """What the step takes without swapping; None before there are enough reference steps."""
-        if len(self.references) < self.limits.measurements_before_judging:
+        if not self._are_enough([sum(row) for row in self.references]):
             return None
         return median(sum(row) for row in self.references)
 
@@ -83,7 +83,7 @@ class Frontier:
     def is_broken(self, max_slowdown: float) -> bool:
         """Whether a settled plan does not keep the promise any more: not at any of the last looks."""
         looks = self.looks
-        allowed = max_slowdown + self.limits.spare_slowdown
+        allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
 
     def start_again(self) -> None:
@@ -98,11 +98,18 @@ class Frontier:
 
         They alternate with steps of the plan, so that what slows one of both slows the other too.
         """
-        wanted = self.limits.measurements_before_judging if not self.tried else 1
-        return self.begun < wanted and self.begun <= plan_steps
+        is_known = self.begun > 0 and self.compute_seconds is not None
+        return not is_known and self.begun <= plan_steps
 
-    def byte_seconds(self, plan: Plan, computed_seconds: Sequence[float]) -> float | None:
-        """By how much each swapped byte slowed the computation, in seconds; None where that is not known.
+    def _are_enough(self, seconds: Sequence[float]) -> bool:
+        """Whether so many measurements tell a duration: more are needed where they differ much."""
+        if len(seconds) < self.limits.measurements_before_judging:
+            return False
+        is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
+        return not is_noisy or len(seconds) >= self.limits.measurements
+
+    def byte_seconds(self, plan: Plan, computed_seconds: Sequence[float], link: Link) -> float:
+        """By how much each swapped byte slows the computation, in seconds.
 
         Parameters
         ----------
@@ -110,17 +117,20 @@ class Frontier:
             The plan that the measured steps followed.
         computed_seconds
             What all nodes of a step took together, by step.
+        link
+            Has the figure so far. After the first plan the mean of both counts, since each is noisy.
         """
         size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
         swapped = sum(size[swap.id] for swap in plan.swaps)
         if self.compute_seconds is None or not swapped or not computed_seconds:
-            return None
-        return max(0.0, median(computed_seconds) - self.compute_seconds) / swapped
+            return link.byte_seconds
+        found = max(0.0, median(computed_seconds) - self.compute_seconds) / swapped
+        return found if len(self.tried) < 2 else (found + link.byte_seconds) / 2
 
     def judge(self, plan: Plan, step_seconds: Sequence[float]) -> float | None:
         """The slowdown of the plan's measured steps, which is kept; None where it is not known yet."""
         compute = self.compute_seconds
-        if compute is None or len(step_seconds) < self.limits.measurements_before_judging:
+        if compute is None or not self._are_enough(step_seconds):
             return None
         slowdown = median(step_seconds) / compute - 1
         self.tried = [each for each in self.tried if each.plan is not plan]
@@ -140,7 +150,7 @@ class Frontier:
         last = self.tried[-1]
         if last.slowdown > max_slowdown:
             return f"a step took {last.slowdown:.1%} more than without swapping"
-        has_time = last.slowdown < max_slowdown - self.limits.spare_slowdown
+        has_time = last.slowdown < self.limits.spare * max_slowdown
         noise = 1 + self.limits.noise
         is_least = last.plan.peak_bytes <= noise * least_peak_bytes
         broken = [each.plan.peak_bytes for each in self.tried if each.slowdown > max_slowdown]

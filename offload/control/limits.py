@@ -43,8 +43,9 @@ class Limits:
         How much faster than planned the link has to be to call for a new plan.
     late_seconds
         A shorter wait for a tensor is not called late.
-    spare_slowdown
-        A step that is shorter than `max_slowdown` allows by this share of the computation may swap more.
+    aim, spare
+        Of `max_slowdown`: the share that a plan after the first is made for, so that noise does not break the promise;
+        and the share below which a step has time to swap more.
     peak_step
         Relative difference in memory between a plan that kept `max_slowdown` and one that did not, below which the
         search between both ends.
@@ -66,7 +67,8 @@ class Limits:
     tolerance: float = 0.05
     faster_link: float = 0.25
     late_seconds: float = 0.5e-3
-    spare_slowdown: float = 0.02
+    aim: float = 0.8
+    spare: float = 0.6
     peak_step: float = 0.1
     noise: float = 0.01
 

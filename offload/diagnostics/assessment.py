@@ -118,10 +118,12 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     # Of the steps whose time is told beside it, where there are any: a neighbour may have slowed those before.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
+    measured, references = planned.frontier.compute_seconds, len(planned.frontier.references)
     verdict = replace(
         verdict,
         activation_bytes_unswapped=max(unswapped_activations(trace), default=None),
-        compute_seconds=compute,
+        compute_seconds=compute if measured is None else measured,
+        reference_steps=0 if measured is None else references,
         tensors=len(trace.tensors),
     )
     refusal = planned.refusal

@@ -101,6 +101,8 @@ class Report:
         Steps that were profiled, which is slow: the first one of each shape.
     trial_steps : int
         Steps that proved how tensors can be recomputed, which is slow: at most one of each shape.
+    reference_steps : int
+        Steps that waited for each copy at once, which is slow: they tell what a step takes without swapping.
     recomputed : Count
         Storages that were dropped and recomputed in backward, and their bytes.
     recompute_seconds : float
@@ -133,6 +135,7 @@ class Report:
     unmeasured_steps: int = 0
     profiled_steps: int = 0
     trial_steps: int = 0
+    reference_steps: int = 0
     recomputed: Count = field(default_factory=Count)
     recompute_seconds: float = 0.0
     borrowed_steps: int = 0
@@ -170,6 +173,7 @@ class Report:
             "feed": self.feed.to_dict(),
             "profiled_steps": self.profiled_steps,
             "trial_steps": self.trial_steps,
+            "reference_steps": self.reference_steps,
             "recomputed": {**self.recomputed.to_dict(), "seconds": self.recompute_seconds},
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
@@ -221,7 +225,10 @@ class Report:
             of = "step" if self.verdict.kind == "by hand" else "planned step"
             which = f"one {of}" if count == 1 else f"median of {count} {of}s"
             yield "time measured", f"{which}: forward and backward, without the optimizer"
-            yield "time without offload", "estimated: the computation of these steps, without copies and waits"
+            references = self.verdict.reference_steps
+            known = f"the computation of {references} steps that waited for each copy at once"
+            estimated = "estimated: the computation of these steps, without copies and waits"
+            yield "time without offload", known if references else estimated
 
     def _recomputed(self) -> Iterator[tuple[str, str]]:
         if self.recomputed.tensors:
@@ -230,6 +237,7 @@ class Report:
     def _profiled(self) -> Iterator[tuple[str, str]]:
         if self.profiled_steps or self.borrowed_steps:
             tried = f"trial steps of recomputation: {self.trial_steps}; " if self.trial_steps else ""
+            tried += f"reference steps: {self.reference_steps}; " if self.reference_steps else ""
             reused = f"steps that reuse a larger shape's plan: {self.borrowed_steps}"
             yield "slow profiling steps", f"{self.profiled_steps}; {tried}{reused}"
 

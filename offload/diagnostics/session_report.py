@@ -43,6 +43,7 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         unmeasured_steps=counts.unmeasured_steps,
         profiled_steps=counts.profiled_steps,
         trial_steps=counts.trial_steps,
+        reference_steps=counts.reference_steps,
         recomputed=counts.recomputed.copy(),
         recompute_seconds=counts.recompute_seconds,
         borrowed_steps=counts.borrowed_steps,

@@ -47,6 +47,8 @@ class Verdict:
     step_bytes_planned, step_bytes_unswapped : int or None
         Everything on the device at the peak of a step, as the plan predicts it with its swaps and without: parameters,
         gradients, optimizer state, temporaries and activations.
+    reference_steps : int
+        Steps that waited for each copy at once, whose computation `compute_seconds` is; 0: it is estimated.
     steps_measured : int
         How many steps the three figures below are the medians of; of the present plan.
     step_seconds : float or None
@@ -88,6 +90,7 @@ class Verdict:
     activation_bytes_unswapped: int | None = None
     step_bytes_planned: int | None = None
     step_bytes_unswapped: int | None = None
+    reference_steps: int = 0
     steps_measured: int = 0
     step_seconds: float | None = None
     step_seconds_planned: float | None = None

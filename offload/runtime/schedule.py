@@ -204,8 +204,8 @@ def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence
     order, plan, members
         As in `planned_schedule`.
     """
-    moved = (*plan.swaps, *plan.recomputes)
-    swapped = frozenset(pack_index for row in moved for pack_index in members[row.id])
+    moved = [*(swap.id for swap in plan.swaps), *(row.id for row in plan.recomputes)]
+    swapped = frozenset(pack_index for tensor in moved for pack_index in members[tensor])
     watched = _watched(order, swapped, order.backward_nodes)
     return Schedule(order=order, swapped=swapped, releases=(), prefetches=(), watched=watched, plan=plan)
 

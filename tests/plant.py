@@ -1,0 +1,188 @@
+"""A machine made of figures, on which a controller's plans are steps: so that what it decides can be tested.
+
+Its computation, its link and what copies cost the computation are given, and differ from what the profile says. Each
+step is slowed by a random factor that neighbouring steps share in part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from offload.control import controller as controlling
+from offload.control import planned_step
+from offload.control.controller import PlanController
+from offload.control.limits import LIMITS
+from offload.control.phase import Phase, SignatureState
+from offload.control.planned_step import PlannedStep
+from offload.options import Options
+from offload.plan import Link, Plan, simulate
+from offload.plan.trace import Trace
+from offload.profiling.model_state import HeldBytes
+from offload.profiling.profiler import Profile
+from offload.runtime.counters import Counts
+from offload.runtime.executor import Measured
+from offload.runtime.schedule import PackEntry, StepOrder
+
+SIGNATURE = "the step"
+
+
+@dataclass
+class Plant:
+    """What is true of the machine and of the step.
+
+    Attributes
+    ----------
+    trace
+        The step as it is.
+    link
+        The link as it is; `byte_seconds` and `swap_seconds` are what swapping costs the computation.
+    noise
+        Standard deviation of the factor by which a step is slowed.
+    """
+
+    trace: Trace
+    link: Link
+    noise: float = 0.0
+    seed: int = 0
+    steps: list[tuple[bool, float]] = field(default_factory=list)  # whether it was a reference step, and its seconds
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._drift = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """What the step takes without swapping."""
+        return sum(node.seconds for node in self.trace.nodes)
+
+    def seconds(self, plan: Plan) -> float:
+        """What a step of this plan takes, without noise."""
+        timing = simulate(replace(plan.recomputed_trace, nodes=self._nodes(plan)), plan.swaps, self.link)
+        return timing.step_seconds + self._slowed(plan) + len(plan.swaps) * self.link.swap_seconds
+
+    def measure(self, plan: Plan, *, is_reference: bool) -> Measured:
+        """Run a step."""
+        self._drift = 0.7 * self._drift + self._random.gauss(0, 0.7 * self.noise)
+        factor = 1 + abs(self._drift + self._random.gauss(0, 0.5 * self.noise))
+        own = factor if is_reference else factor * (1 + self._slowed(plan) / self.compute_seconds)
+        nodes = tuple(own * node.seconds for node in self.trace.nodes)
+        hooks = len(plan.swaps) * self.link.swap_seconds
+        step = factor * self.seconds(plan)
+        self.steps.append((is_reference, step))
+        starts = tuple(0.0 for _ in nodes)
+        return Measured(starts, nodes, {}, max(0.0, step - sum(nodes)), hooks, step)
+
+    def _nodes(self, plan: Plan) -> tuple[Any, ...]:
+        own = [node.seconds for node in self.trace.nodes]
+        more = [a.seconds - b.seconds for a, b in zip(plan.recomputed_trace.nodes, plan.trace.nodes, strict=True)]
+        rows = zip(self.trace.nodes, own, more, strict=True)
+        return tuple(replace(node, seconds=seconds + again) for node, seconds, again in rows)
+
+    def _slowed(self, plan: Plan) -> float:
+        size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
+        return self.link.byte_seconds * sum(size[swap.id] for swap in plan.swaps)
+
+
+class Executor:
+    """Stands in for what follows a schedule: its step is over at once."""
+
+    on_schedule = True
+    peak_bytes = None
+    recompute_seconds = 0.0
+    missed: frozenset[int] = frozenset()
+    plant: Plant
+
+    def __init__(self, schedule: Any, *_: object) -> None:
+        self.schedule = schedule
+        self._measured = self.plant.measure(schedule.plan, is_reference=type(self) is ReferenceStep)
+
+    def measured(self, _: int) -> Measured:
+        """What the step took."""
+        return self._measured
+
+    def late_packs(self, *_: object) -> dict[int, float]:
+        """None is late."""
+        return {}
+
+
+class ReferenceStep(Executor):
+    """A reference step."""
+
+
+class Engine:
+    """Stands in for the engine: knows the link."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def store_stats(self) -> dict[str, float]:
+        """What copies took, as the store tells it."""
+        link = self._link
+        return {"out_seconds": 1.0, "out_bytes": link.out_bandwidth, "in_seconds": 1.0, "in_bytes": link.in_bandwidth}
+
+
+def order_of(trace: Trace) -> StepOrder:
+    """A recorded order that has the trace's tensors, and each of them once."""
+    order = StepOrder(node_count=len(trace.nodes))
+    for tensor in trace.tensors:
+        order.entries[tensor.id] = PackEntry(
+            tensor.id, tensor.bytes, tensor.packed, tensor.first_backward, tensor.last_use
+        )
+        order.uses.append((tensor.first_backward, tensor.id))
+    order.uses.sort()
+    order.backward_nodes = [number for number, node in enumerate(trace.nodes) if node.backward]
+    return order
+
+
+def run(
+    plant: Plant, recorded: Trace, believed: Link, steps: int, then: Callable[[int], None] | None = None, **options: Any
+) -> tuple[PlannedStep, Phase]:
+    """Let a controller run steps on the plant.
+
+    Parameters
+    ----------
+    recorded
+        The step as it was profiled.
+    believed
+        The link as it was calibrated.
+    steps
+        How many to run after the profiled one.
+    then
+        Called before each step, with its number.
+    options
+        As `offload.enable` takes them.
+    """
+    defaults = dict.fromkeys(("memory_limit", "max_slowdown", "n_tensors", "lookahead_nodes"))
+    wanted = Options(**{**defaults, **options}, min_tensor_bytes=1, exclude=(), host_limit=0, spill_dir="")
+    controller = PlanController(
+        wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, lambda: HeldBytes(0, 0),
+        lambda *_: "there are no operators",
+    )  # fmt: skip
+    members = {tensor.id: (tensor.id,) for tensor in recorded.tensors}
+    none = [0] * len(recorded.nodes)
+    profile = Profile(order_of(recorded), recorded, members, none, HeldBytes(0, 0), knows_temporaries=True)
+    planned = PlannedStep(LIMITS, profile, believed, HeldBytes(0, 0))
+    state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
+    model = torch.nn.Identity()
+    executors = {"MeteredExecutor": Executor, "ReferenceExecutor": ReferenceStep, "Stopwatch": mock.Mock}
+    with (
+        mock.patch.object(Executor, "plant", plant, create=True),
+        mock.patch.multiple(controlling, **executors),
+        mock.patch.object(planned_step, "ReferenceExecutor", ReferenceStep),
+    ):
+        for number in range(steps):
+            if then is not None:
+                then(number)
+            controller.observer(SIGNATURE, model)
+            if not controller.needs_hooks(SIGNATURE):
+                plant.steps[-1] = (False, plant.compute_seconds)
+        planned.read_measurements(controller._counts)
+    return planned, state.phase

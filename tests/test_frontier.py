@@ -1,0 +1,110 @@
+"""`max_slowdown` is kept on machines whose figures differ from what was calibrated and profiled."""
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import plant as machines
+import pytest
+
+from offload.control.limits import LIMITS
+from offload.control.phase import Phase
+from offload.plan import Link, least_memory_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+try:
+    from shapes import transformer
+finally:
+    sys.path.pop(0)
+
+STEPS = 60
+SETTLED_BY = 24
+
+
+def machine(seed, noise=0.0, **link):
+    """A machine and what is believed of it: the step as profiled, slower, and the link as calibrated."""
+    r = random.Random(seed)
+    step = transformer(r.choice((16, 24)), seed=seed)
+    computed = sum(node.seconds for node in step.nodes)
+    copied = sum(tensor.bytes for tensor in step.tensors)
+    bandwidth = 2 * copied / computed * r.uniform(0.3, 3)
+    true = {"swap_seconds": 1e-3 * computed, "byte_seconds": computed * r.choice((0, 0.1, 0.3)) / copied} | link
+    plant = machines.Plant(step, Link(bandwidth, bandwidth, 1e-5, **true), noise, seed)
+    profiled = replace(step, nodes=tuple(replace(n, seconds=n.seconds * r.uniform(1, 1.3)) for n in step.nodes))
+    calibrated = Link(
+        bandwidth * r.uniform(0.5, 1.3), bandwidth * r.uniform(0.5, 1.3), 1e-5,
+        swap_seconds=true["swap_seconds"], byte_seconds=true["byte_seconds"] * r.uniform(0, 2),
+    )  # fmt: skip
+    return plant, profiled, calibrated
+
+
+def slowdown(plant, planned):
+    return plant.seconds(planned.plan) / plant.compute_seconds - 1
+
+
+@pytest.mark.parametrize(("seed", "allowed"), [(0, 0.05), (1, 0.02), (2, 0.05), (3, 0.25)])
+def test_the_slowdown_is_kept_and_memory_is_near_the_least(seed, allowed):
+    plant, profiled, calibrated = machine(seed)
+    planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=allowed)
+    assert planned.frontier.is_settled
+    assert phase in (Phase.STEADY, Phase.UNHOOKED)
+    assert slowdown(plant, planned) <= allowed
+    least = least_memory_plan(plant.trace, plant.link, LIMITS.spare * allowed)
+    assert planned.plan.peak_bytes <= 1.1 * least.peak_bytes
+    assert not any(is_reference for is_reference, _ in plant.steps[SETTLED_BY:])
+
+
+def test_the_search_reaches_both_sides():
+    """Among those machines are some where the first plan is too slow, and some where it leaves time."""
+    first = []
+    for seed in range(6):
+        plant, profiled, calibrated = machine(seed)
+        planned, _ = machines.run(plant, profiled, calibrated, 8, max_slowdown=0.05)
+        first.append(planned.frontier.tried[0].slowdown)
+    assert any(each > 0.05 for each in first)
+    assert any(each < LIMITS.spare * 0.05 for each in first)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_breaks_no_promise(seed):
+    plant, profiled, calibrated = machine(seed, noise=0.02)
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    assert slowdown(plant, planned) <= 0.05 + 0.01
+    assert planned.replans <= LIMITS.replans
+
+
+def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
+    plant, profiled, calibrated = machine(1)
+    plant.link = replace(plant.link, swap_seconds=0.2 * plant.compute_seconds)
+    planned, phase = machines.run(plant, profiled, replace(calibrated, swap_seconds=0.0), STEPS, max_slowdown=0.05)
+    assert not planned.plan.swaps
+    assert phase is Phase.UNHOOKED
+
+
+def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():
+    plant, profiled, calibrated = machine(3)
+    quiet = plant.link
+
+    def neighbour(number):
+        if number == STEPS:
+            plant.link = replace(quiet, byte_seconds=quiet.byte_seconds + 0.5 * plant.compute_seconds / copied)
+
+    copied = sum(tensor.bytes for tensor in plant.trace.tensors)
+    steps = STEPS + 6 * LIMITS.recheck_steps
+    planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    assert slowdown(plant, planned) <= 0.05
+    looks = [number for number, (is_reference, _) in enumerate(plant.steps) if is_reference and number > SETTLED_BY]
+    assert len(looks) <= 3 + 2 * LIMITS.measurements + (LIMITS.replans + 1) * LIMITS.measurements + 6
+
+
+def test_memory_limit_stays_hard():
+    plant, profiled, calibrated = machine(2)
+    plant.link = replace(plant.link, byte_seconds=plant.link.byte_seconds + 0.5 / plant.link.out_bandwidth)
+    alone, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    limit = int(0.9 * alone.plan.peak_bytes)
+    with pytest.warns(UserWarning, match="memory_limit needs"):
+        planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
+    assert planned.plan.peak_bytes <= limit
