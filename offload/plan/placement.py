@@ -9,9 +9,9 @@ Given the set, few choices remain:
 
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its copy-out has ended.
   If a node needs the memory earlier, the head of the queue is released there and compute waits for its copy-out.
-* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node from which it and the later
-  copy-ins end in time. If its memory is not free from there until `first_backward`, it is queued later: at the first
-  node from which it is.
+* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node at which it can be queued
+  such that it and all later copy-ins end in time. Its memory must be free from that node until `first_backward`. If it
+  is not, the copy-in is queued at the first later node for which it is.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
@@ -59,7 +59,7 @@ class SwapPlacement:
     stalls : tuple of Stall
         Where compute waits, in node order.
     not_before : mapping of int to int
-        For tensors whose prefetch was delayed, by index: the earliest prefetch node that is allowed.
+        The earliest prefetch node that is allowed, by tensor index, for tensors that have one.
     """
 
     step_seconds: float

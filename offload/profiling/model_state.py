@@ -25,14 +25,14 @@ __all__ = ["HeldBytes", "HeldMemory"]
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What is on the device before a step begins, in bytes."""
+    """Bytes in use on the device before a step begins."""
 
     state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
     gradients: int
 
     @property
     def total(self) -> int:
-        """Both."""
+        """The sum of both."""
         return self.state + self.gradients
 
 
@@ -41,10 +41,10 @@ _hooks: list[RemovableHandle] = []
 
 
 def _listen(listener: HeldMemory) -> None:
-    """Have `listener` told of every optimizer's step.
+    """Call `listener.optimizer_steps` before every optimizer step in this process.
 
-    By one hook of the process, for good: torch iterates over its hooks, and one that goes meanwhile, as its model does,
-    is an error of whichever optimizer is stepping.
+    One hook serves all listeners and is never removed. Torch iterates over a dictionary of hooks; if a hook were
+    removed meanwhile, because its model is freed, the optimizer that is stepping would raise an error.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_tell))
@@ -58,7 +58,7 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class HeldMemory:
-    """Looks at one model and at the optimizers that were seen to step its parameters."""
+    """Measures the memory that one model and the optimizers of its parameters use before a step."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model = weakref.ref(model)
@@ -69,15 +69,19 @@ class HeldMemory:
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
-        """Have a bound method called before any optimizer steps: backward is over then."""
+        """Call a bound method before any optimizer step. At that time backward is over."""
         self._before_step = weak_callback(call)
 
     def close(self) -> None:
-        """Listen to optimizers no longer."""
+        """Ignore further optimizer steps."""
         self._is_closed = True
 
     def look(self) -> HeldBytes:
-        """What is there now: on an accelerator all that torch has allocated, else what is known of the model."""
+        """Return the bytes in use now.
+
+        On an accelerator: all that torch has allocated. On the CPU: the model's parameters, buffers and gradients, the
+        states of its known optimizers, and the engine's resident bytes.
+        """
         model = self._model()
         parameters, buffers = state_tensors(model) if model is not None else ([], [])
         gradients = _bytes_of(parameter.grad for parameter in parameters)
@@ -89,12 +93,12 @@ class HeldMemory:
         return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of an optimizer that is about to step."""
+        """Record an optimizer that is about to step, if it steps parameters of the model."""
         if self._is_closed:
             return
         if self._before_step is not None:
             self._before_step()
-        self._engine.collect()  # backward is over: what its graph held goes before the optimizer needs memory
+        self._engine.collect()  # backward is over: free what its graph held before the optimizer needs memory
         if any(each is optimizer for each in self._optimizers):
             return
         model = self._model()
