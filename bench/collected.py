@@ -1,6 +1,6 @@
-"""Figures that longer runs have left in result files: plans that ran, whole steps, the largest that trains.
+"""Reads figures from the result files of longer runs: planned steps, whole steps, the largest model that trains.
 
-Beside the data path: `goals.py` shows them beside what it measures itself.
+`goals.py` shows them together with its own measurements.
 """
 
 from __future__ import annotations

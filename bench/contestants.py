@@ -1,6 +1,6 @@
-"""What is compared: the engine at several settings, and what users would pick instead, each as documented.
+"""The contestants of the benchmarks: offload with several settings, and its alternatives, used as they document.
 
-Beside the data path. A contestant is data; `prepare` does to a model what its name says.
+A contestant is plain data; `prepare` applies it to a model.
 """
 
 from __future__ import annotations

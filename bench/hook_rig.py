@@ -1,7 +1,6 @@
-"""What saving a tensor costs: a model that saves given tensors for backward and computes nothing.
+"""Measures the cost of saving a tensor, with a model that saves given tensors for backward and computes nothing.
 
-Beside the data path: drives the engine's hooks through autograd, as a training step would, but
-leaves the copies out of the time.
+Autograd calls the engine's hooks, as in a training step. The time of the copies is not included.
 """
 
 from __future__ import annotations

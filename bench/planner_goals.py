@@ -1,6 +1,6 @@
 """Goals of the planner: gaps on recorded and on unseen traces, distance to the optimum, planning time.
 
-Beside the data path: `goals.py` shows them. Needs no torch.
+`goals.py` shows them. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Training steps on the simulated accelerator, in virtual time: cards, networks made small, one contestant's run.
+"""Training steps on the simulated accelerator, in virtual time: cards, scaled-down networks, one contestant's run.
 
-Beside the data path. Nothing here has met a GPU: durations are computed from what is queued, see tests/twin/clock.h.
+No GPU is used: durations are computed from the queued work, see tests/twin/clock.h.
 
-What stands for what. A network k times as wide, over k times as many positions (samples, or tokens of a sequence),
-takes k³ times the FLOPs in matrix products and convolutions and k² times the bytes, of activations and of weights
-alike. An element here has four bytes and stands for one of two. So with FLOP/s divided by k³ and every rate of bytes
-by k²/2, each kernel and each copy takes as long as the large one does on the card; launches and latencies stay.
-What the engine holds to in bytes does not shrink with it: blocks below 1 MiB, k²/2 MiB of the large one, are joined.
+Scaling. A network that is k times as wide, with k times as many positions (samples, or tokens of a sequence), needs k³
+times the FLOPs in matrix products and convolutions, and k² times the bytes of activations and weights. An element has
+four bytes here and represents one of two bytes. So the simulated card has 1/k³ of the FLOP/s and 2/k² of every byte
+rate: each kernel and each copy takes as long as that of the large network on the real card. Launch times and latencies
+are not scaled. The engine's thresholds in bytes are not scaled either: blocks below 1 MiB are joined, which is k²/2 MiB
+in the large network.
 """
 
 from __future__ import annotations

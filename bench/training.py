@@ -1,6 +1,6 @@
-"""One contestant's training run in this process, step by step: its time, its memory, the bits of its gradients.
+"""Runs one contestant's training in this process and measures each step: time, memory, the bits of the gradients.
 
-Beside the data path: what the CPU's worker processes and the GPU suite's parts have in common.
+The worker processes of the CPU benchmarks and the parts of the GPU suite use it.
 """
 
 from __future__ import annotations

@@ -56,12 +56,11 @@ int is_alone(PyObject* tensor) {
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
   const Owned identity(storage ? get(tensors.storage_identity, storage.get()) : nullptr);
   if (!identity) return -1;
-  const int64_t holders =
-      to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
+  const int64_t holders = to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
   return holders < 0 ? -1 : holders == tensors.holders_alone;
 }
 
-// Whether the saved tensor can no longer change: one view, unchanged, of a storage with no other holder; −1: a Python error.
+// Whether the saved tensor can no longer change: unchanged, one view, its storage has no other holder; −1: an error.
 int is_final(const SwappedState& state, PyObject* source) {
   if (state.views != 1 || state.views_left != 1) return 0;
   const int64_t version = to_int(get(tensors.version, source));

@@ -60,17 +60,15 @@ def check_options(
     Raises
     ------
     ValueError
-        An argument is wrong or contradicts another; the message says what to write instead.
+        An argument is wrong or conflicts with another one; the message says what to write instead.
     OSError
         `spill_dir` cannot hold the spill file.
     """
     if lb is not None and n_tensors is None:
-        raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
+        raise ValueError("lb needs n_tensors: add n_tensors=-1 (all tensors), or remove lb")
     for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
         if value is not None and n_tensors is not None:
-            raise ValueError(
-                f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one"
-            )
+            raise ValueError(f"use {name} (automatic) or n_tensors (manual), not both")
     if memory_limit is None and max_slowdown is None and n_tensors is None:
         max_slowdown = MAX_SLOWDOWN_DEFAULT
     smallest_bytes = parse_bytes(min_tensor_bytes, "min_tensor_bytes")
@@ -139,8 +137,8 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
         return "cheap" if recompute == "cheap" else "auto"
     if recompute is not None:
         raise ValueError(
-            f"recompute={recompute!r} and n_tensors contradict each other: the one plans, the other is by hand; "
-            "drop one, or write recompute=False"
+            f"recompute={recompute!r} needs the automatic mode, and n_tensors is the manual one: remove one of them, "
+            "or write recompute=False"
         )
     return None
 

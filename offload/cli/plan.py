@@ -73,31 +73,34 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="TRACE.json | train.py [ARGUMENT …]",
         help="a trace, as handle.trace().save(...) writes it; or a script, run until its first step is profiled",
     )
-    wish = parser.add_argument_group("the wish")
+    wish = parser.add_argument_group("goal")
     wish.add_argument(
-        "--memory-limit", type=_argument(parse_bytes, "--memory-limit"), metavar="8GiB", help="fastest step that fits"
+        "--memory-limit",
+        type=_argument(parse_bytes, "--memory-limit"),
+        metavar="8GiB",
+        help="the fastest plan within this limit",
     )
     wish.add_argument(
         "--max-slowdown",
         type=_argument(_slowdown, "--max-slowdown"),
         metavar="0.05",
-        help="least memory within this slowdown",
+        help="the plan of least memory within this slowdown",
     )
-    wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
-    wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
+    wish.add_argument("--n-tensors", type=int, metavar="N", help="manual mode: number of tensors; -1 all, 0 none")
+    wish.add_argument("--lb", type=_lead, metavar="K", help="manual mode: lead in backward nodes, or auto (default)")
     wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
     wish.add_argument(
         "--no-recompute",
         dest="recompute",
         action="store_false",
-        help="plan by swapping alone, where the trace tells how tensors are recomputed",
+        help="swap only, if the trace contains recipes",
     )
-    link = parser.add_argument_group("the link", "by default the one that the trace was recorded with")
+    link = parser.add_argument_group("link", "default: the link with which the trace was recorded")
     for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
         link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
     latency = _argument(lambda text, name: parse_seconds(text, name, zero=True), "--latency")
     link.add_argument("--latency", type=latency, metavar="10us", help="of every copy")
-    shown = parser.add_argument_group("what is shown")
+    shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="the plan as JSON")
     shown.add_argument("--explain", action="store_true", help="every tensor, in words")
     shown.add_argument("--plot", type=Path, metavar="plan.html", help="write a page: memory and lanes over the step")
@@ -235,14 +238,14 @@ def options(trace: Trace, link: Link, *, recompute: bool = True) -> list[tuple[s
 def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str]:
     """Return the plan that the arguments ask for, and its name."""
     if args.lb is not None and args.n_tensors is None:
-        raise ValueError("--lb goes with --n-tensors; write --n-tensors N --lb K, or neither")
+        raise ValueError("--lb needs --n-tensors; write --n-tensors N --lb K, or neither")
     for name, wish in (("--memory-limit", args.memory_limit), ("--max-slowdown", args.max_slowdown)):
         if args.n_tensors is not None and wish is not None:
-            raise ValueError(f"--n-tensors and {name} contradict each other; write one of them")
+            raise ValueError(f"use {name} (automatic) or --n-tensors (manual), not both")
     if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
-        raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
+        raise ValueError("--exact needs --memory-limit and no other goal; write --memory-limit 8GiB --exact")
     if args.exact and args.recompute and has_recipes(trace):
-        raise ValueError("--exact proves plans that swap alone; write --exact --no-recompute")
+        raise ValueError("--exact works for swap-only plans; write --exact --no-recompute")
     if args.n_tensors is not None:
         lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
         return manual_plan(trace, link, args.n_tensors, lead), "by hand"
