@@ -1,4 +1,4 @@
-// The Python face of what hooks share with C++: counts, the compiled schedule, and where a step is in it.
+// Python bindings of what the hooks share with C++: counts, the compiled schedule, and the position of a step in it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -23,7 +23,7 @@ std::shared_ptr<Count> count_of(PyObject* object) {
   try {
     return py::cast<std::shared_ptr<Count>>(py::handle(object));
   } catch (const py::cast_error&) {
-    PyErr_SetString(PyExc_TypeError, "counts are of Count objects");
+    PyErr_SetString(PyExc_TypeError, "expected a Count");
     return nullptr;
   }
 }

@@ -16,8 +16,8 @@ struct HookCore {
   PyObject_HEAD
   PyObject* counts;    // reason → Count
   PyObject* engine;    // an EngineCore
-  PyObject* observer;  // null: nobody
-  PyObject* reason;    // why the schedule keeps a tensor; null without a cursor
+  PyObject* observer;  // may be null
+  PyObject* reason;    // why the schedule keeps tensors; null without a cursor
   int64_t min_nbytes;
   int64_t packs;
   std::shared_ptr<ScheduleCursor> cursor;
@@ -33,7 +33,7 @@ struct Names {
 
 HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
 
-// The tensor of a record, after autograd's own check that nobody wrote to it.
+// Returns the tensor of a record after autograd's check that it was not changed in place.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
   if (kept->tensor == nullptr) {
@@ -52,16 +52,16 @@ PyObject* checked(PyObject* core, PyObject* packed) {
   return kept->tensor;
 }
 
-// Whether __init__ has run, and what is asked of tensors is known. False: a Python error.
+// Whether __init__ has run and the tensor interface is set. False: a Python error.
 bool is_ready(const HookCore* core) {
   if (core->counts != nullptr && tensors.tensor_type != nullptr) return true;
   PyErr_SetString(PyExc_RuntimeError, "HookCore.__init__ or set_tensor_interface was not called");
   return false;
 }
 
-// -- keeping ----------------------------------------------------------------------------------------------------------
+// -- keep -------------------------------------------------------------------------------------------------------------
 
-// Whether the unpack of this tensor is to be told; −1: a Python error.
+// Whether the unpack of this tensor must be reported; −1: a Python error.
 int is_watched(HookCore* core, int64_t index) {
   if (core->cursor != nullptr) return core->cursor->watches(index);
   if (core->observer == nullptr) return 0;
@@ -75,7 +75,7 @@ PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
   if (watched < 0) return nullptr;
   Owned version(get(tensors.version, tensor));
   if (!version) return nullptr;
-  // A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
+  // A leaf is not detached: autograd saves the leaf itself too, and it has no history.
   const int is_leaf = is_true(get(tensors.is_leaf, tensor));
   if (is_leaf < 0) return nullptr;
   if (is_leaf) Py_INCREF(tensor);
@@ -96,11 +96,11 @@ PyObject* keep(HookCore* core, PyObject* tensor, int64_t index, CachedCount& cac
   return record_of(core, tensor, index);
 }
 
-// keep(tensor, index, reason, nbytes): count a tensor that stays, and return what the graph node holds.
+// keep(tensor, index, reason, nbytes): count a kept tensor, and return the object that the graph node holds.
 PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (!is_ready(as_core(self))) return nullptr;
   if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the number of its pack, a reason and its bytes");
+    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the index of its pack, a reason and its bytes");
     return nullptr;
   }
   const int64_t index = PyLong_AsLongLong(args[1]);
@@ -110,7 +110,7 @@ PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return keep(as_core(self), args[0], index, found, args[2], nbytes);
 }
 
-// count(counted, nbytes): one more tensor.
+// count(counted, nbytes): count one tensor.
 PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2) {
     PyErr_SetString(PyExc_TypeError, "count takes a Count and bytes");
@@ -126,7 +126,7 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
-// Whether the engine knows tensors of this kind at all; −1: a Python error.
+// Whether the engine supports tensors of this kind; −1: a Python error.
 int is_plain(PyObject* tensor) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (type != tensors.tensor_type && type != tensors.parameter_type) return 0;
@@ -200,7 +200,7 @@ PyObject* core_checked(PyObject* self, PyObject* packed) {
   return nullptr;
 }
 
-// Nothing of what is C++ below throws but for memory.
+// The C++ code below throws only std::bad_alloc.
 template <PyObject* (*entry)(PyObject*, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
   try {
@@ -211,13 +211,13 @@ PyObject* guarded(PyObject* self, PyObject* argument) {
 }
 
 PyMethodDef core_methods[] = {
-    {"pack", guarded<core_pack>, METH_O, "pack(tensor): what the graph node shall hold instead of it."},
-    {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): the tensor that pack was given, as it was."},
-    {"checked", core_checked, METH_O, "checked(kept): its tensor, unless somebody wrote to it."},
+    {"pack", guarded<core_pack>, METH_O, "pack(tensor): return the object that the graph node holds instead."},
+    {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): return the tensor that was packed."},
+    {"checked", core_checked, METH_O, "checked(kept): return its tensor; an error if it was changed in place."},
     {"count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_count)), METH_FASTCALL,
-     "count(counted, nbytes): one more tensor of so many bytes."},
+     "count(counted, nbytes): count one tensor."},
     {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_keep)), METH_FASTCALL,
-     "keep(tensor, index, reason, nbytes): count a tensor that stays; what the graph node shall hold."},
+     "keep(tensor, index, reason, nbytes): count a kept tensor; return what the graph node holds."},
     {nullptr, nullptr, 0, nullptr}};
 
 // -- HookCore ---------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ int core_traverse(PyObject* self, visitproc visit, void* arg) {
 
 int core_clear(PyObject* self) {
   HookCore* const core = as_core(self);
-  Py_CLEAR(core->observer);  // nothing else that it holds refers back to it, and pack and unpack need the rest
+  Py_CLEAR(core->observer);  // the only member that refers back to it; pack and unpack need the others
   return 0;
 }
 
@@ -301,7 +301,7 @@ bool intern_names() {
 }  // namespace
 
 bool add_hook_types(PyObject* module) {
-  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack of tensors that stay.")},
+  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack hooks of kept tensors.")},
                                      {Py_tp_methods, core_methods},
                                      {Py_tp_new, slot(core_new)},
                                      {Py_tp_init, slot(core_init)},
