@@ -65,13 +65,13 @@ int is_final(const SwappedState& state, PyObject* source) {
   if (state.views != 1 || state.views_left != 1) return 0;
   const int64_t version = to_int(get(tensors.version, source));
   if (version < 0) return -1;
-  if (OFFLOAD_BROKEN("a version is watched while others hold the storage")) return 1;
+  if (OFFLOAD_BROKEN("a version is checked while others hold the storage")) return 1;
   return version == state.key.version ? is_alone(source) : 0;
 }
 
 // Frees the source's memory. Keeps its version counter if the saved tensor can still change.
 bool keep_counter(SwappedState& state, Owned source) {
-  if (OFFLOAD_BROKEN("a source that has left is let go")) {
+  if (OFFLOAD_BROKEN("a source is freed after its copy-out")) {
     state.counter = std::move(source);
     return true;
   }
@@ -94,11 +94,11 @@ bool copied_out(PyObject* self) {
   if (copy_out == nullptr) return true;
   Owned source = std::move(copy_out->source);
   if (!source) return true;
-  if (state.views_left < state.views && !OFFLOAD_BROKEN("a source stays while some views are on it")) {
+  if (state.views_left < state.views && !OFFLOAD_BROKEN("a source is kept while views use it")) {
     // After unpack all views must share one storage. Some already use the source, so the others get it too.
     state.target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, source.get(), nullptr));
     if (!state.target.storage) return false;
-    state.begin = OFFLOAD_BROKEN("a span of a source that stays has its place") ? 0 : state.key.begin;
+    state.begin = OFFLOAD_BROKEN("a kept source keeps the offset of its span") ? 0 : state.key.begin;
     state.stream = copy_out->stream;
   } else {
     state.books->resident->add(-state.key.nbytes);
@@ -341,7 +341,7 @@ void storage_dealloc(PyObject* self) {
   auto* storage = reinterpret_cast<SwappedStorage*>(self);
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_ClearWeakRefs(self);  // from here on nothing can get a new reference to it
-  if (OFFLOAD_BROKEN("an abandoned graph gives its records back")) return;
+  if (OFFLOAD_BROKEN("an abandoned graph frees its records")) return;
   PyObject *error, *value, *traceback;
   PyErr_Fetch(&error, &value, &traceback);
   free_storage(self);

@@ -1,4 +1,4 @@
-"""What a caller may ask of `offload.enable`, checked: every mistake is an error that says what to write instead."""
+"""Checks the arguments of `offload.enable`. Every error message says what to write instead."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Options:
 
     memory_limit: int | None
     max_slowdown: float | None
-    n_tensors: int | None  # None: by plan
-    lookahead_nodes: int | None  # None: by each tensor's own time
+    n_tensors: int | None  # None: automatic mode
+    lookahead_nodes: int | None  # None: computed for each tensor
     min_tensor_bytes: int
     exclude: tuple[str, ...]
     host_limit: int
@@ -106,7 +106,7 @@ def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int
 
 
 def device_bytes(device: torch.device) -> int:
-    """All memory of a device: of the GPU, or the RAM that this process may use."""
+    """Return the size of a device's memory: of the GPU, or the RAM that this process may use."""
     return device_of(device).total_bytes()
 
 
@@ -169,12 +169,12 @@ def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int
 
 
 def default_host_limit(root: Path = Path("/")) -> int:
-    """This process's share of the smaller of half of the available RAM and what its control groups leave, in bytes.
+    """Return this process's share of half of the available RAM or, if less, of the unused cgroup limit, in bytes.
 
     Parameters
     ----------
     root
-        Where ``proc`` and ``sys`` are.
+        Folder that contains ``proc`` and ``sys``.
     """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read(root / "proc/meminfo").splitlines():
@@ -208,7 +208,7 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
 
 
 def default_spill_dir() -> str:
-    """A folder for temporary files that is on a disk where there is one: a tmpfs would be RAM again."""
+    """Return a folder for temporary files, preferably on a disk: a tmpfs is in RAM."""
     candidates = [os.environ.get("OFFLOAD_SPILL_DIR"), tempfile.gettempdir(), "/var/tmp"]
     usable = [path for path in candidates if path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)]
     on_disk = [path for path in usable if not is_in_memory(path)]
@@ -218,7 +218,7 @@ def default_spill_dir() -> str:
 
 
 def is_in_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is on a tmpfs, so that spilling there frees nothing."""
+    """Whether a folder is on a tmpfs: a spill file there frees no memory."""
     mounts = []
     for line in _read("/proc/self/mounts").splitlines():
         _, mount_point, kind, *_ = line.split()
@@ -229,6 +229,6 @@ def is_in_memory(path: str | os.PathLike[str]) -> bool:
 
 
 def free_disk_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes an unprivileged process may still allocate on the disk that holds `path`."""
+    """Return the bytes that an unprivileged process can still allocate on the disk of `path`."""
     about = os.statvfs(path)
     return about.f_bavail * about.f_frsize

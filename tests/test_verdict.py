@@ -339,9 +339,9 @@ def test_nothing_to_swap_says_why() -> None:
     assert "activations" not in verdict.memory()
 
 
-def test_a_handle_whose_model_is_gone_still_answers() -> None:
+def test_a_handle_of_a_freed_model_has_a_report() -> None:
     handle = offload.enable(nn.Linear(4, 1), n_tensors=0)
-    assert repr(handle) == "<offload.Session of a model that is gone on cpu: off: n_tensors=0 swaps nothing>"
+    assert repr(handle) == "<offload.Session of a freed model on cpu: off: n_tensors=0 swaps nothing>"
     assert str(handle.report().verdict).splitlines()[:2] == ["memory  as without offload", "time    as without offload"]
 
 

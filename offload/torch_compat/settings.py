@@ -1,6 +1,6 @@
-"""Settings of torch that decide which kernel an operator runs, and so which bits it makes.
+"""Settings of torch that choose the kernel of an operator, and so the bits of its result.
 
-Recipes run in backward with the settings that were in force when their operators ran in forward.
+Recipes run in backward with the settings with which their operators ran in forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Settings", "in_force", "restored"]
 Settings = tuple[Any, ...]
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
-# Of torch's C interface, as `_get_NAME` and `_set_NAME`. They choose between libraries, also for activation functions.
+# Names in torch's C interface: `_get_NAME` and `_set_NAME`. They choose the library, also for activation functions.
 _NAMES = (
     "mkldnn_enabled",
     "mkldnn_deterministic",
@@ -37,7 +37,7 @@ def _for_all() -> list[_Setting]:
     return [
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # knows of warnings too
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # also distinguishes warnings
         *found,
     ]
 
@@ -57,7 +57,7 @@ _READ = [read for read, _ in _SETTINGS]
 
 
 def in_force(*, is_heavy: bool) -> Settings:
-    """The settings that an operator depends on; matrix products, convolutions and attention depend on more of them."""
+    """Return the current settings that affect an operator; heavy operators, such as matrix products, depend on more."""
     return tuple([read() for read in (_READ if is_heavy else _READ_ALL)])
 
 
@@ -69,7 +69,7 @@ def _apply(wanted: Settings) -> None:
 
 @contextmanager
 def restored() -> Iterator[Callable[[Settings], None]]:
-    """Give a function that puts settings in force; those of now are in force again afterwards."""
+    """Yield a function that applies settings; restore the current ones afterwards."""
     before = in_force(is_heavy=True)
     try:
         yield _apply

@@ -132,15 +132,15 @@ OUTSIDE |= {
         DICTIONARY,
     ],
     "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
-    "a source stays while some views are on it": [SHARED_VIEWS],
-    "a span of a source that stays has its place": [SHARED_VIEWS],
-    "an abandoned graph gives its records back": [
+    "a source is kept while views use it": [SHARED_VIEWS],
+    "a kept source keeps the offset of its span": [SHARED_VIEWS],
+    "an abandoned graph frees its records": [
         AUTOGRAD + f"graph_lifetimes.py::test_abandoned_forwards_leave_the_pool_as_it_was[{setup}]"
         for setup in (DIRECT, SLAB)
     ],
-    "a source that has left is let go": [AUTOGRAD + "copies_in_flight.py::test_a_source_is_freed_as_its_copy_ends"],
+    "a source is freed after its copy-out": [AUTOGRAD + "copies_in_flight.py::test_a_source_is_freed_as_its_copy_ends"],
     "a view keeps its offset": [DICTIONARY],
-    "a version is watched while others hold the storage": [
+    "a version is checked while others hold the storage": [
         AUTOGRAD + "in_place_after_copies.py::test_a_write_after_the_copy_is_the_usual_error"
     ],
     "identity is more than an address": [
