@@ -72,10 +72,7 @@ int is_final(const SwappedState& state, PyObject* source) {
 
 // Keeps the version counter, and none of the memory, where somebody may still change the saved tensor.
 bool keep_counter(SwappedState& state, Owned source) {
-  if (OFFLOAD_BROKEN("a source that has left is let go")) {
-    state.counter = std::move(source);
-    return true;
-  }
+  if (OFFLOAD_BROKEN("a source that has left is let go")) return bool(state.counter = std::move(source));
   const int final = is_final(state, source.get());
   if (final > 0) return true;
   const Owned dtype(final < 0 ? nullptr : get(tensors.dtype, source.get()));
