@@ -71,10 +71,7 @@ int is_final(const SwappedState& state, PyObject* source) {
 
 // Frees the source's memory. Keeps its version counter if the saved tensor can still change.
 bool keep_counter(SwappedState& state, Owned source) {
-  if (OFFLOAD_BROKEN("a source is freed after its copy-out")) {
-    state.counter = std::move(source);
-    return true;
-  }
+  if (OFFLOAD_BROKEN("a source is freed after its copy-out")) return bool(state.counter = std::move(source));
   const int final = is_final(state, source.get());
   if (final > 0) return true;
   const Owned dtype(final < 0 ? nullptr : get(tensors.dtype, source.get()));
