@@ -310,7 +310,7 @@ def test_memory_limit_is_kept_while_gradients_accumulate(tmp_path):
         results, peak = run(model, optimizer)
         assert_equal(results, expected)
         assert peak <= limit
-        assert handle.plan.swaps
+        assert handle.plan.swaps or handle.plan.recomputes
 
 
 def test_trace_is_that_of_the_step(tmp_path):
