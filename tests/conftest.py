@@ -13,8 +13,10 @@ The whole suite (`pytest` without a path) runs in three processes, where pytest-
 another number, `-n 0` for none. A file's tests stay together: they share what its fixtures build.
 """
 
+import gc
 import json
 import os
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,6 +32,7 @@ TALLY = pytest.StashKey[dict]()
 PASSED = pytest.StashKey[Counter]()
 STARTED = pytest.StashKey[float]()
 FIGURES = pytest.StashKey[dict]()
+MODULES = pytest.StashKey[int]()
 PROCESSES = 3  # of which one often waits: for a child, a lock, a time limit
 
 
@@ -79,6 +82,7 @@ def pytest_configure(config):
     config.stash[PASSED] = Counter()
     config.stash[STARTED] = time.monotonic()
     config.stash[FIGURES] = {}
+    config.stash[MODULES] = 0
 
 
 @pytest.hookimpl(trylast=True)
@@ -103,7 +107,20 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_inside and config.getoption("--device") != "sim" else None
 
 
+def freeze_imports(stash):
+    """What imports left behind never dies: the collector need not look at it, nor the interpreter as it ends.
+
+    Before each test, since torch and the frameworks import large parts of themselves when these are first used.
+    """
+    if len(sys.modules) > stash[MODULES]:
+        stash[MODULES] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    freeze_imports(item.config.stash)
     is_there = torch.cuda.is_available() or item.config.getoption("--device") == "sim"
     if item.get_closest_marker("gpu") is None or is_there:
         return

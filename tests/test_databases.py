@@ -194,13 +194,11 @@ def watched(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(enabled_model, "StepHooks", WatchedRound)
-    gc.freeze()
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     gc.enable()
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

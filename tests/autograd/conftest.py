@@ -182,15 +182,6 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_imports():
-    """What imports left behind never dies; the collector need not look at it before every test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     """One thread, so that sums are formed in one order."""

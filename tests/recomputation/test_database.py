@@ -39,13 +39,11 @@ def pytest_generate_tests(metafunc):
 def quiet():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.freeze()
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     gc.enable()
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

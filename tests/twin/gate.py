@@ -23,15 +23,6 @@ def watched_slab(*args: Any, **options: Any) -> _core.SwapStore:
     return store
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_imports() -> Iterator[None]:
-    """Objects created by imports are never freed, so the collector need not visit them after every test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reset the machine and watch it. Tests marked `finds` check the findings themselves."""
