@@ -105,7 +105,9 @@ def plain_run(rows, first_watched=2):
     return results, peak + held_bytes(model, optimizer)
 
 
-@pytest.mark.parametrize("fraction", [0.6, 0.4, 0.3])
+@pytest.mark.parametrize(
+    "fraction", [pytest.param(0.6, marks=pytest.mark.long), 0.4, pytest.param(0.3, marks=pytest.mark.long)]
+)
 def test_memory_limit_is_kept(fraction, tmp_path):
     rows = [512] * 6
     expected, plain_peak = plain_run(rows)
@@ -534,7 +536,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_plan_of_a_script(tmp_path, steps):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(steps=steps))

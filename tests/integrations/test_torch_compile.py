@@ -63,13 +63,13 @@ def plain():
     ("way", "on", "backend"),
     [
         ("whole", "wrapper", "aot_eager"),
-        ("whole", "wrapper", "inductor"),
+        pytest.param("whole", "wrapper", "inductor", marks=pytest.mark.long),
         ("whole", "inner", "aot_eager"),
-        ("whole", "inner", "inductor"),
+        pytest.param("whole", "inner", "inductor", marks=pytest.mark.long),
         ("whole in place", "inner", "aot_eager"),
         ("per block", "inner", "aot_eager"),
         ("per block in place", "inner", "aot_eager"),
-        ("per block in place", "inner", "inductor"),
+        pytest.param("per block in place", "inner", "inductor", marks=pytest.mark.long),
     ],
 )
 def test_compiled_training(plain, caplog, backend, way, on, when):
