@@ -199,9 +199,9 @@ def test_wrong_knobs(knobs, message):
 
 def test_several_lengths_and_a_ragged_batch_stall_in_their_first_steps_only(tmp_path):
     rows = [256, 384, 512, 256, 384, 512, 100] * 2
-    model, optimizer = make()
+    model, optimizer = make(blocks=3)
     expected, _ = train(model, optimizer, rows)
-    model, optimizer = make()
+    model, optimizer = make(blocks=3)
     with enabled(model, max_slowdown=0.1, spill_dir=tmp_path, recompute=False) as handle:
         results, _ = train(model, optimizer, rows)
         report = handle.report()
@@ -276,8 +276,8 @@ def test_evaluation_and_accumulation_in_between(tmp_path):
             optimizer.zero_grad()
         return losses
 
-    expected = run(*make())
-    model, optimizer = make()
+    expected = run(*make(blocks=3))
+    model, optimizer = make(blocks=3)
     with enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
         assert_equal(run(model, optimizer), expected)
         assert handle.report().profiled_steps == 1
@@ -446,7 +446,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
 
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e6, 1e6))
-    model, optimizer = make()
+    model, optimizer = make(blocks=3)
     with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 12)
         assert "copy-out is slower than planned" in caplog.text
