@@ -175,6 +175,7 @@ def test_a_script_ends_well_after_its_first_step():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_plan_of_a_script_that_disables_its_model(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -41,7 +41,8 @@ ROWS = {
     "processes": ["tests/twin/inside/test_processes.py"],
 }
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
-LONG = ["--long", "-m", "long", "tests/twin/inside/test_processes.py", "tests/twin/inside/test_memory_limit.py"]
+LONG_FILES = ("twin/inside/test_processes", "twin/inside/test_memory_limit", "test_gpu")
+LONG = ["--long", "-m", "long", *(f"tests/{path}.py" for path in LONG_FILES)]
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="device memory is mapped twice, as Linux does it"),
