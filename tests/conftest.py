@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until what is collected has been imported: see freeze_imports
 # The tensors here are small: a second thread would only spin, and keep the copies and the next process waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -113,6 +114,8 @@ def freeze_imports(stash):
     Before each test, since torch and the frameworks import large parts of themselves when these are first used.
     """
     if len(sys.modules) > stash[MODULES]:
+        if stash[MODULES] == 0:
+            gc.enable()
         stash[MODULES] = len(sys.modules)
         gc.collect()
         gc.freeze()
