@@ -27,7 +27,7 @@ gc.disable()  # until what is collected has been imported: see freeze_imports
 # The tensors here are small: a second thread would only spin, and keep the copies and the next process waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+import torch  # noqa: E402
 
 TALLY = pytest.StashKey[dict]()
 PASSED = pytest.StashKey[Counter]()
