@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-gc.disable()  # until what is collected has been imported: see freeze_imports
+gc.disable()  # while modules are imported and tests collected; on again in pytest_runtestloop
 # The tensors here are small: a second thread would only spin, and keep the copies and the next process waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -108,14 +108,17 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_inside and config.getoption("--device") != "sim" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    gc.enable()
+
+
 def freeze_imports(stash):
     """What imports left behind never dies: the collector need not look at it, nor the interpreter as it ends.
 
     Before each test, since torch and the frameworks import large parts of themselves when these are first used.
     """
     if len(sys.modules) > stash[MODULES]:
-        if stash[MODULES] == 0:
-            gc.enable()
         stash[MODULES] = len(sys.modules)
         gc.collect()
         gc.freeze()
