@@ -556,6 +556,57 @@ def test_plan_of_a_script(tmp_path, steps):
     assert about["options"][-1]["disk_bytes"] > 0
 
 
+WITH_RECIPES = """
+import torch
+from torch import nn
+
+import offload
+
+layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+model = nn.Sequential(*layers)
+offload.enable(model, min_tensor_bytes="4KiB"{options})
+for step in range({steps}):
+    model(torch.randn(512, 64)).square().mean().backward()
+    print("step", step)
+"""
+SLOW = ["--out-bandwidth", "1MB/s", "--in-bandwidth", "1MB/s"]
+
+
+def plan_of(script, text, *words):
+    script.write_text(text)
+    command = [sys.executable, "-m", "offload", "plan", "--json", *SLOW, *words, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("wish", [(), ("--max-slowdown", "0.05")])
+def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish):
+    script = tmp_path / "train.py"
+    about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *wish)
+    assert about["recomputes"]
+    assert "step 1" in printed  # the trial step
+    assert "step 2" not in printed
+    alone, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), "--no-recompute", *wish)
+    assert alone["recomputes"] == []
+    assert "step 1" not in printed
+    assert about["peak_bytes"] < alone["peak_bytes"]
+
+
+def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
+    assert plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""))[0]["recomputes"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [(1, ""), (3, ", recompute=False"), (3, ", n_tensors=1")],
+)
+def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):
+    about, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=steps, options=options))
+    assert about["recomputes"] == []
+    assert "step 1" not in printed
+
+
 def test_plan_of_a_script_that_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('nothing')")

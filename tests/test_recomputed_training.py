@@ -129,6 +129,34 @@ def test_a_slow_link_is_spared_and_the_bits_are_the_same(spared):
     assert measured <= 1.05 * planned + (1 << 20)
 
 
+def test_the_hooks_of_a_dropped_tensor_are_planned_as_those_of_a_swapped_one():
+    """The first joint plan: each recipe takes what the trial measured, and what the hooks of a tensor take."""
+    found = run("""
+    memory_limit = limit(0.2)
+    model = make()
+    with offload.enable(model, memory_limit=memory_limit, **KNOBS) as handle:
+        train(model, 3)
+        (planned,) = [state.planned for state in handle._controller._states.values()]
+        plan, tried = planned.plan, planned.recipes.recompute
+        planned_seconds = {x.id: x.recompute.seconds for x in plan.trace.tensors if x.recompute}
+        measured = [executor.measured(len(plan.trace.nodes)) for executor in planned.executors]
+        planned.read_measurements(handle._controller._counts)
+        hooks = [m.hook_seconds - planned.recompute_seconds[0] for m in measured]
+        moved = len(plan.swaps) + len(plan.recomputes)
+        print(json.dumps({
+            "recomputes": len(plan.recomputes),
+            "hooks": plan.link.swap_seconds,
+            "planned": [planned_seconds[i] for i in sorted(tried)],
+            "tried": [tried[i].seconds for i in sorted(tried)],
+            "found": list(planned.swap_seconds), "expected": [seconds / moved for seconds in hooks],
+        }))
+    """)
+    assert found["recomputes"] > 0
+    assert found["hooks"] > 0
+    assert found["planned"] == [seconds + found["hooks"] for seconds in found["tried"]]
+    assert found["found"] == found["expected"] != []
+
+
 @pytest.mark.long
 def test_swapping_alone_is_what_it_was():
     found = run("""

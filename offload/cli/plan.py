@@ -44,6 +44,8 @@ HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
 _LINK = ("out_bandwidth", "in_bandwidth", "latency")
+_NOISE = 0.01  # relative; a smaller gain is not worth a trial step
+_PROFILES_MAX = 8  # read before the trial step is over; then the plan is shown without it
 _INFEASIBLE = 3
 _REFUSED = 2
 
@@ -71,7 +73,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "trace",
         metavar="TRACE.json | train.py [ARGUMENT …]",
-        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first step is profiled",
+        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first steps tell what to plan",
     )
     wish = parser.add_argument_group("goal")
     wish.add_argument(
@@ -131,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
 def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     """Run a training script until its `offload.enable` has profiled a step, and print what can be planned for it.
 
+    If the plan would wait for copies, the next step is the trial step of recomputation, and the plan may recompute.
+
     Parameters
     ----------
     args : argparse.Namespace
@@ -149,24 +153,37 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))
     shown: list[int] = []
+    profiled: list[tuple[Trace, Link, int]] = []  # the step that the trial step follows
     standard_output = sys.stdout
 
     def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
         with redirect_stdout(standard_output):
-            shown.append(_show(args, trace, _link(args, link), host_bytes_max))
+            shown.append(_show(args, trace, link, host_bytes_max))
+
+    def listen(trace: Trace, link: Link, host_bytes_max: int, may_try: bool) -> int | None:
+        link = _link(args, link)
+        if may_try:
+            room = None if profiled else _trial_bytes(args, trace, link)
+            if profiled or room is not None:
+                profiled.append((trace, link, host_bytes_max))
+            if 1 < len(profiled) <= _PROFILES_MAX or room is not None:
+                return room  # of other models, or the same one again: the first one's trial step is due
+        show(*(profiled[0] if len(profiled) > 1 and may_try else (trace, link, host_bytes_max)))
         raise SystemExit(shown[0])
 
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [args.trace, *script_args], str(Path(args.trace).resolve().parent)
     output = redirect_stdout(sys.stderr) if args.json else nullcontext()  # a machine reads one document
     try:
-        with output, listen_to_profiles(show):
+        with output, listen_to_profiles(listen):
             runpy.run_path(args.trace, run_name="__main__")
     except SystemExit as end:
-        if not shown:
+        if not shown and not profiled:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
         sys.argv, sys.path[0] = before
+    if not shown and profiled:  # the script ends before a trial step
+        show(*profiled[0])
     if not shown:
         problem = "finished no training step under offload.enable; call offload.enable(model) before its training loop"
         return _refuse(ValueError(f"{args.trace} {problem}"))
@@ -204,6 +221,23 @@ def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: in
     else:
         print_plan(plan, title)
     return 0
+
+
+def _trial_bytes(args: argparse.Namespace, trace: Trace, link: Link) -> int | None:
+    """Return the most that a trial step may take; None where recomputation could not improve the plan asked for."""
+    if not args.recompute or args.exact or args.n_tensors is not None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = _plan(args, trace, link)[0]
+    except (InfeasibleLimitError, ValueError):
+        return None  # to be told when the plan is shown
+    if args.memory_limit is not None and args.max_slowdown is None:
+        could_improve = plan.expected_seconds > (1 + _NOISE) * plan.compute_seconds
+    else:
+        could_improve = plan.peak_bytes > (1 + _NOISE) * least_feasible_limit(trace)
+    return (args.memory_limit or plan.peak_bytes) if could_improve else None
 
 
 def _refuse(error: Exception) -> int:

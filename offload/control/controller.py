@@ -19,12 +19,12 @@ from torch import nn
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
+from offload.control.profile_listener import ProfileListener, tell_profile, tell_recipes
 from offload.control.signature import Signature
 from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
 from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
-from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
 from offload.runtime.activations import MeteredExecutor
@@ -34,15 +34,12 @@ from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, 
 from offload.runtime.schedule import Schedule, StepOrder
 from offload.runtime.weak import weak_callback
 
-__all__ = ["Controller", "PlanController", "ProfileListener"]
+__all__ = ["Controller", "PlanController"]
 
 log = logging.getLogger("offload")
 
 _KEPT = "kept by plan"
 _MEASURED_LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
-
-# Called with every profiled step before it is planned: its trace, the link, the limit on host memory in bytes.
-ProfileListener = Callable[[Trace, Link, int], None]
 
 
 class Controller(Protocol):
@@ -99,6 +96,7 @@ class PlanController:
     ) -> None:
         self._options = options
         self._engine = engine
+        self._on_cpu = engine.device.type == "cpu"
         self._counts = counts
         self._on_recorded = on_recorded
         self._measure_link = measure_link
@@ -134,6 +132,8 @@ class PlanController:
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.forget(signature)
                 return self._record(state, model, held())
+            if planned.trial_bytes is not None:
+                return self._requested_trial(state, planned)
             self._judge(state, planned, held)
             if state.phase is not Phase.PLANNING:
                 return self._follow(signature, planned)
@@ -225,12 +225,13 @@ class PlanController:
         """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
         plan = planned.plan
         assert plan is not None
-        if planned.recipes is not None or planned.trial is not None:
+        has_had_one = planned.recipes is not None or planned.trial is not None
+        if has_had_one or not is_worth_a_trial(plan, self._options, self._limits):
             return None
-        if not is_worth_a_trial(plan, self._options, self._limits):
-            return None
-        room = self._options.memory_limit or plan.peak_bytes
-        trial = self._make_trial(self._engine, planned.profile.order, plan.trace.base_bytes, room)
+        return self._begin_trial(state, planned, self._options.memory_limit or plan.peak_bytes)
+
+    def _begin_trial(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:
+        trial = self._make_trial(self._engine, planned.profile.order, planned.trace().base_bytes, room)
         if isinstance(trial, str):
             planned.recipes = Recipes(reason=trial)
             log.info("nothing is recomputed: %s", trial)
@@ -240,6 +241,15 @@ class PlanController:
         state.enter(Phase.TRIAL)
         return trial
 
+    def _requested_trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
+        """Run the trial step that the listener asked for, then tell it the recipes."""
+        trial = self._begin_trial(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
+        self._tell_recipes(planned)
+        return trial or SwapOnDemand()
+
+    def _tell_recipes(self, planned: PlannedStep) -> None:
+        tell_recipes(self._on_profile, planned, self._options, self._counts, on_cpu=self._on_cpu)
+
     def _about(
         self, signature: object, schedule: Schedule | None
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
@@ -248,7 +258,7 @@ class PlanController:
         return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
 
     def _measures(self, planned: PlannedStep) -> bool:
-        return self._engine.device.type == "cpu" or planned.steps <= self._limits.device_measured_steps
+        return self._on_cpu or planned.steps <= self._limits.device_measured_steps
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -289,7 +299,7 @@ class PlanController:
 
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()
-        if self._engine.device.type == "cpu" and isinstance(signature, Signature):
+        if self._on_cpu and isinstance(signature, Signature):
             return replace(held, state=held.state + signature.input_bytes)
         return held
 
@@ -348,11 +358,9 @@ class PlanController:
                 link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
-        self._latest = state.planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
+        self._latest = state.planned = planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
         state.enter(Phase.PLANNING)
-        if self._on_profile is not None:
-            on_cpu = self._engine.device.type == "cpu"
-            self._on_profile(profile.trace, link, 0 if on_cpu else self._options.host_limit)
+        tell_profile(self._on_profile, planned, self._options, on_cpu=self._on_cpu)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -364,6 +372,7 @@ class PlanController:
             for state in self._states.values():
                 if state.planned is not None:
                     state.planned.read_measurements(self._counts)
+                    self._tell_recipes(state.planned)
             return self._latest
 
     @property

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from offload.control.controller import PlanController, ProfileListener
+from offload.control.controller import PlanController
 from offload.control.limits import Limits
 from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
+from offload.control.profile_listener import ProfileListener
 from offload.control.trial import MakeTrial
 from offload.options import Options
 from offload.plan import Link

@@ -51,7 +51,8 @@ class PlannedStep:
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
-        Measured in the last steps: the duration of each node, of the step, of the hooks per swap, of recomputation.
+        Measured in the last steps: the duration of each node, of the step, of the hooks per swapped or dropped tensor,
+        of recomputation.
     recompute_factors
         How many times as long as in the trial step recomputation has taken since, by tensor id.
     starts
@@ -70,6 +71,8 @@ class PlannedStep:
         The trial step that is under way.
     recipes
         What the trial step has proven; None before it.
+    trial_bytes
+        The most bytes that the trial step may take which a listener has asked for; None if none has, or after it.
     """
 
     limits: Limits
@@ -95,6 +98,7 @@ class PlannedStep:
     refusal: InfeasibleLimitError | None = None
     trial: TrialObserver | None = None
     recipes: Recipes | None = None
+    trial_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self.node_seconds = deque(maxlen=self.limits.measurements)
@@ -120,7 +124,11 @@ class PlannedStep:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
-        return trace if self.recipes is None else self.recipes.added_to(trace, self.recompute_factors)
+        return (
+            trace
+            if self.recipes is None
+            else self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds)
+        )
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
@@ -182,9 +190,10 @@ class PlannedStep:
         plan = self.plan
         assert plan is not None
         # Hooks recompute: nodes do not include it, their own time does.
-        if plan.swaps:
+        moved = len(plan.swaps) + len(plan.recomputes)
+        if moved:
             in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
-            self.swap_seconds.append(in_hooks / len(plan.swaps))
+            self.swap_seconds.append(in_hooks / moved)
         tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
         if tried and measured.hook_seconds:  # on the CPU
             self.recompute_seconds.append(recompute_seconds)
