@@ -23,7 +23,7 @@ from typing import Any
 
 import models
 import torch
-from contestants import Inapplicable, installed
+from contestants import Inapplicable, checkpointed, installed, selectively
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from training import gradient_hash
@@ -153,9 +153,11 @@ class Way:
 
 
 PLAIN, SAVE_ON_CPU, TRL = Way("plain", "plain"), Way("save_on_cpu, pinned", "save_on_cpu"), Way("TRL", "trl")
+CHECKPOINT, SELECTIVE = Way("checkpoint per block", "checkpoint"), Way("selective checkpointing", "selective")
+CHECKPOINTING = {"checkpoint": checkpointed, "selective": selectively}
 ALL, BY_DEFAULT, LEAST = Way("offload, n_tensors −1, lb 4"), Way("offload, default"), Way("offload, least memory")
 LIMITED = tuple(Way(f"offload, {share:.0%} of plain", share=share) for share in (0.8, 0.6, 0.4))
-WAYS = (PLAIN, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
+WAYS = (PLAIN, CHECKPOINT, SELECTIVE, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
 WAYS_QUICK = (PLAIN, SAVE_ON_CPU, TRL, ALL, LIMITED[1])
 
 
@@ -219,6 +221,8 @@ class Run:
             least = max(int(MIN_TRL_BYTES / scale), 1)
             manager = get_act_offloading_ctx_manager(self.model, min_offload_size=least, warn_if_no_head=False)
             self.around = lambda: manager
+        elif way.kind in CHECKPOINTING:
+            CHECKPOINTING[way.kind](self.model, "sim", self.step)
         elif way is ALL:
             self.enable(n_tensors=-1, lb=4)
         elif way is LEAST:
@@ -329,6 +333,8 @@ def _ours(run: Run) -> dict[str, Any]:
             "bound_seconds": plan.bound_seconds,
             "predicted_waits_seconds": plan.step_seconds - plan.compute_seconds,
             "swaps": len(plan.swaps),
+            "recomputes": len(plan.recomputes),
+            "recompute_seconds": plan.recompute_seconds,
         }
     return found
 
@@ -345,7 +351,9 @@ def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: fl
         try:
             with virtual_time.on(figures):
                 found = figures_of(way, network, plain)
-        except (InfeasibleLimitError, Inapplicable) as error:
+        except (InfeasibleLimitError, Inapplicable, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and way.kind not in CHECKPOINTING:  # torch refuses some cells
+                raise
             yield {**about, "inapplicable": str(error).splitlines()[0]}
             continue
         plain = plain or found
