@@ -144,8 +144,9 @@ class StepHooks(HookCore):
             finally:
                 del error  # whose traceback has this frame: a cycle would keep the graph
         self.policy.warn_once(error)
-        reason = "pinning failed" if isinstance(error, PinningFailed) else "host limit"
-        return self.keep(tensor, index, reason, nbytes)
+        if isinstance(error, PinningFailed):
+            return self.keep(tensor, index, "pinning failed", nbytes)
+        return self.keep(tensor, index, "host limit", nbytes)
 
     def unpack_failed(self, error: Exception) -> None:
         """Raise what kept a tensor from coming back, with a note where memory ran out."""
