@@ -28,7 +28,7 @@ import planner_goals
 from collected import Finding, Kept
 from contest import alternate, medians
 from copy_rig import MIB, HostCopyRig, SpillRig
-from hook_rig import HookRig, microseconds
+from hook_rig import HookRig, microseconds_under_preload
 from hooked_step import step_seconds
 from result_file import write_json
 
@@ -111,8 +111,7 @@ def run_demo(*options: str) -> dict[str, Any]:
 
 def hook_costs(bench: Bench, kind: str, count: int, **how: bool) -> dict[str, float]:
     """Return the microseconds per tensor of a kind."""
-    with closing(HookRig(kind, count=count, spill_dir=bench.spill_dir, **how)) as rig:
-        return microseconds(rig, rounds=bench.rounds)
+    return microseconds_under_preload(kind, count=count, rounds=bench.rounds, spill_dir=bench.spill_dir, **how)
 
 
 def kept(bench: Bench) -> Finding:

@@ -55,15 +55,11 @@ bool narrow(PyObject* tensor, SavedKey* key) {
 
 PyObject* look(Books& books, PyObject* tensor, int64_t nbytes) {
   SavedKey key{};
-  const int found = find_key(tensor, nbytes, &key);
+  PyObject* known = nullptr;
+  const int found = find_saved(books, tensor, nbytes, &key, &known);
   if (found < 0) return nullptr;
   if (found == 0) return PyTuple_Pack(2, Py_None, Py_None);
-  auto known = books.live.find(key);
-  if (known == books.live.end() && 2 * nbytes < key.nbytes) {
-    if (!narrow(tensor, &key)) return nullptr;
-    known = books.live.find(key);
-  }
-  const Owned saved = shared(known == books.live.end() ? Py_None : known->second);
+  const Owned saved = shared(known != nullptr ? known : Py_None);
   const Owned tuple(to_tuple(key));
   return tuple ? PyTuple_Pack(2, tuple.get(), saved.get()) : nullptr;
 }
@@ -150,17 +146,6 @@ void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   books.unswapped->add(state.key.nbytes);
   books.resident->add(state.key.nbytes);
   if (OFFLOAD_BROKEN("source is held until its copy ends")) state.copy_out->source = Owned();
-}
-
-PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need) {
-  if (!collect(*books)) return nullptr;
-  Owned saved(make_swapped_storage(books));
-  if (!saved) return nullptr;
-  SwappedState& state = swapped(saved.get());
-  state.key = key;
-  if (!prepare(books, tensor, saved.get())) return nullptr;
-  begin_copy_out(*books, saved.get(), need);
-  return saved.release();
 }
 
 PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t count) {
@@ -331,6 +316,35 @@ PyGetSetDef engine_attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 }  // namespace
+
+int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedKey* key, PyObject** known) {
+  const int found = find_key(tensor, nbytes, key);
+  if (found <= 0) return found;
+  auto entry = books.live.find(*key);
+  if (entry == books.live.end() && 2 * nbytes < key->nbytes) {
+    if (!narrow(tensor, key)) return -1;
+    entry = books.live.find(*key);
+  }
+  *known = entry == books.live.end() ? nullptr : entry->second;
+  return 1;
+}
+
+PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need) {
+  if (!collect(*books)) return nullptr;
+  Owned saved(make_swapped_storage(books));
+  if (!saved) return nullptr;
+  SwappedState& state = swapped(saved.get());
+  state.key = key;
+  if (!prepare(books, tensor, saved.get())) return nullptr;
+  begin_copy_out(*books, saved.get(), need);
+  return saved.release();
+}
+
+std::shared_ptr<Books> books_of_engine(PyObject* engine) {
+  if (PyObject_TypeCheck(engine, engine_type)) return books_of(engine) != nullptr ? as_engine(engine)->books : nullptr;
+  PyErr_SetString(PyExc_TypeError, "an EngineCore is wanted");
+  return nullptr;
+}
 
 int is_quiet(PyObject* engine) {
   if (!PyObject_TypeCheck(engine, engine_type)) {

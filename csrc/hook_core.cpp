@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine_core.h"
+#include "swap_hooks.h"
 
 namespace offload {
 namespace {
@@ -22,6 +23,7 @@ struct HookCore {
   int64_t packs;
   std::shared_ptr<ScheduleCursor> cursor;
   CachedCount small, parameter, planned;
+  std::unique_ptr<SwapHooks> swaps;  // null: Python decides what swaps
 };
 
 PyTypeObject* core_type = nullptr;
@@ -177,13 +179,21 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   const int parameter = is_parameter(tensor);
   if (parameter < 0) return nullptr;
   if (parameter) return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
+  if (core->swaps != nullptr) {
+    PyObject* const packed = pack_swapped(*core->swaps, tensor, index, nbytes);
+    if (packed != nullptr || PyErr_Occurred()) return packed;
+  }
   return ask(self, names.pack_candidate, tensor, index, nbytes);
 }
 
 PyObject* core_unpack(PyObject* self, PyObject* packed) {
   HookCore* const core = as_core(self);
   if (!is_ready(core)) return nullptr;
-  if (Py_TYPE(packed) != kept_type) return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
+  if (Py_TYPE(packed) != kept_type) {
+    PyObject* const tensor = core->swaps != nullptr ? unpack_swapped(*core->swaps, packed) : nullptr;
+    if (tensor != nullptr || PyErr_Occurred()) return tensor;
+    return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
+  }
   const Py_ssize_t index = reinterpret_cast<KeptTensor*>(packed)->index;
   if (index >= 0) {
     const int quiet = core->cursor != nullptr ? is_quiet(core->engine) : 0;
@@ -230,6 +240,7 @@ PyObject* core_new(PyTypeObject* type, PyObject*, PyObject*) {
   new (&core->small) CachedCount();
   new (&core->parameter) CachedCount();
   new (&core->planned) CachedCount();
+  new (&core->swaps) std::unique_ptr<SwapHooks>();
   return self;
 }
 
@@ -261,6 +272,7 @@ int core_traverse(PyObject* self, visitproc visit, void* arg) {
 
 int core_clear(PyObject* self) {
   HookCore* const core = as_core(self);
+  core->swaps = nullptr;
   Py_CLEAR(core->observer);  // the only member that refers back to it; pack and unpack need the others
   return 0;
 }
@@ -277,6 +289,7 @@ void core_dealloc(PyObject* self) {
   core->small.~CachedCount();
   core->parameter.~CachedCount();
   core->planned.~CachedCount();
+  core->swaps.~unique_ptr();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -311,12 +324,31 @@ bool add_hook_types(PyObject* module) {
                                      {0, nullptr}};
   static PyType_Spec core_spec = {"offload._core.HookCore", sizeof(HookCore), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, core_slots};
-  if (!intern_names()) return false;
+  if (!intern_names() || !prepare_swap_hooks()) return false;
   core_type = add_type(module, "HookCore", core_spec);
   return core_type != nullptr;
 }
 
-bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason) {
+namespace {
+
+std::unique_ptr<SwapHooks> swap_hooks_of(HookCore* core, std::shared_ptr<StepCopies> copies, PyObject* held) {
+  auto hooks = std::make_unique<SwapHooks>();
+  const Owned swapped(PyObject_GetAttrString(core->counts, "swapped"));
+  const Owned duplicates(swapped ? PyObject_GetAttrString(core->counts, "duplicates") : nullptr);
+  if (!duplicates || (hooks->swapped = count_of(swapped.get())) == nullptr ||
+      (hooks->duplicates = count_of(duplicates.get())) == nullptr ||
+      (hooks->books = books_of_engine(core->engine)) == nullptr)
+    return nullptr;
+  hooks->copies = std::move(copies);
+  hooks->core = reinterpret_cast<PyObject*>(core);
+  hooks->held = shared(held);
+  return hooks;
+}
+
+}  // namespace
+
+bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason,
+            std::shared_ptr<StepCopies> copies, PyObject* held) {
   if (!PyObject_TypeCheck(self, core_type)) {
     PyErr_SetString(PyExc_TypeError, "follow takes a HookCore");
     return false;
@@ -329,7 +361,10 @@ bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> 
   core->planned.count = nullptr;
   core->cursor = std::move(cursor);
   core->packs = 0;
-  return true;
+  core->swaps = nullptr;
+  if (copies == nullptr) return true;
+  core->swaps = swap_hooks_of(core, std::move(copies), held);
+  return core->swaps != nullptr;
 }
 
 }  // namespace offload

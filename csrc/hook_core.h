@@ -10,14 +10,18 @@
 
 #include "kept_tensor.h"
 #include "schedule_cursor.h"
+#include "step_copies.h"
 
 namespace offload {
 
 // Creates the type HookCore. False: a Python error.
 bool add_hook_types(PyObject* module);
 // From the next pack on, which gets number 0, `core` uses `cursor` to decide; `observer` decides the rest. `reason`:
-// why the schedule keeps tensors, for the report. False: a Python error (`core` is not a HookCore).
-bool follow(PyObject* core, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason);
+// why the schedule keeps tensors, for the report. With `copies`, swapped tensors too are packed and unpacked in C++, if
+// the step runs as recorded; `held` lists the storages that something else holds. False: a Python error (`core` is not
+// a HookCore).
+bool follow(PyObject* core, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason,
+            std::shared_ptr<StepCopies> copies, PyObject* held);
 
 // The C++ object of a Python `Count`. Null: a Python error (another type). Defined in hook_bindings.cpp.
 std::shared_ptr<Count> count_of(PyObject* object);

@@ -31,6 +31,16 @@ struct PackRow {
   int64_t weighed = -1;        // at this pack, activations are measured for this node
   int64_t watched = -1;        // the node that starts with the unpack of this tensor
   bool is_swapped = false;     // the tensor, or another view of its storage, is swapped or dropped
+  int64_t swapped_bytes = -1;  // a storage of exactly this size is swapped
+  uint64_t need = 0;           // its spill priority: larger if it is needed later
+  int64_t first = -1;          // the pack that saved its storage first
+};
+
+// A copy that is due at a node, for the storage of a pack.
+struct DueCopy {
+  int64_t node;
+  int64_t use;  // the node that needs a prefetched one
+  int64_t pack_index;
 };
 
 // A schedule compiled to rows by pack index. Immutable once it is filled.
@@ -42,6 +52,8 @@ class PackTable {
     return pack_index >= 0 && static_cast<size_t>(pack_index) < rows_.size() ? &rows_[static_cast<size_t>(pack_index)]
                                                                              : nullptr;
   }
+
+  std::vector<DueCopy> releases, prefetches;  // in order
 
  private:
   std::vector<PackRow> rows_;
@@ -97,6 +109,11 @@ class ScheduleCursor {
   bool arrive(int64_t next_node);
   // Advances to the node that starts with the unpack of any tensor, if it is not before the current node.
   Ask ask(int64_t pack_index);
+  // What the schedule says of a pack; null where it says nothing, or the step has left it.
+  const PackRow* find(int64_t pack_index) const { return row(pack_index); }
+  const PackTable& table() const { return *table_; }
+  NodeClock* clock() const { return clock_.get(); }
+  ActivationMeter* meter() const { return meter_.get(); }
   bool has_used(int64_t pack_index) const;
   void forget_uses() { used_.clear(); }
 

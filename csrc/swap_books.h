@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "dlpack_api.h"
 #include "gauge.h"
 #include "host_block.h"
 #include "saved_identity.h"
@@ -51,6 +52,8 @@ struct Books {
   Owned record_use;      // callable that takes a tensor; null on the CPU
   Owned new_storage;     // callable that takes bytes and an address modulo `alignment_bytes`; null: host blocks
   Owned warn;            // callable that takes a message and its argument
+  bool is_device_known = false;
+  dlpack::Device dlpack_device{};  // the same device, once it is known
   int64_t in_flight_bytes = 0;
   int64_t in_flight_bytes_max = 0;
   int64_t misses = 0;

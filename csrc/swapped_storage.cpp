@@ -31,10 +31,6 @@ class Lock {
   std::recursive_mutex& mutex_;
 };
 
-bool is_swapped_out(const SwappedState& state) {
-  return !state.target && (state.copy_out == nullptr || !state.copy_out->source);
-}
-
 void drop_target(SwappedState& state) {
   const Target gone = std::move(state.target);
   state.target = Target{};
@@ -228,6 +224,18 @@ bool prefetch(PyObject* self, bool* began) {
   return true;
 }
 
+bool wait_copied_out(PyObject* self) {
+  const SwappedState& state = swapped(self);
+  const CopyOutRef copy_out = state.copy_out;
+  if (copy_out == nullptr || !copy_out->source) return true;
+  bool done = false;
+  return without_exceptions([&] { done = finish_copy_out(*state.books, copy_out); }) && done;
+}
+
+bool is_swapped_out(const SwappedState& state) {
+  return !state.target && (state.copy_out == nullptr || !state.copy_out->source);
+}
+
 bool swap_in(PyObject* self, Target* found, int64_t* begin) {
   SwappedState& state = swapped(self);
   const Lock lock(state.mutex);
@@ -273,9 +281,7 @@ PyObject* storage_swap_in(PyObject* self, PyObject*) {
 }
 
 PyObject* storage_add_view(PyObject* self, PyObject*) {
-  SwappedState& state = swapped(self);
-  ++state.views;
-  ++state.views_left;
+  ++swapped(self).views, ++swapped(self).views_left;
   Py_RETURN_NONE;
 }
 
@@ -292,13 +298,7 @@ PyObject* storage_remove_view(PyObject* self, PyObject*) {
 }
 
 PyObject* storage_wait_copied_out(PyObject* self, PyObject*) {
-  const SwappedState& state = swapped(self);
-  const CopyOutRef copy_out = state.copy_out;
-  bool done = true;
-  if (copy_out != nullptr && copy_out->source) {
-    if (!without_exceptions([&] { done = finish_copy_out(*state.books, copy_out); }) || !done) return nullptr;
-  }
-  Py_RETURN_NONE;
+  return wait_copied_out(self) ? shared(Py_None).release() : nullptr;
 }
 
 PyObject* storage_record(PyObject* self, void*) {

@@ -55,6 +55,10 @@ PyObject* make_swapped_storage(const std::shared_ptr<Books>& books);
 bool copied_out(PyObject* self);
 // Allocates memory and starts the copy-in, unless the bytes are on the device or a copy-in is under way.
 bool prefetch(PyObject* self, bool* began);
+// Waits until the copy-out has ended. False: a Python error.
+bool wait_copied_out(PyObject* self);
+// Whether its bytes are not on the device, and no copy-in is under way.
+bool is_swapped_out(const SwappedState& state);
 // Returns the target, ready for the current stream, and the offset of the bytes in it. Counts as one view's unpack.
 bool swap_in(PyObject* self, Target* found, int64_t* begin);
 // A tensor that shares the saved tensors' version counter: a new reference, or null if they can no longer change.

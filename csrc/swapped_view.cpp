@@ -327,4 +327,16 @@ bool add_swapped_view_type(PyObject* module) {
   return view_type != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
 
+PyObject* make_view(PyObject* tensor, PyObject* storage, Py_ssize_t pack_index) {
+  PyObject* const made = view_of_storage(tensor, storage);
+  if (made != nullptr) as_view(made)->index = pack_index;
+  return made;
+}
+
+PyObject* restore_view(PyObject* view) { return restore(as_view(view)); }
+
+PyObject* saved_of(PyObject* view) { return Py_TYPE(view) == view_type ? as_view(view)->saved : nullptr; }
+
+Py_ssize_t index_of(PyObject* view) { return as_view(view)->index; }
+
 }  // namespace offload

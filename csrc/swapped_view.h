@@ -12,5 +12,12 @@ namespace offload {
 
 // Creates the type SwappedView and the function view_of(tensor, saved, index). False: a Python error.
 bool add_swapped_view_type(PyObject* module);
+// What the graph node holds for a tensor whose bytes a SwappedStorage has: a new reference, or null. May throw.
+PyObject* make_view(PyObject* tensor, PyObject* storage, Py_ssize_t pack_index);
+// The tensor as it was saved: a new reference, or null. May throw.
+PyObject* restore_view(PyObject* view);
+// What has the bytes: borrowed; null where it is no SwappedView.
+PyObject* saved_of(PyObject* view);
+Py_ssize_t index_of(PyObject* view);
 
 }  // namespace offload

@@ -39,6 +39,7 @@ class Owned {
 struct TensorInterface {
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
+  PyObject* out_of_memory = nullptr;  // exception types
   PyObject* strided = nullptr;  // the layout of tensors that can be swapped
   // Descriptors.
   PyObject* layout = nullptr;
@@ -48,6 +49,9 @@ struct TensorInterface {
   PyObject* version = nullptr;
   PyObject* is_leaf = nullptr;
   PyObject* data = nullptr;
+  PyObject* device = nullptr;
+  PyObject* gradient = nullptr;
+  PyObject* requires_grad = nullptr;
   PyObject* dtype = nullptr;
   PyObject* itemsize = nullptr;
   PyObject* shape = nullptr;
@@ -71,6 +75,9 @@ struct TensorInterface {
   PyObject* storage_address = nullptr;  // a storage
   PyObject* storage_holders = nullptr;  // a storage's identity; null if torch does not have it
   PyObject* storage_of_buffer = nullptr;
+  PyObject* watch_storage = nullptr;    // a storage: a weak reference, which does not free itself
+  PyObject* storage_is_gone = nullptr;  // such a reference
+  PyObject* unwatch_storage = nullptr;  // the same
   PyObject* empty = nullptr;           // a dtype and a device
   PyObject* raise_changed = nullptr;   // of a saved tensor: name of its type, shape, version, expected version
   int64_t holders_alone = 0;           // the value of `storage_holders` if only one tensor holds the storage

@@ -213,8 +213,11 @@ class PlannedStep:
         return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
 
     def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:
-        owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
         assert self.plan is not None
+        if not self.plan.swaps:  # nothing can be late
+            self.late, self.late_tensors = {}, 0
+            return
+        owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
         swapped = {swap.id for swap in self.plan.swaps}
         self.late = {}
         for index, seconds in measured.waits.items():
@@ -254,6 +257,8 @@ def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
     """Subtract `slowed`, the time that copies added, in proportion to each duration; at most half of their total."""
+    if slowed <= 0:
+        return tuple(seconds)
     total = sum(seconds)
     share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
     return tuple(each * share for each in seconds)

@@ -205,6 +205,9 @@ def asked_bytes(message: str) -> int | None:
     return int(float(match[1].rstrip(".")) * (1024 ** (units.index(match[2]) + 1) if match[2] in units else 1))
 
 
+_UNPACKS = (StepHooks.unpack_swapped.__code__, StepHooks.unpack_failed.__code__)
+
+
 def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
     """Return where in a training step a traceback ends: forward (with the module), backward, optimizer or elsewhere."""
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
@@ -215,7 +218,7 @@ def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         holder = frame.f_locals.get("self")
         is_backward = module == "torch.autograd" and frame.f_code.co_name in ("backward", "grad")
         # The second condition: a GPU's backward runs in a separate thread, without the frame of torch.autograd.
-        if is_backward or frame.f_code is StepHooks.unpack_swapped.__code__:
+        if is_backward or frame.f_code in _UNPACKS:
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"

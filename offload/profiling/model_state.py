@@ -1,10 +1,13 @@
-"""Bytes on the device before a step begins: parameters, gradients, and the state of the optimizers that step them.
+"""A model before a step begins: which storages are parameters and buffers, where they are, and how many bytes.
 
-The planner adds them to what a profiled step allocates.
+The planner adds the bytes of parameters, gradients and optimizer state to what a profiled step allocates. Every step
+asks, so all of it is computed again only where `StateWatch` finds a difference. That reads each module's dictionaries,
+and the storage, its size and the device of each tensor.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,12 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from offload._core import StateWatch
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
-from offload.torch_compat.modules import state_tensors
+from offload.torch_compat.modules import is_sharded, state_tensors
 
-__all__ = ["HeldBytes", "HeldMemory"]
+__all__ = ["HeldBytes", "HeldMemory", "ModelState"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,75 @@ class HeldBytes:
     def total(self) -> int:
         """The sum of both."""
         return self.state + self.gradients
+
+
+class ModelState:
+    """A model's parameters and buffers, as they were at the last look.
+
+    Attributes
+    ----------
+    storages
+        Identities of their storages.
+    not_held
+        Identities of storages that are none of them.
+    devices
+        Where they are.
+    is_sharded
+        Whether parameters are gathered for forward, and again for backward.
+    nbytes, gradient_bytes
+        Of their storages, and of the gradients', each counted once.
+    changes
+        How often a look found something else than `gradient_bytes` changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._watch = StateWatch()
+        self._lock = threading.RLock()
+        self._is_current = False
+        self.storages: frozenset[int] = frozenset()
+        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
+        # that became a parameter since is seen at the next forward.
+        self.not_held: set[int] = set()
+        self.devices: frozenset[torch.device] = frozenset()
+        self.is_sharded = False
+        self.nbytes = 0
+        self.gradient_bytes = 0
+        self.changes = 0
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as it is alive."""
+        return self._model()
+
+    def expire(self) -> None:
+        """Have the next call of `look` look: a step begins."""
+        self._is_current = False
+
+    def look(self) -> None:
+        """Look at the model, once per step."""
+        model = self._model()
+        if self._is_current or model is None:
+            return
+        with self._lock:
+            # Another one until all is computed: after an interrupt, the next look computes it.
+            watch, self._watch = self._watch, StateWatch()
+            same_tensors, same_gradients = watch.look(model)
+            if not (same_tensors and same_gradients):
+                self._compute(model, gradients_only=same_tensors)
+            self._watch, self._is_current = watch, True
+
+    def _compute(self, model: nn.Module, *, gradients_only: bool) -> None:
+        parameters, buffers = state_tensors(model)
+        self.gradient_bytes = sum(storage_bytes(parameter.grad for parameter in parameters).values())
+        if gradients_only:
+            return
+        held = [*parameters, *buffers]
+        found = storage_bytes(held)
+        self.storages, self.nbytes = frozenset(found), sum(found.values())
+        self.devices = frozenset(tensor.device for tensor in held)
+        self.is_sharded = is_sharded(model)
+        self.changes += 1
 
 
 _listeners: WeakReferences[HeldMemory] = WeakReferences()
@@ -60,9 +133,12 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 class HeldMemory:
     """Measures the memory that one model and the optimizers of its parameters use before a step."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, state: ModelState, engine: Engine) -> None:
+        self._state = state
+        self._watch = StateWatch()
         self._engine = engine
+        self._counted = -1  # `changes` of the model's state when `_more_bytes` was counted
+        self._more_bytes = 0  # of optimizer state
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
@@ -82,15 +158,20 @@ class HeldMemory:
         On an accelerator: all that torch has allocated. On the CPU: the model's parameters, buffers and gradients, the
         states of its known optimizers, and the engine's resident bytes.
         """
-        model = self._model()
-        parameters, buffers = state_tensors(model) if model is not None else ([], [])
-        gradients = _bytes_of(parameter.grad for parameter in parameters)
+        state = self._state
+        state.look()
         device = device_of(self._engine.device)
         if device.is_accelerator:
-            return HeldBytes(device.allocated_bytes() - gradients, gradients)
-        states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
-        states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
-        return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
+            return HeldBytes(device.allocated_bytes() - state.gradient_bytes, state.gradient_bytes)
+        states = [list(each.state.values()) for each in self._optimizers]
+        watch, self._watch = self._watch, StateWatch()  # as in `ModelState.look`
+        if not watch.same_leaves(states) or self._counted != state.changes:
+            leaves = (leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))  # LBFGS keeps lists of them
+            found = storage_bytes(leaves)
+            self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
+            self._counted = state.changes
+        self._watch = watch
+        return HeldBytes(state.nbytes + self._more_bytes + self._engine.resident.now, state.gradient_bytes)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that is about to step, if it steps parameters of the model."""
@@ -101,13 +182,13 @@ class HeldMemory:
         self._engine.collect()  # backward is over: free what its graph held before the optimizer needs memory
         if any(each is optimizer for each in self._optimizers):
             return
-        model = self._model()
+        model = self._state.model
         own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self._optimizers.add(optimizer)
 
 
-def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
+def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """Bytes of the tensors' storages, by identity."""
     plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
-    return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
+    return {Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}

@@ -39,6 +39,7 @@ class Recorder:
 
     caps_in_flight = True
     cursor = None
+    copies = None
     reason = ""
     recomputation: Recomputation | None = None
 

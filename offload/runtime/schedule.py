@@ -69,9 +69,12 @@ class Schedule:
         for index, entry in self.order.entries.items():
             if index in self.swapped or index in self.recomputed:
                 table.swap(index)
+                if index in self.swapped and not self.borrowed:
+                    table.swap_out(index, entry.nbytes, self.need(index))
             elif not self.borrowed and index not in self._told:
                 table.keep(index, entry.nbytes)
         for index, first in self.order.duplicates.items():
+            table.show_again(index, first)
             if first in self.swapped or first in self.recomputed:
                 table.swap(index)
             elif not self.borrowed and index not in self._told:
@@ -82,6 +85,10 @@ class Schedule:
                 table.begin_node(index, node)
         for index, node in self.watched.items():
             table.watch(index, node)
+        for node, index in self.releases:
+            table.release(node, index)
+        for node, use, index in self.prefetches:
+            table.prefetch(node, use, index)
         return table
 
     @cached_property

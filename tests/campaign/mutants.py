@@ -67,6 +67,7 @@ PROCESSES = "tests/processes/test_"
 PRIVACY = PROCESSES + "spill_privacy.py::test_"
 LONG_RUN = PROCESSES + "long_run.py::test_nothing_grows"
 KEPT = AUTOGRAD + "kept_tensors.py::test_"
+SWAPPED = AUTOGRAD + "swapped_without_python.py::test_"
 DICTIONARY = AUTOGRAD + "against_dictionary.py::test_any_order_of_events"
 
 
@@ -147,6 +148,11 @@ OUTSIDE |= {
         AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
     ],
     "a version is part of an identity": [DICTIONARY],
+    "a changed parameter is noticed": ["tests/test_model_state.py::test_a_change_between_looks_is_noticed"],
+    "what the model holds stays": [SWAPPED + "what_the_model_holds_stays_at_the_place_of_a_swapped_tensor"],
+    "a swapped storage has the recorded size": [
+        SWAPPED + "another_size_at_the_place_of_a_swapped_tensor_ends_the_schedule"
+    ],
     "a kept tensor has the recorded size": [KEPT + "a_tensor_of_another_size_ends_the_schedule"],
     "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
 }
