@@ -58,6 +58,7 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         """A window begins, whose operators are known."""
         self.follows, self._template, self._lines, self._position = True, template, template.lines, 0
         self._bound = [None] * template.label_count
+        self._own = {}
 
     def forget(self) -> None:
         """A window ends."""

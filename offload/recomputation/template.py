@@ -104,8 +104,13 @@ class Window:
         self._cuts[index] = cut, recipe.steps
 
     def template(self, indices: set[int]) -> Template | None:
-        """What later steps follow; None where a storage of `indices` was not dropped."""
-        return _Maker(self.calls, self._cuts).template() if self._cuts.keys() >= indices else None
+        """What later steps follow; None where a storage of `indices` was not dropped.
+
+        Nor where an operator may write to any argument: no version tells of that, so each is recorded in every step.
+        """
+        if not self._cuts.keys() >= indices or any(call.operator.writes_all for call in self.calls):
+            return None
+        return _Maker(self.calls, self._cuts).template()
 
 
 class Templates:
