@@ -288,3 +288,21 @@ def test_models_that_are_gone_are_no_matter_to_optimizers():
     kept.clear()
     gc.collect()
     optimizer.step()
+
+
+def test_what_runs_after_backward_is_none_of_the_step():
+    """Another network's step between two of this one, as an adversary's: it leaves nothing, and needs no plan."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 64)) for _ in "ab"]
+    found = []
+    for other in (None, layers[1]):
+        torch.manual_seed(1)
+        with offload.enable(layers[0], memory_limit="1KiB", min_tensor_bytes="64KiB"):
+            layers[0](torch.randn(512, 64)).square().mean().backward()
+            if other is not None:
+                other(torch.randn(8192, 64)).square().mean().backward()
+            with pytest.raises(offload.InfeasibleLimitError) as raised:
+                layers[0](torch.randn(512, 64))
+        found.append(raised.value.least_limit_bytes)
+        layers[0].zero_grad()
+    assert found[1] == found[0]

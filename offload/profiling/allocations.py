@@ -20,6 +20,7 @@ log = logging.getLogger("offload")
 _NODE = f"{MARK_PREFIX}node "
 _SAVED = f"{MARK_PREFIX}saved "
 _RELOAD = f"{MARK_PREFIX}reload "
+_NO_NODE = 2**31  # beyond all
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class StepAllocations:
         if self._profile.is_on:
             self._other_threads |= not self._profile.records_this_thread
             self._profile.begin_span(f"{_NODE}{number}")
+
+    def pause(self) -> None:
+        """A backward pass is over: what this thread allocates until the next node is none of the step's."""
+        if self._profile.is_on and self._profile.records_this_thread:
+            self._profile.begin_span(f"{_NODE}{_NO_NODE}")
 
     def saved(self, tensor_id: int) -> None:
         """A storage was saved; it is still allocated."""

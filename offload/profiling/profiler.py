@@ -23,7 +23,7 @@ from offload.runtime.recomputation import Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import call_when_dead
-from offload.torch_compat.autograd import current_node
+from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
 from offload.torch_compat.tensors import StorageWatch
@@ -178,6 +178,7 @@ class Profiler(Recorder):
         self._all_saved: list[SavedStorage] = []
         self._memory = StepAllocations(engine.device)
         call_when_dead(self, partial(_unwatch, self._memory, self._all_saved))
+        self._is_listening = False  # for the end of a backward pass
         self._memory.begin()
         self._memory.node(0)
 
@@ -233,6 +234,9 @@ class Profiler(Recorder):
         """Backward asks for the tensor of this pack."""
         self.stopwatch.begin()
         self.stopwatch.listen_for_the_end()
+        if not self._is_listening and current_node() is not None:
+            self._is_listening = True
+            call_at_end_of_backward(self._end_backward)
         self._module = self._pack_names.get(pack_index, _ROOT)
         super().unpacking(pack_index)
         self._memory.reload(begins=True)
@@ -241,6 +245,10 @@ class Profiler(Recorder):
         """The tensor of this pack is on the device."""
         self._memory.reload(begins=False)
         self.stopwatch.end(pack_index)
+
+    def _end_backward(self) -> None:
+        self._is_listening = False
+        self._memory.pause()
 
     def _advance(self) -> None:
         for identity, storage in list(self._saved.items()):

@@ -16,6 +16,7 @@ from functools import cached_property
 from offload._core import PackTable
 from offload.plan import Plan
 from offload.recomputation.measured import MeasuredRecipe
+from offload.recomputation.template import Templates
 
 
 @dataclass
@@ -103,10 +104,19 @@ class Schedule:
         return tuple(found)
 
     @cached_property
+    def templates(self) -> Templates:
+        """What later steps record less with."""
+        return Templates()
+
+    @cached_property
     def _told(self) -> frozenset[int]:
         """Packs of which Python is told although the tensor stays: they begin a window, or a recipe reads them."""
-        sources = (index for recipe in self.recipes.values() for index in recipe.sources)
-        return frozenset(sources).union(opens for opens, _ in self.windows)
+        return self.sources.union(opens for opens, _ in self.windows)
+
+    @cached_property
+    def sources(self) -> frozenset[int]:
+        """Pack indices of the entries that recipes read."""
+        return frozenset(index for recipe in self.recipes.values() for index in recipe.sources)
 
     @cached_property
     def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:

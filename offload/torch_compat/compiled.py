@@ -124,10 +124,19 @@ def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the model or a part of it is compiled. Results of `torch.compile(model)` are not searched for."""
     kind = _optimized_module()
-    return any(
-        getattr(part, "_compiled_call_impl", None) is not None or (kind is not None and type(part) is kind)
-        for part in model.modules()
-    )
+    if kind is None:
+        return False
+    # Not `modules`, which makes a name for each and takes five times as long: every step that recomputes asks.
+    pending, seen = [model], {id(model)}
+    while pending:
+        part = pending.pop()
+        if getattr(part, "_compiled_call_impl", None) is not None or type(part) is kind:
+            return True
+        for each in part._modules.values():
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                pending.append(each)
+    return False
 
 
 def wrappers_of(module: nn.Module) -> list[nn.Module]:

@@ -59,7 +59,11 @@ def remove_mode(mode: TorchDispatchMode) -> bool:
         False if it is not on the stack: other code has removed all modes temporarily and will restore them.
     """
     above = []
-    if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(mode_count())):
+    count = mode_count()
+    if count and torch._C._get_dispatch_stack_at(count - 1) is mode:
+        torch._C._pop_torch_dispatch_stack(None)
+        return True
+    if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(count)):
         return False
     while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
         above.append(top)
@@ -78,7 +82,8 @@ def undisturbed() -> Iterator[None]:
             modes.append(torch._C._pop_torch_dispatch_stack(None))
         # Not `no_grad`: an interrupt in its Python code could leave gradients disabled.
         torch._C._set_grad_enabled(False)
-        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        # A recipe may enable gradients again, for kernels that ask; no graph comes of it below autograd.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             yield
     finally:
         torch._C._set_grad_enabled(has_gradients)

@@ -18,36 +18,49 @@ Settings = tuple[Any, ...]
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 # Names in torch's C interface: `_get_NAME` and `_set_NAME`. They choose the library, also for activation functions.
-_NAMES = (
-    "mkldnn_enabled",
+_HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+_NAMES = ("mkldnn_enabled", *(("cudnn_enabled",) if _HAS_CUDA else ()))
+# Only matrix products, convolutions, attention and recurrent layers ask for these.
+_NAMES_FOR_HEAVY = (
     "mkldnn_deterministic",
     "nnpack_enabled",
-    "cudnn_enabled",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
+    *(("cudnn_benchmark", "cudnn_deterministic") if _HAS_CUDA else ()),
 )
 _PRECISIONS = [("generic", "all")] + [
-    (backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn")
+    (backend, operator)
+    for backend in (("mkldnn", "cuda") if _HAS_CUDA else ("mkldnn",))
+    for operator in ("matmul", "conv", "rnn")
 ]
 
 
+def _named(names: tuple[str, ...]) -> list[_Setting]:
+    found = [(getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)) for name in names]
+    return [(get, set_) for get, set_ in found if get is not None and set_ is not None]
+
+
+def _warn_only(value: bool) -> None:
+    torch._C._set_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=value)
+
+
 def _for_all() -> list[_Setting]:
-    named = [(getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)) for name in _NAMES]
-    found: list[_Setting] = [(get, set_) for get, set_ in named if get is not None and set_ is not None]
-    return [
+    return [  # all of them functions in C, which cost a tenth of Python's
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # also distinguishes warnings
-        *found,
+        (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),  # it resets the next one
+        (torch._C._get_deterministic_algorithms_warn_only, _warn_only),
+        *_named(_NAMES),
     ]
 
 
 def _for_heavy() -> list[_Setting]:
+    # A recurrent layer of oneDNN runs its kernel for training, or the one for inference, whose bits are others.
+    gradients: _Setting = torch.is_grad_enabled, torch._C._set_grad_enabled
     read = getattr(torch._C, "_get_fp32_precision_getter", None)
     write = getattr(torch._C, "_set_fp32_precision_setter", None)
+    named = [gradients, *_named(_NAMES_FOR_HEAVY)]
     if read is not None and write is not None:
-        return [(partial(read, *each), partial(write, *each)) for each in _PRECISIONS]
-    return [(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
+        return [*named, *((partial(read, *each), partial(write, *each)) for each in _PRECISIONS)]
+    return [*named, (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
 
 
 _ALL = _for_all()
