@@ -79,6 +79,7 @@ def frames_of_a_step(model):
     return frames
 
 
+@pytest.mark.only_cpu("on an accelerator Python asks for the stream")
 @pytest.mark.parametrize("knobs", [{"n_tensors": -1, "lb": 3}, {"max_slowdown": 1000.0}], ids=["hand", "plan"])
 def test_a_swapped_tensor_runs_no_python(knobs, tmp_path):
     frames = {}
