@@ -202,15 +202,16 @@ def test_tensors_of_excluded_modules_are_neither_swapped_nor_recomputed():
 @pytest.mark.long
 def test_the_default_wish_finds_less_memory():
     found = run("""
-    expected = train(make(), 5)
+    rows = 4096  # a step so long that 5 % of it is more than a hook takes
+    expected = train(make(), 5, rows)
     peaks, equal = [], []
     for recompute in (False, "cheap", "auto"):
         model = make()
         with offload.enable(model, recompute=recompute, **KNOBS) as handle:
-            equal.append(same(train(model, 5), expected))
+            equal.append(same(train(model, 5, rows), expected))
             peaks.append(handle.plan.peak_bytes)
     print(json.dumps({"same": all(equal), "peaks": peaks}))
-    """)
+    """, link="80MB/s")
     assert found["same"]
     swap, *joint = found["peaks"]
     assert max(joint) < swap
