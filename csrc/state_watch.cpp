@@ -181,13 +181,16 @@ PyObject* look(State& state, PyObject* model) {
   return PyTuple_Pack(2, same_tensors ? Py_True : Py_False, same_gradients ? Py_True : Py_False);
 }
 
-Walk walk_leaves(Trail& trail, PyObject* value) {
+constexpr int kDepthMax = 16;  // of containers in an optimizer's state, which may hold itself
+
+Walk walk_leaves(Trail& trail, PyObject* value, int depth) {
   if (PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(tensors.tensor_type)))
     return meet_tensor(trail, value, false) ? Walk::done : Walk::failed;
+  if (depth == 0) return Walk::unknown;
   if (PyDict_CheckExact(value)) {
     Walk walked = Walk::done;
     const bool done = for_values(value, [&](PyObject* each) {
-      walked = walk_leaves(trail, each);
+      walked = walk_leaves(trail, each, depth - 1);
       return walked == Walk::done;
     });
     return done ? Walk::done : walked;
@@ -195,7 +198,7 @@ Walk walk_leaves(Trail& trail, PyObject* value) {
   if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
       const Owned each = shared(PySequence_Fast_GET_ITEM(value, i));
-      const Walk walked = walk_leaves(trail, each.get());
+      const Walk walked = walk_leaves(trail, each.get(), depth - 1);
       if (walked != Walk::done) return walked;
     }
     return Walk::done;
@@ -208,7 +211,7 @@ Walk walk_leaves(Trail& trail, PyObject* value) {
 // same_leaves(value): whether the tensors in dictionaries, lists and tuples are those of the last look.
 PyObject* same_leaves(State& state, PyObject* value) {
   state.leaves.begin();
-  const Walk walked = walk_leaves(state.leaves, value);
+  const Walk walked = walk_leaves(state.leaves, value, kDepthMax);
   const bool is_same = state.leaves.end();
   if (walked != Walk::done) state.leaves.forget();
   return walked == Walk::failed ? nullptr : PyBool_FromLong(is_same && walked == Walk::done);

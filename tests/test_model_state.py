@@ -226,3 +226,23 @@ def test_a_module_without_dictionaries_is_looked_at_in_full():
         state.look()
     assert state.changes == 2
     assert known(state) == known_anew(model)
+
+
+def test_an_optimizer_state_that_holds_itself(tmp_path):
+    """Torch never walks it; neither endlessly do we."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with offload.enable(model, memory_limit="100MiB", spill_dir=tmp_path):
+        for _ in range(4):
+            model(torch.randn(ROWS, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = optimizer.state[model.first.weight]
+            state["itself"] = state
+            nested = []
+            for _ in range(100_000):
+                nested = [nested]
+            state["deep"] = nested
+    state.pop("itself")
+    while nested:
+        nested = nested.pop()

@@ -201,7 +201,8 @@ def test_tensors_of_excluded_modules_are_neither_swapped_nor_recomputed():
 
 @pytest.mark.long
 def test_the_default_wish_finds_less_memory():
-    found = run("""
+    found = run(
+        """
     rows = 4096  # a step so long that 5 % of it is more than a hook takes
     expected = train(make(), 5, rows)
     peaks, equal = [], []
@@ -211,7 +212,9 @@ def test_the_default_wish_finds_less_memory():
             equal.append(same(train(model, 5, rows), expected))
             peaks.append(handle.plan.peak_bytes)
     print(json.dumps({"same": all(equal), "peaks": peaks}))
-    """, link="80MB/s")
+    """,
+        link="80MB/s",
+    )
     assert found["same"]
     swap, *joint = found["peaks"]
     assert max(joint) < swap

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from offload._core import StateWatch
@@ -166,8 +166,7 @@ class HeldMemory:
         states = [list(each.state.values()) for each in self._optimizers]
         watch, self._watch = self._watch, StateWatch()  # as in `ModelState.look`
         if not watch.same_leaves(states) or self._counted != state.changes:
-            leaves = (leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))  # LBFGS keeps lists of them
-            found = storage_bytes(leaves)
+            found = storage_bytes(_tensors(states, _DEPTH_MAX))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
             self._counted = state.changes
         self._watch = watch
@@ -186,6 +185,18 @@ class HeldMemory:
         own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self._optimizers.add(optimizer)
+
+
+_DEPTH_MAX = 16  # of containers in an optimizer's state, which may hold itself; as in `StateWatch`
+
+
+def _tensors(value: object, depth: int) -> Iterator[Tensor]:
+    """The tensors in dictionaries, lists and tuples: LBFGS keeps lists of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping | list | tuple | deque):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each, depth - 1)
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from offload.recomputation.operators import operator_of
+from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
 from offload.recomputation.recipe import Recipe, Step
-from offload.recomputation.recorder import NO_KEY, OperatorRecorder, has_history, is_known, key_of
+from offload.recomputation.recorder import (
+    NO_KEY,
+    OperatorRecorder,
+    has_history,
+    is_known,
+    key_of,
+    run,
+    version_after,
+    written,
+)
 from offload.recomputation.slicing import Sources
 from offload.recomputation.template import ANY, Line, Read, Several, Template
 from offload.recomputation.values import Value
@@ -85,22 +94,36 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         operator = operator_of(func)
         if operator.passes or self.is_closed or threading.get_ident() != self.thread:
-            return func(*args, **kwargs)
+            return run(func, operator, args, kwargs)
         if self.follows:
             position = self._position
             line = self._lines[position] if position < len(self._lines) else None
-            if line is not None and line.func is func:
+            if line is not None and line.func is func and not self._writes_known(line, operator, args, kwargs):
                 self._position = position + 1
                 if line.call is None:
-                    return func(*args, **kwargs)
+                    return run(func, operator, args, kwargs)
                 if self._binds(position, line, args, kwargs):
-                    result = func(*args, **kwargs)
+                    result = run(func, operator, args, kwargs)
                     self._bind_results(line, args, kwargs, result)
                     return result
             self._leave()
         return self.record(func, operator, args, kwargs)
 
     # -- one operator -------------------------------------------------------------------------------------------------
+
+    def _writes_known(self, line: Line, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator writes where the template does not say so, to a storage that a recipe may read.
+
+        Such a write may leave the version as it is, so that nothing tells of it later.
+        """
+        if not operator.writes:
+            return False
+        expected = [place for place, _ in line.writes]
+        return any(
+            (place, number) not in expected and (key in self.values or key in self._saved)
+            for place, number, tensor in written(operator.writes, args, kwargs)
+            for key in (key_of(tensor),)
+        )
 
     def _binds(self, position: int, line: Line, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operator reads what the template says. Other arguments may differ; they are this step's."""
@@ -187,8 +210,8 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
             key = storage_identity(storage)
             before = self.values.get(key)
             watch = before.watch if before is not None else self.watch(storage)
-            # Autograd's in-place layer increments the version after this returns.
-            self._bind(label, key, Value(0, version_of(tensor) + 1, watch))
+            assert line.call is not None
+            self._bind(label, key, Value(0, version_after(line.call.operator, tensor), watch))
         return None
 
     def _bind(self, label: int, key: int, value: Value) -> None:

@@ -6,10 +6,11 @@ Every operator of a window passes through here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from offload._core import version_owner
@@ -151,7 +152,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         if self.window is not None:
             self.window.calls.append(call)
         self._pack_before = self.latest_pack
-        result = func(*args, **kwargs)
+        result = run(func, operator, args, kwargs)
         if operator.writes or operator.writes_all:
             self._note_writes(call, args, kwargs)
         if type(result) is torch.Tensor:
@@ -194,17 +195,12 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def _note_writes(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         operator: Operator = call.operator
         places: tuple[int | str, ...] = (*range(len(args)), *kwargs) if operator.writes_all else operator.writes
-        for place in places:
-            given: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            for number, tensor in enumerate(given if type(given) in (list, tuple) else (given,)):
-                if not isinstance(tensor, torch.Tensor) or not is_known(tensor):
-                    continue
-                storage = tensor.untyped_storage()
-                key = storage_identity(storage)
-                before = self.values.get(key)
-                watch = before.watch if before is not None else self.watch(storage)
-                # Autograd's in-place layer increments the version after this returns.
-                self.values[key] = Value(storage.nbytes(), version_of(tensor) + 1, watch, call, (place, number))
+        for place, number, tensor in written(places, args, kwargs):
+            storage = tensor.untyped_storage()
+            key = storage_identity(storage)
+            before = self.values.get(key)
+            watch = before.watch if before is not None else self.watch(storage)
+            self.values[key] = Value(storage.nbytes(), version_after(operator, tensor), watch, call, (place, number))
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
         key = key_of(made)
@@ -212,6 +208,38 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         if key != NO_KEY and key not in self.values and not made.is_inference():
             storage = made.untyped_storage()
             self.values[key] = Value(storage.nbytes(), version_of(made), self.watch(storage), call, place)
+
+
+Place = int | str
+
+
+def written(
+    places: Sequence[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Place, int, torch.Tensor]]:
+    """The known tensors at some arguments of an operator: argument, number within a list, tensor."""
+    for place in places:
+        given: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        for number, tensor in enumerate(given if type(given) in (list, tuple) else (given,)):
+            if isinstance(tensor, torch.Tensor) and is_known(tensor):
+                yield place, number, tensor
+
+
+def run(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator. Tensors in lists that it writes get a new version, which torch gives them without modes only."""
+    if not operator.writes_lists:
+        return func(*args, **kwargs)
+    before = [version_of(tensor) for _, _, tensor in written(operator.writes, args, kwargs)]
+    result = func(*args, **kwargs)
+    for version, (_, _, tensor) in zip(before, written(operator.writes, args, kwargs), strict=True):
+        if version_of(tensor) == version:
+            increment_version(tensor)
+    return result
+
+
+def version_after(operator: Operator, tensor: torch.Tensor) -> int:
+    """The version of a tensor that an operator has just written, once the mode has returned."""
+    # Otherwise autograd's in-place layer increments the version after that.
+    return version_of(tensor) + (not operator.writes_lists)
 
 
 def key_of(tensor: torch.Tensor) -> int:

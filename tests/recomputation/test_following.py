@@ -1,5 +1,6 @@
 """Steps that follow what an earlier one has recorded: they bind what is their own, and record where they differ."""
 
+import threading
 import weakref
 from functools import partial
 
@@ -255,3 +256,66 @@ def test_a_step_that_is_over_is_freed_without_a_collection(forcing):
         plain_step(model, number)
     assert handle._counts.recomputed.tensors
     assert [each() for each in observers[2:-1]] == [None, None, None]
+
+
+def compare_a_late_write(forcing, write):
+    """In the recorded step the same operator writes to a tensor that no recipe needs."""
+
+    def function(h, number):
+        made, aside = h.sin() * 1.5, torch.ones_like(h)
+        with torch.no_grad():
+            write(made if number > 5 else aside)
+        return functional.gelu(made).sin()
+
+    forcing.compare(lambda: Numbered(function), plain_step, steps=9)
+
+
+def test_a_write_through_data(forcing):
+    compare_a_late_write(forcing, lambda tensor: tensor.data.mul_(0.5))
+
+
+def test_a_write_through_a_list(forcing):
+    compare_a_late_write(forcing, lambda tensor: torch._foreach_mul_([tensor], 0.5))
+
+
+def test_a_list_written_after_saving_is_the_usual_error(forcing):
+    def function(h, number):
+        y = functional.gelu(h)
+        if number == 7:
+            with torch.no_grad():
+                torch._foreach_mul_([h], 0.5)
+        return y.sin()
+
+    raised = []
+
+    def step(model, number):
+        if number != 6:
+            return plain_step(model, number)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            plain_step(model, number)
+        raised.append(error)
+        model.zero_grad()
+        return []
+
+    forcing.compare(lambda: Numbered(function), step, steps=9)
+    assert len(raised) == 2, "plain, and with recomputation"
+
+
+def add_one(tensor):
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+def test_a_write_by_another_thread(forcing):
+    """No operator of this thread tells of it, but its version does."""
+
+    def function(h, number):
+        one = torch.ones(1)
+        h = functional.gelu(h + one)
+        if number > 5:
+            writer = threading.Thread(target=add_one, args=(one,))
+            writer.start()
+            writer.join()
+        return functional.silu(h + one)
+
+    forcing.compare(lambda: Numbered(function), plain_step, steps=9)
