@@ -147,7 +147,7 @@ def test_memory_within_a_slowdown_is_lower_with_recipes(trials, tmp_path):
     for recompute in (False, "auto"):
         model = make()
         with offload.enable(
-            model, max_slowdown=0.05, min_tensor_bytes=SMALLEST, spill_dir=tmp_path, recompute=recompute
+            model, max_slowdown=1.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path, recompute=recompute
         ) as handle:
             train(model, 4)
             peaks[recompute] = handle.plan.peak_bytes
