@@ -88,8 +88,9 @@ class AllocationProfile:
         before = self._spans.pop(thread, None)
         if before is not None:
             before.__exit__(None, None, None)
-        self._spans[thread] = record_function(text)
-        self._spans[thread].__enter__()  # type: ignore[no-untyped-call]
+        span = record_function(text)
+        span.__enter__()  # type: ignore[no-untyped-call]
+        self._spans[thread] = span  # after an interrupt within `__enter__` there is none to be ended
 
     def stop(self) -> list[tuple[str, int | str, int]] | None:
         """Stop recording. None if another profiler has replaced it, or if its thread has ended.
@@ -109,6 +110,10 @@ class AllocationProfile:
             for span in self._spans.values():  # including those of autograd's threads
                 span.__exit__(None, None, None)
             found = torch._C._autograd._disable_profiler()
+        except BaseException:
+            if torch._C._autograd._profiler_enabled():  # an interrupt came before it was disabled
+                torch._C._autograd._disable_profiler()
+            raise
         finally:
             self.release()
         return list(_events(found.experimental_event_tree(), self._device))
