@@ -1,6 +1,6 @@
 """Plans that swap and recompute beside those that swap alone: on recorded and on unseen traces, and their times.
 
-Beside the data path: `planner_table.py` prints these rows, `planner_goals.py` judges them.
+`planner_table.py` prints these rows, `planner_goals.py` judges them.
 """
 
 from __future__ import annotations

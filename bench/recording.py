@@ -2,7 +2,7 @@
 
     python bench/recording.py [--network NAME] [--json FILE]
 
-Beside the data path. Each network has a process of its own, in which it trains over a throttled link, so that the plan
+Each network has a process of its own, in which it trains over a throttled link, so that the plan
 recomputes. Counted are what hooks do to drop tensors, what the recorder does around each operator, and what torch needs
 to ask a mode of Python's at all, which is measured apart with an operator on one element. What counting itself takes is
 measured with a mode that does nothing, and taken away. Running recipes is no part.

@@ -124,11 +124,9 @@ class PlannedStep:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
-        return (
-            trace
-            if self.recipes is None
-            else self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds)
-        )
+        if self.recipes is None:
+            return trace
+        return self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
