@@ -15,8 +15,8 @@ from live_bytes import Peak, tell_blocks_of_all
 from torch import nn
 
 import offload
-from offload.control.controller import PlanController
 from offload.control.limits import LIMITS
+from offload.control.phase import Phase
 from offload.control.planned_step import _with_earlier_prefetches, _without_slowing
 from offload.plan import InfeasibleLimitError, Link, simulate
 from offload.plan.trace import Trace
@@ -445,7 +445,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
 
 
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e6, 1e6))
+    monkeypatch.setattr("offload.control.controller.measured_link", lambda engine, link: Link(1e6, 1e6))
     model, optimizer = make(blocks=3)
     options = {"max_slowdown": 10.0, "spill_dir": tmp_path, "recompute": False}
     with caplog.at_level(logging.INFO, "offload"), enabled(model, **options) as handle:
@@ -454,6 +454,20 @@ def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
         assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e6, 1e6)
         assert 1 <= handle._on_device.latest().replans <= LIMITS.replans
         assert caplog.text.count("planning again") <= LIMITS.replans
+
+
+def test_steady_steps_are_measured_now_and_then(tmp_path):
+    model, optimizer = make(blocks=3)
+    with enabled(model, memory_limit="1GiB", spill_dir=tmp_path) as handle:
+        handle._controller._limits = replace(LIMITS, steady_measured_every=4, tolerance=math.inf, faster_link=math.inf)
+        train(model, optimizer, [512] * 6)
+        (state,) = handle._controller._states.values()
+        assert state.phase is Phase.STEADY
+        before = handle.report()
+        train(model, optimizer, [512] * 16)
+        after = handle.report()
+        assert len(after.steps_measured) - len(before.steps_measured) == 16 // 4
+        assert after.unmeasured_steps - before.unmeasured_steps == 16 - 16 // 4
 
 
 def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, monkeypatch):
@@ -482,7 +496,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
     monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3))
-    monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e12, 1e12))
+    monkeypatch.setattr("offload.control.controller.measured_link", lambda engine, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [512] * 2)

@@ -22,7 +22,7 @@ from offload.control.planned_step import PlannedStep, most
 from offload.control.profile_listener import ProfileListener, tell_profile, tell_recipes
 from offload.control.signature import Signature
 from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
-from offload.control.wanted_plan import wanted_plan
+from offload.control.wanted_plan import measured_link, wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
 from offload.profiling.model_state import HeldBytes
@@ -39,7 +39,7 @@ __all__ = ["Controller", "PlanController"]
 log = logging.getLogger("offload")
 
 _KEPT = "kept by plan"
-_MEASURED_LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
+_MORE_HELD = "more memory is in use before a step"
 
 
 class Controller(Protocol):
@@ -136,10 +136,10 @@ class PlanController:
                 return self._requested_trial(state, planned)
             self._judge(state, planned, held)
             if state.phase is not Phase.PLANNING:
-                return self._follow(signature, planned)
+                return self._follow(signature, state, planned)
             self._plan(planned, held())
             state.enter(Phase.MEASURING)
-            return self._trial(state, planned) or self._follow(signature, planned)
+            return self._trial(state, planned) or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
@@ -178,20 +178,24 @@ class PlanController:
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
         """Move a planned signature to the phase that its measured steps and the held memory call for."""
+        limit_bytes = self._options.memory_limit
+        if state.phase is Phase.STEADY and not planned.executors:  # nothing was measured since
+            if limit_bytes is not None and planned.exceeds(limit_bytes, held()):
+                state.enter(Phase.PLANNING, _MORE_HELD)
+            return
         planned.read_measurements(self._counts)
         planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
-        limit_bytes = self._options.memory_limit
         if planned.plan is None:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
-            state.enter(Phase.PLANNING, "more memory is in use before a step")
+            state.enter(Phase.PLANNING, _MORE_HELD)
         elif state.phase is Phase.TRIAL:
             if planned.trial is None:
                 has_proven = planned.recipes is not None and planned.recipes.recompute
                 state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
         elif self._is_off(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
-        elif planned.is_measured or not self._measures(planned):
+        elif planned.is_measured or not self._measures(state, planned):
             without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
@@ -199,7 +203,7 @@ class PlanController:
         """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
         if not planned.is_measured or planned.replans >= self._limits.replans:
             return False
-        link = self._measured_link(planned.link)
+        link = measured_link(self._engine, planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         reasons = planned.reasons_to_replan(link)
@@ -209,11 +213,11 @@ class PlanController:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
-    def _follow(self, signature: object, planned: PlannedStep) -> StepObserver:
+    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
         about = self._about(signature, planned.schedule)
-        if not self._measures(planned):
+        if not self._measures(state, planned):
             self._counts.unmeasured_steps += 1
             return ScheduleExecutor(*about)
         assert planned.weights is not None
@@ -257,8 +261,10 @@ class PlanController:
         # A weak callback: the controller keeps the last executors, which must not keep the store alive.
         return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
 
-    def _measures(self, planned: PlannedStep) -> bool:
-        return self._on_cpu or planned.steps <= self._limits.device_measured_steps
+    def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
+        if not self._on_cpu:
+            return planned.steps <= self._limits.device_measured_steps
+        return state.phase is not Phase.STEADY or planned.steps % self._limits.steady_measured_every == 0
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -302,15 +308,6 @@ class PlanController:
         if self._on_cpu and isinstance(signature, Signature):
             return replace(held, state=held.state + signature.input_bytes)
         return held
-
-    def _measured_link(self, link: Link) -> Link:
-        """The link with the bandwidths of the engine's own copies; a bandwidth is kept if too little was copied."""
-        stats = self._engine.store_stats()
-        rates = {}
-        for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
-            seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
-            rates[name] = nbytes / seconds if seconds > _MEASURED_LINK_SECONDS_MIN else known
-        return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
 
     # -- profiles -----------------------------------------------------------------------------------------------------
 

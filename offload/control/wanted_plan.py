@@ -1,16 +1,21 @@
-"""The plan that the caller's arguments ask for.
+"""The plan that the caller's arguments ask for, and the link to plan with.
 
 The controller calls it when a plan is due.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offload.control.limits import Limits
 from offload.options import Options
 from offload.plan import InfeasibleLimitError, Link, Plan, cut_bound, fastest_plan, least_memory_plan, manual_plan
 from offload.plan.trace import Trace
+from offload.runtime.engine import Engine
 
-__all__ = ["wanted_plan"]
+__all__ = ["measured_link", "wanted_plan"]
+
+_LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
 
 
 def wanted_plan(
@@ -57,6 +62,24 @@ def wanted_plan(
     )
     is_smaller = options.max_slowdown is not None and plan.peak_bytes < threshold * alone.peak_bytes
     return plan if is_faster or is_smaller else alone
+
+
+def measured_link(engine: Engine, link: Link) -> Link:
+    """The link with the bandwidths of the engine's own copies; a bandwidth is kept if too little was copied.
+
+    Parameters
+    ----------
+    engine
+        Has copied.
+    link
+        The link as known so far.
+    """
+    stats = engine.store_stats()
+    rates = {}
+    for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
+        seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
+        rates[name] = nbytes / seconds if seconds > _LINK_SECONDS_MIN else known
+    return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
 
 
 def _plan(trace: Trace, link: Link, options: Options, *, recompute: bool, held_bytes: int = 0) -> Plan:
