@@ -1,6 +1,6 @@
-"""Figures that longer runs have left in result files: plans that ran, whole steps, the largest that trains.
+"""Reads figures from the result files of longer runs: planned steps, whole steps, the largest model that trains.
 
-Beside the data path: `goals.py` shows them beside what it measures itself.
+`goals.py` shows them together with its own measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was measured, in words and in figures; `met` is None where there is no goal."""
+    """A result as text and as figures; `met` is None if there is no goal."""
 
     measured: str
     met: bool | None
@@ -39,22 +39,22 @@ class Finding:
 
 
 class Missing(RuntimeError):
-    """No file holds the figures; the message says which command leaves one."""
+    """No file has the figures; the message names the command that writes one."""
 
 
 class Kept:
-    """Result files below a folder; the newest one of each format counts."""
+    """Result files in a folder and its subfolders; the newest one of each format is used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def newest(self, kind: str) -> dict[str, Any]:
-        """Return the newest file's content.
+        """Return the content of the newest file.
 
         Raises
         ------
         Missing
-            There is none.
+            There is no such file.
         """
         found = [content for path in sorted(self.folder.rglob("*.json")) if (content := read_json(path))]
         found = [content for content in found if content.get("format") == kind and not content["machine"]["device"]]
@@ -63,14 +63,14 @@ class Kept:
         return max(found, key=lambda content: str(content["machine"]["date"]))
 
     def rows(self, kind: str) -> tuple[Rows, dict[str, Any]]:
-        """Return the newest file's complete rows, and of which run they are."""
+        """Return the complete rows of the newest file, and the run that they belong to."""
         content = self.newest(kind)
         about = {name: content["machine"][name] for name in ("date", "commit", "processor")}
         return [row for row in content["rows"] if not {"error", "inapplicable"} & set(row)], about
 
 
 def prediction_error(kept: Kept, key: str, limit: float) -> Finding:
-    """How far the measured step time or peak is from the predicted one; the worst plan counts."""
+    """Compare the measured step time or peak with the predicted one, for the worst plan."""
     rows, about = kept.rows("offload-predictions/1")
     off = {f"{row['family']}, {row['wish']}": row[f"measured_{key}"] / row[f"predicted_{key}"] - 1 for row in rows}
     worst = max(off, key=lambda name: abs(off[name]))
@@ -79,7 +79,7 @@ def prediction_error(kept: Kept, key: str, limit: float) -> Finding:
 
 
 def default_slowdown(kept: Kept) -> Finding:
-    """The default knobs on the demonstration's model."""
+    """The slowdown of the default settings for the demo's model."""
     rows, about = kept.rows("offload-predictions/1")
     found = {row["family"]: row["slowdown"] for row in rows if row["wish"] == "default"}
     if "gpt" not in found:
@@ -96,7 +96,7 @@ def by_family(rows: Rows) -> dict[str, dict[str, Mapping[str, Any]]]:
 
 
 def least_ratio(kept: Kept, key: str, limit: float) -> Finding:
-    """The least-memory setting's growth or step over plain's; the worst network counts."""
+    """Memory growth or step time of the setting with the least memory, relative to plain, for the worst network."""
     rows, about = kept.rows("offload-frontier/1")
     ratios = {family: own[LEAST_NAME][key] for family, own in by_family(rows).items() if LEAST_NAME in own}
     if not ratios:
@@ -106,7 +106,7 @@ def least_ratio(kept: Kept, key: str, limit: float) -> Finding:
 
 
 def ahead_of(kept: Kept, peer: str, is_ahead: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]) -> Finding:
-    """Whether on every network some setting of ours is ahead of the peer in both memory and time."""
+    """Whether for every network some offload setting is better than the peer in both memory and time."""
     rows, about = kept.rows("offload-frontier/1")
     ahead: dict[str, list[str]] = {}
     for family, own in by_family(rows).items():
@@ -120,7 +120,7 @@ def ahead_of(kept: Kept, peer: str, is_ahead: Callable[[Mapping[str, Any], Mappi
 
 
 def below_checkpoint(kept: Kept) -> Finding:
-    """Less memory and less time than checkpointing per block."""
+    """Whether a setting needs less memory and less time than checkpointing per block."""
     return ahead_of(
         kept,
         "checkpoint per block",
@@ -132,7 +132,7 @@ def below_checkpoint(kept: Kept) -> Finding:
 
 
 def faster_than_tutorial(kept: Kept) -> Finding:
-    """The tutorial's memory or less, and much less time."""
+    """Whether a setting needs no more memory than the tutorial's hooks, and much less time."""
     return ahead_of(
         kept,
         "tutorial's disk hooks",
@@ -144,7 +144,7 @@ def faster_than_tutorial(kept: Kept) -> Finding:
 
 
 def largest(kept: Kept, what: str = "resnet:batch") -> Finding:
-    """The largest batch over plain's, and what a sample costs there."""
+    """The largest batch relative to plain's, and the time per sample with it."""
     rows, about = kept.rows("offload-largest/1")
     own = [row for row in rows if row["what"] == what and row["largest"]]
     base = next((row for row in own if row["name"] == "plain"), None)
@@ -159,7 +159,7 @@ def largest(kept: Kept, what: str = "resnet:batch") -> Finding:
 
 
 def on_a_gpu(kept: Kept) -> Finding:
-    """What only a GPU can tell: said to be missing until one has run the suite."""
+    """Results that need a GPU; missing until the GPU suite has run."""
     summaries = [path for path in kept.folder.rglob("summary.json") if read_json(path)["machine"]["device"]]
     if summaries:
         return Finding(f"see the tables of {summaries[0].parent}", None)

@@ -1,6 +1,6 @@
-"""Contestants measured in turn, A B A B …, so that a machine's drift hits all of them alike.
+"""Measures contestants in turn, A B A B …, so that a drift of the machine affects all of them equally.
 
-Beside the data path: every figure of `bench/` that stands beside another one is taken here.
+All comparisons in `bench/` are measured with this module.
 """
 
 from __future__ import annotations

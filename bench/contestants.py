@@ -1,6 +1,6 @@
-"""What is compared: the engine at several settings, and what users would pick instead, each as documented.
+"""The contestants of the benchmarks: offload with several settings, and its alternatives, used as they document.
 
-Beside the data path. A contestant is data; `prepare` does to a model what its name says.
+A contestant is plain data; `prepare` applies it to a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.units import parse_bytes
 
 NEEDS_CUDA = "needs CUDA"
 DISK_ELEMENTS_MIN = 1000  # the tutorial's own threshold
-LEAST_TRIES = 4  # of which the first tells the least limit, and others where a step needs more than was profiled
+LEAST_TRIES = 4  # the first gives the least limit; more are needed if a step needs more than was profiled
 LEAST_MARGIN = 0.005
 
 
@@ -39,8 +39,8 @@ class Inapplicable(Exception):
 class Contestant:
     """One way to train the same model.
 
-    `kind` is a key of `KINDS`, `options` what it takes. `cuda_only` says why there is nothing to measure without a GPU.
-    `slow` ones are left out of the quick runs. `equal` is False where other kernels compute, so that bits may differ.
+    `kind` is a key of `KINDS`, `options` are its arguments. `cuda_only`: why it cannot be measured without a GPU.
+    `slow`: it is not part of quick runs. `equal`: False if it uses other kernels, so that bits may differ.
     """
 
     name: str
@@ -52,27 +52,27 @@ class Contestant:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the engine runs in it."""
+        """Whether it uses offload."""
         return self.kind == "offload"
 
     @property
     def is_planned(self) -> bool:
-        """Whether the engine chooses by itself, which it does anew after each of the first steps."""
+        """Whether offload plans; it may plan again after each of the first steps."""
         return self.is_ours and not {"n_tensors", "share"} & set(self.options)
 
 
 @dataclass
 class Prepared:
-    """A model made ready: what to call in its stead, and what to enter around each forward and loss."""
+    """A prepared model: what to call instead, and a context for each forward and loss."""
 
     model: nn.Module
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    handle: Any = None  # of offload.enable
+    handle: Any = None  # from offload.enable
     disk: TutorialFiles | None = None
 
 
 class TutorialFiles:
-    """Hooks as PyTorch's tutorial on saved tensors describes them: a file for every tensor of some size."""
+    """The hooks of PyTorch's tutorial on saved tensors: one file for every tensor above a size."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -80,7 +80,7 @@ class TutorialFiles:
         self.peak_bytes = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Enter around a forward pass."""
+        """Return the context for a forward pass."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | TutorialFile:
@@ -94,7 +94,7 @@ class TutorialFiles:
 
 
 class TutorialFile:
-    """One saved tensor on disk; the file goes with the object."""
+    """One saved tensor on disk; the file is deleted with the object."""
 
     def __init__(self, files: TutorialFiles, path: Path, tensor: Tensor) -> None:
         self.path = path
@@ -115,10 +115,10 @@ def plain(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepare
 
 
 def offloaded(model: nn.Module, _device: str, probe: Callable[[], None], **options: Any) -> Prepared:
-    """Enable the engine.
+    """Enable offload.
 
-    Two options are none of `offload.enable`: `share` of the storages stands for `n_tensors`, which a step more finds
-    out; and `least` for the least memory limit that the planner finds feasible.
+    Two options are not arguments of `offload.enable`. `share`: `n_tensors` as a share of the storages, whose number an
+    additional step finds. `least`: the smallest memory limit that the planner finds feasible.
     """
     share = options.pop("share", None)
     if options.pop("least", False):
@@ -134,14 +134,14 @@ def offloaded(model: nn.Module, _device: str, probe: Callable[[], None], **optio
 
 
 def enable_least(model: nn.Module, probe: Callable[[], None], **options: Any) -> Any:
-    """Enable the engine with the least memory limit, which it tells when it refuses a smaller one.
+    """Enable offload with the smallest memory limit, which the error for a smaller limit contains.
 
     Raises
     ------
     InfeasibleLimitError
-        The least limit rose from try to try.
+        The smallest limit increased with every try.
     """
-    limit_bytes = parse_bytes(options.get("min_tensor_bytes", "1MiB"))  # a smaller one is taken for a slip
+    limit_bytes = parse_bytes(options.get("min_tensor_bytes", "1MiB"))  # a smaller limit is rejected as a typing error
     for _ in range(LEAST_TRIES):
         handle = offload.enable(model, memory_limit=limit_bytes, **options)
         try:
@@ -163,7 +163,7 @@ def saved_on_cpu(model: nn.Module, device: str, _probe: Callable[[], None]) -> P
 
 
 def wrap_blocks(model: nn.Module, run: Callable[..., Any]) -> None:
-    """Have `run(forward, *inputs)` stand for every block's forward."""
+    """Replace every block's forward by `run(forward, *inputs)`."""
     for block in model.blocks:  # type: ignore[union-attr]
         block.forward = functools.partial(run, block.forward)
 
@@ -175,7 +175,7 @@ def checkpointed(model: nn.Module, _device: str, _probe: Callable[[], None]) -> 
 
 
 def selectively(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
-    """Recompute every block but its costly operators, whose results are saved."""
+    """Recompute every block, except its expensive operators, whose results are saved."""
     aten = torch.ops.aten
     costly = [
         aten.mm.default,
@@ -192,25 +192,25 @@ def selectively(model: nn.Module, _device: str, _probe: Callable[[], None]) -> P
 
 
 def tutorial(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
-    """Write every saved tensor to a file, and read it back when backward asks."""
+    """Write every saved tensor to a file, and read it when backward needs it."""
     files = TutorialFiles()
     return Prepared(model, files.hooks, disk=files)
 
 
 def installed(name: str) -> None:
-    """Check that a package is there.
+    """Check that a package is installed.
 
     Raises
     ------
     Inapplicable
-        It is not.
+        The package is not installed.
     """
     if importlib.util.find_spec(name) is None:
         raise Inapplicable(f"{name} is not installed here")
 
 
 def trl(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
-    """TRL's context manager with its own defaults, the output layer left out as it does by itself."""
+    """TRL's context manager with its defaults, without the output layer, as in TRL."""
     installed("trl")
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
@@ -219,7 +219,7 @@ def trl(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
 
 
 def torchtune(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Prepared:
-    """torchtune's context manager with its own defaults."""
+    """torchtune's context manager with its defaults."""
     installed("torchtune")
     from torchtune.training import OffloadActivations
 
@@ -228,7 +228,7 @@ def torchtune(model: nn.Module, _device: str, _probe: Callable[[], None]) -> Pre
 
 
 def transformers_offload(model: nn.Module, device: str, _probe: Callable[[], None]) -> Prepared:
-    """What transformers' `offload=True` does: every block checkpointed, what it keeps in pinned memory.
+    """The same as `offload=True` of transformers: every block is checkpointed, with its inputs in pinned memory.
 
     transformers takes its own model classes only, so the same two context managers are entered here.
     """
@@ -288,7 +288,7 @@ COMPILED = (
 )
 PEERS = (CHECKPOINT, SELECTIVE, SAVE_ON_CPU, TUTORIAL, TRANSFORMERS, *ACCELERATOR_ONLY, *COMPILED)
 EVERY = (PLAIN, *SLOWDOWNS, LEAST, *BY_HAND, *PEERS)
-# On the CPU, what matters most first: plain gives the memory that the others stand beside.
+# On the CPU, the most important first: the others are compared with the memory of plain.
 WIDE_FIELD = (PLAIN, SLOWDOWNS[2], LEAST, CHECKPOINT, SLOWDOWNS[0], SLOWDOWNS[4], TUTORIAL, SELECTIVE, SLOWDOWNS[1],
               SLOWDOWNS[3], BY_HAND[1], SAVE_ON_CPU, TRANSFORMERS, *ACCELERATOR_ONLY, *COMPILED)  # fmt: skip
 FIELD = (PLAIN, SLOWDOWNS[2], LEAST, CHECKPOINT, SLOWDOWNS[0], SLOWDOWNS[4], TUTORIAL, SELECTIVE, SAVE_ON_CPU)
@@ -300,7 +300,7 @@ def by_name(name: str) -> Contestant:
     Raises
     ------
     ValueError
-        There is none of this name; the message lists them.
+        There is no contestant of this name; the message lists all names.
     """
     for contestant in EVERY:
         if contestant.name == name:
@@ -311,18 +311,18 @@ def by_name(name: str) -> Contestant:
 def prepare(
     contestant: Contestant, model: nn.Module, *, device: str, probe: Callable[[], None], defaults: Mapping[str, Any]
 ) -> Prepared:
-    """Make a model ready to be trained in this way.
+    """Prepare a model to be trained by a contestant.
 
     Parameters
     ----------
     contestant
-        How.
+        The contestant.
     model
         Has `blocks`, a sequence of modules that checkpointing wraps.
     device
         "cpu" or "cuda".
     probe
-        Runs one forward and backward pass, for contestants that must see one first.
+        Runs one forward and backward pass, for contestants that need one first.
     defaults
         Further arguments of `offload.enable`, such as a small model's `min_tensor_bytes`.
 
@@ -337,17 +337,17 @@ def prepare(
 
 
 def check_device(contestant: Contestant, device: str) -> None:
-    """Check that there is something to measure on this device.
+    """Check that a contestant can be measured on this device.
 
     Raises
     ------
     Inapplicable
-        There is not.
+        It cannot.
     """
     if contestant.cuda_only and device == "cpu":
         raise Inapplicable(f"{NEEDS_CUDA}: {contestant.cuda_only}")
 
 
 def field_of(family: str) -> tuple[Contestant, ...]:
-    """Return who races over this network on the CPU: over the GPT, everyone."""
+    """Return the contestants for this network on the CPU; for the GPT, all of them."""
     return WIDE_FIELD if family == "gpt" else FIELD

@@ -1,7 +1,4 @@
-"""Copies against what the machine does without the engine: memcpy, and plain direct I/O.
-
-Beside the data path: drives the slab tier and the spill file without torch.
-"""
+"""Compares the copies of the slab tier and the spill file with plain memcpy and plain direct I/O. Uses no torch."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
     python bench/goals.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
 
-What takes some minutes at most is measured here; what longer runs have left below --results is taken from there, the
-newest of each. Recorded traces are those of OFFLOAD_TRACES, or of shared/traces beside the repository. Contestants run
-in turn, A B A B, and medians are taken. The exit status is 1 when a row could not be measured, not for a missed goal.
+Figures that take a few minutes at most are measured here; those of longer runs are read from the newest result files in
+--results. Recorded traces are read from OFFLOAD_TRACES, or from shared/traces in the parent folder of the repository.
+Contestants run in turn, A B A B, and medians are used. The exit status is 1 if a row could not be measured; a missed
+goal does not change it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import planner_goals
 from collected import Finding, Kept
 from contest import alternate, medians
 from copy_rig import MIB, HostCopyRig, SpillRig
-from hook_rig import HookRig, microseconds
+from hook_rig import HookRig, microseconds_under_preload
 from hooked_step import step_seconds
 from result_file import write_json
 
@@ -48,7 +49,7 @@ TINY_DEMO = "--layers 2 --width 64 --heads 2 --batch 4 --length 256 --steps 3"
 
 
 class Bench:
-    """How much to measure, and the demo's runs, which several rows share."""
+    """How much to measure, and the runs of the demo, which several rows use."""
 
     def __init__(self, *, rounds: int, demo_runs: int, spill_dir: str, quick: bool, results: Path) -> None:
         self.rounds = rounds
@@ -68,7 +69,7 @@ class Bench:
         return self._demo("--no-preload")
 
     def _demo(self, option: str) -> dict[str, Any]:
-        """Run the demo, which measures its contestants in turn, and take medians over the runs."""
+        """Run the demo, which measures its contestants in turn, and return medians over the runs."""
         runs = [
             run_demo(option, *(TINY_DEMO if self.quick else f"--steps {DEMO_STEPS}").split())
             for _ in range(self.demo_runs)
@@ -90,32 +91,31 @@ class Bench:
 
 
 def run_demo(*options: str) -> dict[str, Any]:
-    """Run `offload demo` on the CPU with a checkpointed contestant; what its --json prints.
+    """Run `offload demo` on the CPU with a checkpointed contestant and return its JSON.
 
     Raises
     ------
     RuntimeError
-        It ended without a result.
+        The demo ended without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
         page = str(Path(folder, "demo.html"))
         command = [sys.executable, "-m", "offload", "demo", "--device", "cpu", "--json"]
         command += ["--with-checkpoint", "--html", page, *(option for option in options if option)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if run.returncode not in (0, 1):  # 1: it ran, and losses differ, which the result says too
+    if run.returncode not in (0, 1):  # 1: it ran, but losses differ; the result says so too
         raise RuntimeError(f"offload demo ended with exit status {run.returncode}; see above")
     result: dict[str, Any] = json.loads(run.stdout)
     return result
 
 
 def hook_costs(bench: Bench, kind: str, count: int, **how: bool) -> dict[str, float]:
-    """Microseconds per tensor of a kind."""
-    with closing(HookRig(kind, count=count, spill_dir=bench.spill_dir, **how)) as rig:
-        return microseconds(rig, rounds=bench.rounds)
+    """Return the microseconds per tensor of a kind."""
+    return microseconds_under_preload(kind, count=count, rounds=bench.rounds, spill_dir=bench.spill_dir, **how)
 
 
 def kept(bench: Bench) -> Finding:
-    """A small tensor, a large parameter, and a large tensor by hand and by a plan that is timed; over plain hooks."""
+    """The cost of a kept tensor over plain hooks: small, a parameter, large (manual, and with a timed plan)."""
     figures = {kind: hook_costs(bench, f"kept {kind}", 200) for kind in ("small", "parameter")}
     figures["by hand"] = hook_costs(bench, "kept", 200)
     figures["by plan"] = hook_costs(bench, "kept", 200, planned=True)
@@ -125,7 +125,7 @@ def kept(bench: Bench) -> Finding:
 
 
 def swapped(bench: Bench) -> Finding:
-    """A tensor of 1 MiB that leaves and comes back, waiting for the copies left out."""
+    """Swap a tensor of 1 MiB out and in, without the waits for its copies."""
     figures = {how: hook_costs(bench, "swapped", 64, measured=how == "timed") for how in ("by hand", "timed")}
     words = [
         f"{how} {costs['offload_us']:.1f} µs, of which the thread computed {costs['offload_processor_us']:.1f} µs"
@@ -136,7 +136,7 @@ def swapped(bench: Bench) -> Finding:
 
 
 def hooked_step(bench: Bench) -> Finding:
-    """A small ResNet's step under hooks that keep every tensor by plan, timed, over its plain step."""
+    """A small ResNet's step with hooks and a plan that keeps every tensor, relative to its plain step."""
     taken, tensors = step_seconds(rounds=bench.rounds, spill_dir=bench.spill_dir, quick=bench.quick)
     ratio = taken["offload"] / taken["plain"]
     words = f"{ratio:.3f} × plain, {1e3 * taken['plain']:.0f} ms and {tensors} saved tensors"
@@ -144,7 +144,7 @@ def hooked_step(bench: Bench) -> Finding:
 
 
 def host_copy(bench: Bench) -> Finding:
-    """Blocks of 64 MiB to and from a slab, against memcpy."""
+    """Copies of 64 MiB blocks to and from a slab, compared with memcpy."""
     rig = HostCopyRig(MIB if bench.quick else 64 * MIB)
     taken = medians(alternate(rig.contestants(), rounds=bench.rounds))
     share = {name: taken["memcpy"] / taken[name] for name in ("out", "into")}
@@ -155,7 +155,7 @@ def host_copy(bench: Bench) -> Finding:
 
 
 def spill(bench: Bench, direction: str) -> Finding:
-    """The spill file against plain direct I/O, by block size; the worst one counts."""
+    """The spill file compared with plain direct I/O, for the worst block size."""
     share: dict[int, float] = {}
     rate: dict[int, float] = {}
     for block_mib in SPILL_BLOCKS_MIB[: 1 if bench.quick else None]:
@@ -171,7 +171,7 @@ def spill(bench: Bench, direction: str) -> Finding:
 
 
 def second_tensor(bench: Bench) -> Finding:
-    """Many saved views of one storage: how often its bytes were copied."""
+    """How often the bytes of a storage with many saved views are copied."""
     count = 16
     with closing(HookRig("view", count=count, spill_dir=bench.spill_dir)) as rig:
         for _ in range(3):
@@ -184,14 +184,14 @@ def second_tensor(bench: Bench) -> Finding:
 
 
 def demo_ratio(bench: Bench, key: str, limit: float) -> Finding:
-    """The offloaded run's memory or step time over the plain one's."""
+    """Memory or step time of the offloaded run, relative to the plain one."""
     ratio = bench.demo["medians"][f"offloaded.{key}.ratio"]
     met = bench.demo["equal"] and ratio <= limit
     return Finding(f"{ratio:.2f} × plain ({bench.demo['allocator']})", met, bench.demo)
 
 
 def demo_checkpoint(bench: Bench) -> Finding:
-    """The offloaded run against the checkpointed one, on both axes."""
+    """The offloaded run compared with the checkpointed one, in memory and time."""
     taken = bench.demo["medians"]
     words, below = [], []
     for name, key in (("growth", "peak_bytes"), ("step", "step_seconds_median")):
@@ -202,7 +202,7 @@ def demo_checkpoint(bench: Bench) -> Finding:
 
 
 def glibc(bench: Bench) -> Finding:
-    """Both figures on this system's malloc."""
+    """Both figures with this system's malloc."""
     taken = bench.demo_glibc["medians"]
     words = [
         f"{who} {taken[f'{who}.peak_bytes.ratio']:.2f} × growth, {taken[f'{who}.step_seconds_median.ratio']:.2f} × step"
@@ -283,7 +283,7 @@ ROWS = {
     ),
     "planner-joint-unseen": Row(
         "unseen traces with recipes, median and largest gap",
-        "≤ 2 % and ≤ 10 %",
+        "≤ 2 % and ≤ 10 %, or proven to 2 %",
         lambda bench: planner_goals.joint_unseen(bench.quick),
     ),
     "predicted-step": Row(
@@ -336,7 +336,7 @@ VERDICTS = {True: "yes", False: "NOT REACHED", None: "–"}
 
 
 def table(findings: dict[str, Finding]) -> list[str]:
-    """Lay the rows out as Markdown does."""
+    """Return the rows as a Markdown table."""
     cells = [("what", "goal", "measured", "met")]
     cells += [
         (ROWS[name].what, ROWS[name].goal, found.measured, VERDICTS[found.met]) for name, found in findings.items()
@@ -349,7 +349,7 @@ def table(findings: dict[str, Finding]) -> list[str]:
 
 
 def measure(bench: Bench, name: str) -> tuple[Finding, bool]:
-    """Measure one row, telling on stderr which; whether it could be."""
+    """Measure one row and print its name to stderr. The second value: whether it could be measured."""
     print(f"{name} …", file=sys.stderr, flush=True)
     try:
         return ROWS[name].measure(bench), True
@@ -358,12 +358,12 @@ def measure(bench: Bench, name: str) -> tuple[Finding, bool]:
 
 
 def described(name: str) -> dict[str, str]:
-    """What a row is about, and its goal, in words."""
+    """Return the description of a row and its goal."""
     return {"what": ROWS[name].what, "goal": ROWS[name].goal}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the rows asked for and print the table."""
+    """Measure the requested rows and print the table."""
     parser = argparse.ArgumentParser(prog="goals.py", description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS) + " (all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every figure there")
@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--demo-runs", type=int, default=1, metavar="N", help="of the demo (1)")
     parser.add_argument("--spill-dir", default=default_spill_dir(), metavar="DIR")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the longer runs")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script, measures nothing")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: only checks that the script runs")
     args = parser.parse_args(argv)
     for name in args.rows:
         if name not in ROWS:

@@ -1,11 +1,11 @@
-"""Everything that needs a GPU, in one command of at most nine minutes and without a network.
+"""Runs all tests and benchmarks that need a GPU, in at most nine minutes and without a network.
 
     python bench/gpu_suite.py --out DIR [--only PART,…] [--no-build] [--require-cuda]
 
-Needs torch, pybind11, ninja, cmake, setuptools, pytest and pytest-benchmark. Each part runs in a
-process of its own, within a time limit of its own, and leaves DIR/PART.json (the build none); what it
-had found when its time was up is kept. DIR/summary.json says which parts failed. The exit status is 0 when
-none did, 1 otherwise. Without a CUDA device the parts that need one are skipped and say so.
+Needs torch, pybind11, ninja, cmake, setuptools, pytest and pytest-benchmark. Each part runs in a separate process with
+its own time limit and writes DIR/PART.json, except the build. A part that exceeds its limit keeps the results that it
+has written until then. DIR/summary.json names the parts that failed. The exit status is 0 if no part failed, else 1.
+Without a CUDA device, the parts that need one are skipped.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SECONDS_MAX = 530.0  # of all parts together: nine minutes, less what starting a
 SECONDS_TO_STOP = 5.0
 OUTPUT_CHARACTERS_MAX = 20_000
 COMPLAINT_CHARACTERS_MAX = 2_000
-REHEARSAL_PATIENCE = 3  # a machine without a GPU may have few cores
+REHEARSAL_PATIENCE = 3  # factor on the time limits with --rehearse: a machine without a GPU may have few cores
 NO_DEVICE = "no device: torch finds no CUDA device here"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part: its command, its limit, and whether it is of any use without a GPU."""
+    """One part: its command, its time limit, and whether it needs a GPU."""
 
     name: str
     seconds_max: float
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
-    """Every part, in the order in which they run; `site` is where the build goes."""
+    """Return all parts in the order in which they run; the build installs the package into `site`."""
     python, here = sys.executable, Path(__file__).parent
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     pip = (python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index")
@@ -92,7 +92,7 @@ def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
 
 
 def test_command(python: str) -> tuple[str, ...]:
-    """Return pytest on the files that have GPU tests: others may import what is not installed."""
+    """Return a pytest command for the files with GPU tests; other files may import packages that are not installed."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(path) for path in found if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
     options = ("-m", "gpu", "-v", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"))
@@ -100,15 +100,15 @@ def test_command(python: str) -> tuple[str, ...]:
 
 
 def run_part(part: Part, *, work: Path, seconds_left: float, paths: list[str]) -> Outcome:
-    """Run one part in a process group of its own and end the whole group at its limit.
+    """Run one part in a new process group and kill the whole group at the time limit.
 
-    The part is told how long it has by OFFLOAD_PART_SECONDS. It runs in `work`, an empty folder, so
-    that what is imported is what was installed.
+    The environment variable OFFLOAD_PART_SECONDS gives the part its time limit. The part runs in `work`, an empty
+    folder, so that it imports the installed package.
     """
     limit = min(part.seconds_max, seconds_left)
     outcome = Outcome(part.name, "failed", seconds_max=round(limit, 1))
     if limit < SECONDS_TO_STOP:
-        outcome.reason = "no time was left for it"
+        outcome.reason = "no time left"
         return outcome
     environment = {**os.environ, **part.environment, "PYTHONUNBUFFERED": "1"}
     environment["OFFLOAD_PART_SECONDS"] = str(limit - SECONDS_TO_STOP)
@@ -131,7 +131,7 @@ def run_part(part: Part, *, work: Path, seconds_left: float, paths: list[str]) -
             outcome.status = {0: "passed", EXIT_SKIPPED: "skipped"}.get(status, "failed")
             outcome.reason = {0: "", EXIT_SKIPPED: NO_DEVICE}.get(status, f"exit status {status}")
         except subprocess.TimeoutExpired:
-            outcome.reason = f"timed out after {limit:.0f} s; what it had found is kept"
+            outcome.reason = f"timed out after {limit:.0f} s; the results until then are kept"
         finally:
             end_group(child)
         outcome.seconds = round(time.monotonic() - begin, 2)
@@ -140,20 +140,20 @@ def run_part(part: Part, *, work: Path, seconds_left: float, paths: list[str]) -
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a part: the process itself and those it started."""
+    """Kill the process of a part and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def text_of(file: IO[bytes]) -> str:
-    """All that was written to a file, as text."""
+    """Return the content of a file as text."""
     file.seek(0)
     return file.read().decode(errors="replace")
 
 
 def results_of(outcome: Outcome, out: Path) -> dict[str, Any]:
-    """What a part found: what it wrote itself, or what its output says."""
+    """Return the results of a part: for the tests, the counts in pytest's output; else the JSON that it wrote."""
     if outcome.part == "tests":
         counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", outcome.stdout[-600:])
         return {word: int(count) for count, word in counts}
@@ -161,9 +161,9 @@ def results_of(outcome: Outcome, out: Path) -> dict[str, Any]:
 
 
 def keep(outcome: Outcome, out: Path, about: dict[str, Any]) -> None:
-    """Write a part's JSON: how it ended, on which machine, what it found, and the end of its output.
+    """Write a part's JSON: status, machine, results, and the end of its output.
 
-    The build finds nothing; the summary tells how it ended.
+    The build has no results, so it gets no file; summary.json contains its status.
     """
     if outcome.part == "build":
         return
@@ -185,7 +185,7 @@ def keep(outcome: Outcome, out: Path, about: dict[str, Any]) -> None:
 
 
 def summarize(outcomes: list[Outcome], out: Path, about: dict[str, Any], strict: bool) -> list[str]:
-    """Write summary.json; the names of the parts that failed. Skipping fails where `strict`."""
+    """Write summary.json and return the names of the failed parts. With `strict`, skipped parts count as failed."""
     bad = ("failed", "skipped") if strict else ("failed",)
     failed = [outcome.part for outcome in outcomes if outcome.status in bad]
     summary = {
@@ -208,7 +208,7 @@ def summarize(outcomes: list[Outcome], out: Path, about: dict[str, Any], strict:
 
 
 def run_all(args: argparse.Namespace, chosen: list[Part], site: Path, work: Path) -> list[str]:
-    """Run the chosen parts one after another; the names of those that failed."""
+    """Run the chosen parts one after another and return the names of the failed parts."""
     deadline = time.monotonic() + args.seconds
     has_cuda = torch.cuda.is_available()
     about = {"rehearsal": args.rehearse, **machine.describe()}
@@ -236,20 +236,20 @@ def run_all(args: argparse.Namespace, chosen: list[Part], site: Path, work: Path
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="gpu_suite.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
-    parser.add_argument("--only", metavar="PART,…", help="run these parts alone")
-    parser.add_argument("--no-build", action="store_true", help="use the offload that is installed already")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
+    parser.add_argument("--only", metavar="PART,…", help="run these parts only")
+    parser.add_argument("--no-build", action="store_true", help="use the installed offload package")
     parser.add_argument(
         "--require-cuda",
         action="store_true",
         default=os.environ.get("OFFLOAD_REQUIRE_CUDA") == "1",
         help="count a skipped part as failed; so does OFFLOAD_REQUIRE_CUDA=1",
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS_MAX, help="of all parts together")
+    parser.add_argument("--seconds", type=float, default=SECONDS_MAX, help="time limit of all parts together")
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="tiny sizes on the CPU: tries the parts without a GPU, measures nothing",
+        help="tiny sizes on the CPU: checks that the parts run, without a GPU; the figures mean nothing",
     )
     return parser.parse_args(argv)
 
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = sorted(set(names) - {part.name for part in every})
         if unknown:
             known = ", ".join(part.name for part in every)
-            print(f"gpu_suite.py: no part {', '.join(unknown)}; there are {known}", file=sys.stderr)
+            print(f"gpu_suite.py: unknown part {', '.join(unknown)}; known parts: {known}", file=sys.stderr)
             return 2
         chosen = [part for part in every if part.name in names]
         if args.no_build:

@@ -1,6 +1,6 @@
-"""A small ResNet's training step without hooks, and under the engine's hooks where a plan keeps every tensor.
+"""A small ResNet's training step without hooks, and with the engine's hooks and a plan that keeps every tensor.
 
-Beside the data path: a memory limit that nothing reaches keeps the hooks on, and every step is timed.
+A memory limit above the peak keeps the hooks installed. Every step is timed.
 """
 
 from __future__ import annotations

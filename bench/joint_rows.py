@@ -1,6 +1,6 @@
 """Plans that swap and recompute beside those that swap alone: on recorded and on unseen traces, and their times.
 
-Beside the data path: `planner_table.py` prints these rows, `planner_goals.py` judges them.
+`planner_table.py` prints these rows, `planner_goals.py` judges them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOM = 0.1  # of the way from the least feasible limit to the unswapped peak
 SLOWDOWN_MAX = 0.06
 GAP_SHARED_MAX = (0.01, 0.05)  # median, largest
 GAP_UNSEEN_MAX = (0.02, 0.1)
+GAP_PROVEN_MAX = 0.02  # of a plan whose gap is above the largest, to what is proven
 COUNTS = (60, 250)
 SEEDS = (0, 1, 2)
 BIG_COUNT = 10_000
@@ -30,7 +31,7 @@ BIG_SECONDS_MAX = 10.0
 PROOF_SECONDS_MAX = 60.0  # for a plan whose gap is above the largest of unseen traces
 GOALS = {
     "joint": "slowdown <= 6 %, gap median <= 1 %, max <= 5 %",
-    "joint-unseen": "gap median <= 2 %, max <= 10 %, never slower than by swapping alone",
+    "joint-unseen": "gap median <= 2 %, above 10 % only if proven to 2 %, never slower than by swapping alone",
     "joint-time": "10,000 candidates <= 10 s",
 }
 
@@ -103,13 +104,14 @@ def joint_time_rows() -> Iterator[dict[str, Any]]:
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the gaps, the largest slowdown, and the rows above the largest gap that unseen traces may have."""
+    """Return the gaps, the largest slowdown, and how many rows are above the largest gap, and not proven either."""
     gaps = [row["gap"] for row in rows]
     return {
         "gap_median": statistics.median(gaps),
         "gap_max": max(gaps),
         "slowdown_max": max(row["slowdown"] for row in rows),
         "above": sum(gap > GAP_UNSEEN_MAX[1] for gap in gaps),
+        "unproven": sum(row.get("gap_proven", 0.0) > GAP_PROVEN_MAX for row in rows),
         "planning_s_max": max(row["planning_s"] for row in rows),
     }
 

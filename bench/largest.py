@@ -1,11 +1,11 @@
-"""The largest network or batch that trains within a cap on memory, found by trying.
+"""Finds the largest network or batch that trains within a cap on memory, by trying sizes.
 
     python bench/largest.py --json FILE [--what FAMILY:DIMENSION …] [--cap SIZE] [--size tiny|quick|full]
 
-Every try is a process of its own that watches its resident set and ends as soon as that has grown by more than the
-cap; this takes no privileges and no control group. What the kernel has counted as its peak must be within the cap too.
-A guess comes from the growth of the tries before; halving what is left to search bounds their number. At the largest
-that fits, further steps are timed in another process.
+Every size is tried in a separate process, which watches its resident set and ends when that has grown by more than the
+cap; this needs no privileges and no control group. The peak that the kernel counts must be within the cap too. The next
+size is estimated from the growth at earlier ones; bisection limits the number of tries. At the largest size that fits,
+further steps are timed in another process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TOLERANCE = {"tiny": 0.15, "quick": 0.12, "full": 0.05}
 TRIES_MAX = 9
 STEPS_TO_SETTLE = 2
 STEPS_TIMED = 3
-SEARCH_SECONDS_MAX = 100.0  # of one contestant; what was found until then counts
-SECONDS_MAX = 720.0  # of all; the rest is left out
-SHRUNK = {  # where a search begins: so small that plain fits with room to spare
+SEARCH_SECONDS_MAX = 100.0  # limit per contestant; the result so far is used
+SECONDS_MAX = 720.0  # limit for all contestants; those that are left are not measured
+SHRUNK = {  # sizes at which a search starts: small enough for plain
     "tiny": {"gpt:layers": 1, "resnet:batch": 2, "unet:resolution": 16},
     "quick": {"gpt:layers": 1, "resnet:batch": 4, "unet:resolution": 32},
     "full": {"gpt:layers": 1, "resnet:batch": 4, "unet:resolution": 64},
@@ -46,14 +46,14 @@ CAPS = {
     "quick": {"gpt:layers": 64 * MIB, "resnet:batch": 64 * MIB, "unet:resolution": 64 * MIB},
     "full": {"gpt:layers": 128 * MIB, "resnet:batch": 256 * MIB, "unet:resolution": 128 * MIB},
 }
-MULTIPLES = {"unet:resolution": 16}  # of which a size must be
+MULTIPLES = {"unet:resolution": 16}  # a size must be a multiple of this
 DEFAULT = ("resnet:batch", "gpt:layers", "unet:resolution")
 CHOSEN = (PLAIN, BY_HAND[1], CHECKPOINT, TUTORIAL)
 
 
 @dataclass(frozen=True)
 class Try:
-    """One size that was tried: what it grew by, None where that was over the cap, and its settled step."""
+    """One size that was tried: its memory growth (None: over the cap) and its settled step time."""
 
     value: int
     growth_bytes: int | None
@@ -69,22 +69,22 @@ def search(
     tolerance: float = 0.05,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[Try]:
-    """Try sizes until the largest that fits is known well enough, or `TRIES_MAX` have been tried.
+    """Try sizes until the largest that fits is known to the tolerance, or `TRIES_MAX` have been tried.
 
     Parameters
     ----------
     probe
         Tries one size, a multiple of `multiple`.
     cap_bytes
-        What growth is compared with to guess the next size.
+        The cap, from which the next size is estimated.
     first
-        The size to begin with.
+        The first size.
     multiple
-        Of which every size is one.
+        Every size is a multiple of this.
     tolerance
-        How much larger, as a share, the largest may be that fits but was not tried.
+        Relative tolerance: the largest size that fits may be larger than the largest tried one by this share.
     is_over
-        Asked before every try but the first: whether the time is up.
+        Called before every try but the first; returns whether the time is over.
 
     Returns
     -------
@@ -102,7 +102,7 @@ def search(
             low = guess
         step = max(multiple, int(tolerance * low) // multiple * multiple)
         if high is None:
-            # At least a step further; while no more than that seems likely and it fits all the same, steps double.
+            # At least one step further. If the estimate is no larger and the size still fits, steps are doubled.
             guess = max(min(likely(tries, cap_bytes), 4 * low), low + step * stride)
             stride = 2 * stride if guess == low + step * stride else 1
         elif high - low <= step:
@@ -116,12 +116,12 @@ def search(
 
 
 def likely(tries: Sequence[Try], cap_bytes: int) -> int:
-    """Guess the size that grows by the cap: on the line through the smallest and the largest that fitted."""
+    """Estimate the size whose growth equals the cap, on the line through the smallest and the largest that fit."""
     fitted = sorted((each.value, each.growth_bytes) for each in tries if each.growth_bytes is not None)
     if not fitted:
         return 0
     value, growth = fitted[-1]
-    before, growth_before = fitted[0] if len(fitted) > 1 else (0, 0)  # neighbours differ by what a run differs by
+    before, growth_before = fitted[0] if len(fitted) > 1 else (0, 0)  # close sizes differ only by noise
     slope = max(growth - growth_before, 1) / (value - before)
     return value + int((cap_bytes - growth) / slope)
 
@@ -132,7 +132,7 @@ def largest_of(tries: Sequence[Try]) -> Try | None:
 
 
 def try_apart(setting: Setting, contestant: Contestant, cap_bytes: int, value: int) -> Try:
-    """Train the settling steps and one more in a process with a cap."""
+    """Train the settling steps and one more in a separate process with a cap."""
     try:
         with Runner(setting, contestant, cap_bytes, settle=STEPS_TO_SETTLE) as run:
             seconds = run.step()
@@ -143,7 +143,7 @@ def try_apart(setting: Setting, contestant: Contestant, cap_bytes: int, value: i
 
 
 def time_apart(setting: Setting, contestant: Contestant, cap_bytes: int) -> list[float]:
-    """Train once more within the cap; the timed steps' seconds, none where it fitted by chance only."""
+    """Train again within the cap; return the seconds of the timed steps, none if it does not fit this time."""
     try:
         with Runner(setting, contestant, cap_bytes, settle=STEPS_TO_SETTLE) as run:
             return [run.step() for _ in range(STEPS_TIMED)]
@@ -165,7 +165,7 @@ def _batch(family: str, dimension: str) -> dict[str, int]:
 def measure(
     what: str, contestant: Contestant, *, size: str, cap_bytes: int, seconds_max: float = SEARCH_SECONDS_MAX
 ) -> dict[str, Any]:
-    """Search for one contestant; a row, or one with "inapplicable" or "error" in it."""
+    """Search for one contestant; return a row, which may contain "inapplicable" or "error"."""
     begin = time.monotonic()
     about: dict[str, Any] = {"what": what, "name": contestant.name, "ours": contestant.is_ours, "cap_bytes": cap_bytes}
     if seconds_max <= 0:
@@ -194,7 +194,7 @@ def measure(
 
 
 def summary(tries: Sequence[Try]) -> dict[str, Any]:
-    """Return what a search found, as JSON can hold it."""
+    """Return the result of a search as plain data for JSON."""
     found = largest_of(tries)
     return {
         "largest": found.value if found else 0,
@@ -205,7 +205,7 @@ def summary(tries: Sequence[Try]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search; 1 where a run failed otherwise than by its cap."""
+    """Search. Return 1 if a run failed for another reason than its cap."""
     parser = argparse.ArgumentParser(prog="largest.py", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="rewritten after every row")
     parser.add_argument("--what", action="append", choices=DEFAULT, help="again for several (all)")

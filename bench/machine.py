@@ -1,7 +1,4 @@
-"""Where and when a figure was taken: goes beside every result that is kept.
-
-Beside the data path.
-"""
+"""Describes the machine and the time of a measurement. Stored with every result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The networks whose training steps are compared: random weights, sizes by device, blocks that can be checkpointed.
 
-Beside the data path. Nothing here lacks a deterministic kernel on a GPU, so that gradients can be compared in bits:
-no max pooling, no interpolation, no loss over images.
+All operators have deterministic GPU kernels, so that gradients can be compared bit for bit: no max pooling, no
+interpolation, no loss over images.
 """
 
 from __future__ import annotations

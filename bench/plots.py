@@ -1,7 +1,4 @@
-"""Pictures of the tables: memory against time, and bars. Needs matplotlib.
-
-Beside the data path.
-"""
+"""Draws the tables: memory against time, and bars. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Predicted against measured, of plans that run: step time, tracked peak, slowdown, on the CPU.
+"""Compares a plan's predictions with measurements on the CPU: step time, tracked peak, slowdown.
 
     python bench/predictions.py --json bench/results/predictions-cpu-DATE.json
 
-Beside the data path. Each row has a process of its own, in which a plain and a planned copy of one network train the
-same batches in turn, A B A B. Times are of forward and backward; the tracked peak counts every tensor that is alive,
-seen by torch's profiler and by the engine's blocks, from outside of the engine.
+Each row runs in a separate process, in which a plain and a planned copy of one network train the same batches in turn,
+A B A B. Times are those of forward and backward. The tracked peak counts every live tensor; it is measured outside the
+engine, with torch's profiler and the engine's blocks.
 """
 
 from __future__ import annotations

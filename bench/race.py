@@ -1,4 +1,4 @@
-"""Training runs in processes of their own, in turn with a plain one: what the steps group and its tables are made of.
+"""Measures contestants in separate processes, in turn with a plain run: the data of the benchmark tables of steps.
 
     python bench/race.py --json FILE [--family NAME …] [--contestant NAME …] [--size quick|full] [--rounds N] [--slow]
 
@@ -34,7 +34,7 @@ from offload.devices import allocator
 
 WORKER = Path(__file__).with_name("step_worker.py")
 COMPLAINT_CHARACTERS_MAX = 2000
-RUN_SECONDS_MAX = 240.0  # of one process: a run that hangs ends there
+RUN_SECONDS_MAX = 240.0  # limit for one process
 FAMILY_SECONDS_MAX = 300.0
 
 
@@ -43,7 +43,7 @@ class OverCap(Exception):
 
 
 class Runner:
-    """One worker process; a context manager that leaves none behind.
+    """One worker process; as a context manager, it always ends the process.
 
     Raises
     ------
@@ -52,7 +52,7 @@ class Runner:
     OverCap
         It grew beyond `cap_bytes`.
     RuntimeError
-        It ended otherwise, or lived longer than `seconds_max`; the message carries the end of what it wrote to stderr.
+        It failed, or ran longer than `seconds_max`; the message contains the end of its stderr.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class Runner:
         self.settling = len(self.steps)
 
     def step(self) -> float:
-        """Train one step; its seconds."""
+        """Train one step and return its seconds."""
         self._send("step")
         self.steps.append(self._expect("step"))
         return float(self.steps[-1]["seconds"])
 
     def finish(self) -> dict[str, Any]:
-        """End the run; its figures."""
+        """End the run and return its figures."""
         self._send("finish")
         return self._expect("figures")
 
     def close(self) -> None:
-        """End the process, whatever it is at."""
+        """End the process, whatever its state."""
         self._timer.cancel()
         self._child.kill()
         self._child.wait()
@@ -116,7 +116,7 @@ class Runner:
             if pipe is not None:
                 try:
                     pipe.close()
-                except BrokenPipeError:  # it was told something that it did not live to read
+                except BrokenPipeError:  # the process ended before it read the command
                     continue
         self._complaints.close()
 
@@ -142,7 +142,7 @@ class Runner:
         assert self._child.stdout is not None
         for line in self._child.stdout:
             if not line.startswith("{"):
-                continue  # what a package prints by itself
+                continue  # output of a package
             content: dict[str, Any] = json.loads(line)
             if content.pop("event") == event:
                 return content
@@ -167,7 +167,7 @@ def _runs_from(root: str) -> bool:
 
 
 class Race:
-    """A contestant beside a plain run of the same setting, which goes on when the race is over.
+    """A contestant and a plain run of the same setting; the plain run continues after the race.
 
     Raises
     ------
@@ -192,7 +192,7 @@ class Race:
         self._own_seconds.append(self._own.step())
 
     def row(self, plain_peak_bytes: int | None) -> dict[str, Any]:
-        """End the race; every figure. `plain_peak_bytes` None: this is plain itself, beside itself."""
+        """End the race and return all figures. `plain_peak_bytes` None: the contestant is plain itself."""
         with self._own:
             figures = self._own.finish()
             # Both train the same batches; plain has trained at least those of its first steps.
@@ -222,12 +222,12 @@ class Race:
         }
 
     def close(self) -> None:
-        """End the contestant's run; plain's goes on."""
+        """End the contestant's run; the plain run continues."""
         self._own.close()
 
 
 def wrong(row: dict[str, Any]) -> bool:
-    """Whether a contestant that must compute plain's bits did not."""
+    """Whether a contestant that must have the same bits as plain has other ones."""
     return bool(row.get("equal_expected")) and not (row["equal_losses"] and row["equal_gradients"])
 
 
@@ -238,7 +238,7 @@ def setting_of(family: str, size: str) -> Setting:
 
 
 class Meeting:
-    """One network's race: a plain run that all contestants step in turn with, and plain's memory, told by the first.
+    """The races of one network: all contestants run in turn with one plain run. The first race gives plain's memory.
 
     A context manager. `race` returns a row, or one with "inapplicable" or "error" in it.
     """
@@ -248,11 +248,11 @@ class Meeting:
         self.rounds = rounds
         self.plain_peak_bytes: int | None = None
         self._deadline = time.monotonic() + seconds_max
-        self._longest = 0.0  # of the contestants so far: one that would not end in time does not begin
+        self._longest = 0.0  # longest race so far; a race that would not end in time is not started
         self._plain = Runner(setting, PLAIN, seconds_max=seconds_max + RUN_SECONDS_MAX)
 
     def race(self, contestant: Contestant) -> dict[str, Any]:
-        """Race one contestant; plain first of all."""
+        """Race one contestant. The first one must be plain."""
         about = {"family": self.setting.family, "name": contestant.name, "ours": contestant.is_ours}
         begin = time.monotonic()
         if begin + self._longest > self._deadline:
@@ -291,7 +291,7 @@ class Meeting:
 def rows_of(
     setting: Setting, chosen: Sequence[Contestant], rounds: int, seconds_max: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contestant; one with "error" in it where not even plain runs."""
+    """Yield a row for each contestant; a row with "error" if plain itself fails."""
     try:
         meeting = Meeting(setting, rounds, seconds_max)
     except RuntimeError as error:
@@ -303,7 +303,7 @@ def rows_of(
 
 
 def line(row: dict[str, Any]) -> str:
-    """Say a row in one line."""
+    """Return a row as one line of text."""
     begin = f"{row['family']:<7} {row['name']:<34} "
     for word in ("inapplicable", "error"):
         if word in row:
@@ -316,7 +316,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Race them; 1 where one failed or computed other bits than it must."""
+    """Race the contestants. Return 1 if one failed or computed wrong bits."""
     parser = argparse.ArgumentParser(prog="race.py", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="rewritten after every row")
     parser.add_argument("--family", action="append", choices=sorted(models.FAMILIES), help="again for several (all)")

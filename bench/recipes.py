@@ -1,6 +1,6 @@
-"""Recipes for traces that tell none, estimated from the order of their kernels.
+"""Estimates recipes for traces without recipes, from the order of their kernels.
 
-Beside the data path: `planner_table.py` plans recomputation with them. A recorder writes what it has proven instead.
+`planner_table.py` plans recomputation with them. At run time a trial step finds the recipes instead.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Steps that recompute beside steps that swap alone and plain ones, over a throttled link, on the CPU.
+"""Compares steps with recomputation, swap-only steps and plain steps on the CPU, with a throttled link.
 
     python bench/recomputation.py --json bench/results/recomputation-cpu-DATE.json
 
-Beside the data path. Each row has a process of its own, in which a plain copy of one network, one that swaps alone and
-one that may recompute train the same batches in turn, A B C A B C, within a limit a tenth of the way above the least
-that swapping can keep. `OFFLOAD_THROTTLE` slows the link. Times are of forward and backward.
+Each row runs in a separate process, in which three copies of one network train the same batches in turn, A B C A B C:
+a plain one, one that only swaps, and one that may recompute. The limit is the smallest one possible with swapping, plus
+a tenth of the difference to the plain peak. `OFFLOAD_THROTTLE` slows the link. Times are those of forward and backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Results of one part of a suite, on disk as they come, so that a part cut short has not run in vain.
-
-Beside the data path.
-"""
+"""Writes the results of one part of a suite as they come, so that a part that is stopped early keeps its results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Result files of every kind as tables: what stands beside what, and where a peer is better.
+"""Converts result files of every kind to tables, and marks where an alternative is better than offload.
 
-Beside the data path: `report.py` shows what this module reads. Needs no torch.
+`report.py` shows these tables. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What simulated.py found as tables: one for each card, in virtual time.
 
-Beside the data path: `result_tables.py` reads every kind of result, and this one here. Needs no torch.
+`result_tables.py` reads every kind of result, and uses this module for the simulated ones. It needs no torch.
 """
 
 from __future__ import annotations

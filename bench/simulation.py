@@ -1,12 +1,13 @@
-"""Training steps on the simulated accelerator, in virtual time: cards, networks made small, one contestant's run.
+"""Training steps on the simulated accelerator, in virtual time: cards, scaled-down networks, one contestant's run.
 
-Beside the data path. Nothing here has met a GPU: durations are computed from what is queued, see tests/twin/clock.h.
+No GPU is used: durations are computed from the queued work, see tests/twin/clock.h.
 
-What stands for what. A network k times as wide, over k times as many positions (samples, or tokens of a sequence),
-takes k³ times the FLOPs in matrix products and convolutions and k² times the bytes, of activations and of weights
-alike. An element here has four bytes and stands for one of two. So with FLOP/s divided by k³ and every rate of bytes
-by k²/2, each kernel and each copy takes as long as the large one does on the card; launches and latencies stay.
-What the engine holds to in bytes does not shrink with it: blocks below 1 MiB, k²/2 MiB of the large one, are joined.
+Scaling. A network that is k times as wide, with k times as many positions (samples, or tokens of a sequence), needs k³
+times the FLOPs in matrix products and convolutions, and k² times the bytes of activations and weights. An element has
+four bytes here and represents one of two bytes. So the simulated card has 1/k³ of the FLOP/s and 2/k² of every byte
+rate: each kernel and each copy takes as long as that of the large network on the real card. Launch times and latencies
+are not scaled. The engine's thresholds in bytes are not scaled either: blocks below 1 MiB are joined, which is k²/2 MiB
+in the large network.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import models
 import torch
-from contestants import Inapplicable, installed
+from contestants import Inapplicable, checkpointed, installed, selectively
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from training import gradient_hash
@@ -152,9 +153,11 @@ class Way:
 
 
 PLAIN, SAVE_ON_CPU, TRL = Way("plain", "plain"), Way("save_on_cpu, pinned", "save_on_cpu"), Way("TRL", "trl")
+CHECKPOINT, SELECTIVE = Way("checkpoint per block", "checkpoint"), Way("selective checkpointing", "selective")
+CHECKPOINTING = {"checkpoint": checkpointed, "selective": selectively}
 ALL, BY_DEFAULT, LEAST = Way("offload, n_tensors −1, lb 4"), Way("offload, default"), Way("offload, least memory")
 LIMITED = tuple(Way(f"offload, {share:.0%} of plain", share=share) for share in (0.8, 0.6, 0.4))
-WAYS = (PLAIN, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
+WAYS = (PLAIN, CHECKPOINT, SELECTIVE, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
 WAYS_QUICK = (PLAIN, SAVE_ON_CPU, TRL, ALL, LIMITED[1])
 
 
@@ -218,6 +221,8 @@ class Run:
             least = max(int(MIN_TRL_BYTES / scale), 1)
             manager = get_act_offloading_ctx_manager(self.model, min_offload_size=least, warn_if_no_head=False)
             self.around = lambda: manager
+        elif way.kind in CHECKPOINTING:
+            CHECKPOINTING[way.kind](self.model, "sim", self.step)
         elif way is ALL:
             self.enable(n_tensors=-1, lb=4)
         elif way is LEAST:
@@ -328,6 +333,8 @@ def _ours(run: Run) -> dict[str, Any]:
             "bound_seconds": plan.bound_seconds,
             "predicted_waits_seconds": plan.step_seconds - plan.compute_seconds,
             "swaps": len(plan.swaps),
+            "recomputes": len(plan.recomputes),
+            "recompute_seconds": plan.recompute_seconds,
         }
     return found
 
@@ -344,7 +351,9 @@ def rows_of(network: Network, card: Card, ways: tuple[Way, ...], host_factor: fl
         try:
             with virtual_time.on(figures):
                 found = figures_of(way, network, plain)
-        except (InfeasibleLimitError, Inapplicable) as error:
+        except (InfeasibleLimitError, Inapplicable, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and way.kind not in CHECKPOINTING:  # torch refuses some cells
+                raise
             yield {**about, "inapplicable": str(error).splitlines()[0]}
             continue
         plain = plain or found

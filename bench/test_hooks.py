@@ -1,6 +1,9 @@
 """Control-path cost per saved tensor: kept, swapped, duplicate, view; beside hooks that do nothing.
 
-    pytest bench/test_hooks.py --benchmark-only
+    offload run -- pytest bench/test_hooks.py --benchmark-only
+
+Under `offload run --`: with plain glibc, which gives a step's memory back to the kernel, a swapped tensor takes 70 to
+90 µs (hook_rig.py says why).
 
 A benchmark's own time is a whole step of the engine's contestant, waiting for copies included. The
 figures per tensor, without that waiting, are in extra_info, in microseconds.

@@ -1,6 +1,6 @@
-"""One contestant's training run in this process, step by step: its time, its memory, the bits of its gradients.
+"""Runs one contestant's training in this process and measures each step: time, memory, the bits of the gradients.
 
-Beside the data path: what the CPU's worker processes and the GPU suite's parts have in common.
+The worker processes of the CPU benchmarks and the parts of the GPU suite use it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from offload.demo.memory import MemoryMeter
 from offload.devices import allocator
 
-STEPS_TO_WARM_UP = 2  # recorded, and following what was recorded
-STEPS_TO_SETTLE = 3  # the first is recorded, the pool pins or the file grows in it
-STEPS_TO_SETTLE_PLANNED = 6  # each may be planned anew after it, five times at most
+STEPS_TO_WARM_UP = 2  # the first is recorded, the second follows the schedule
+STEPS_TO_SETTLE = 3  # the first is recorded, and in it memory is pinned or the file grows
+STEPS_TO_SETTLE_PLANNED = 6  # a new plan may follow each, at most five
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and where; the same for every contestant."""
+    """The model, its sizes and the device; the same for every contestant."""
 
     family: str
     size: models.Size
@@ -40,13 +40,13 @@ class Setting:
     min_tensor_bytes: int | None = None  # None: the engine's own default
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step took and gave."""
+    """Time and results of one step."""
 
     seconds: float
     loss: str  # as float.hex
@@ -54,7 +54,7 @@ class Step:
 
 
 def steps_to_settle(contestant: Contestant) -> int:
-    """How many first steps are not timed."""
+    """Return the number of first steps that are not timed."""
     return STEPS_TO_SETTLE_PLANNED if contestant.is_planned else STEPS_TO_SETTLE
 
 
@@ -78,7 +78,7 @@ def same_bits(device: str) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    # Deterministic mode would also fill every fresh tensor, which no training run pays.
+    # Deterministic mode would also fill every new tensor, which normal training does not do.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -87,7 +87,7 @@ def same_bits(device: str) -> Iterator[None]:
 
 
 class Trainer:
-    """A model, its optimizer and one contestant's way to train it.
+    """A model, its optimizer and the contestant that trains it.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class Trainer:
             setting.family, setting.size, seed=setting.seed, device=setting.device, dtype=self._dtype
         )
         self._optimizer = torch.optim.AdamW(self._owner.parameters(), lr=1e-4, fused=True)
-        for parameter in self._owner.parameters():  # what a run holds between steps is none of a step's growth
+        for parameter in self._owner.parameters():  # memory held between steps is not growth of a step
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=setting.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -114,7 +114,7 @@ class Trainer:
         self._stall_before = 0.0
         self._settled = 0
         self._meter: MemoryMeter | None = None
-        # Before a contestant looks at a step of its own: what malloc then keeps would count as there already.
+        # Before a contestant runs a step: memory that malloc keeps after it would count as the initial memory.
         self.baseline_bytes = self._begin()
         try:
             self._prepared: Prepared = contestants.prepare(
@@ -125,7 +125,7 @@ class Trainer:
             raise
 
     def _begin(self) -> int:
-        """Begin to measure memory; the bytes there are now, which every growth is over."""
+        """Start measuring memory; return the bytes in use now, from which growth is counted."""
         gc.collect()
         if self.setting.device == "cuda":
             torch.cuda.synchronize()
@@ -136,7 +136,7 @@ class Trainer:
         return self._meter.baseline_bytes
 
     def settle(self, count: int | None = None) -> list[Step]:
-        """Run the first steps, which may differ from those that follow, and forget a GPU's peaks until here."""
+        """Run the first steps, which may differ from the later ones, and reset a GPU's peaks."""
         steps = [self.step() for _ in range(count or steps_to_settle(self.contestant))]
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ class Trainer:
         return Step(seconds, float(loss.item()).hex(), gradient_hash(self._owner) if hashes else "")
 
     def figures(self) -> dict[str, Any]:
-        """Memory, disk and stalls so far; ends the measuring."""
+        """End the measurement and return memory, disk use and stalls."""
         report = self._report()
         disk = self._prepared.disk
         stalled = report.get("stall_seconds")
@@ -221,7 +221,7 @@ class Trainer:
         return {} if handle is None else dict(handle.report().to_dict())
 
     def _probe(self) -> None:
-        """Run a step that changes nothing: the optimizer, whose state counts as memory too, meets no gradient."""
+        """Run a step that changes nothing: the optimizer steps without gradients."""
         setting = self.setting
         x, y = models.batch_of(
             setting.family, setting.size, seed=setting.seed, step=0, device=setting.device, dtype=self._dtype
@@ -236,7 +236,7 @@ class Trainer:
 
 
 def warm_up(setting: Setting, contestant: Contestant) -> None:
-    """Train a tiny model in the same way, so that loading code counts as nobody's memory.
+    """Train a tiny model in the same way, so that the memory of loaded code is not counted.
 
     Raises
     ------

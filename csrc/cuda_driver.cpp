@@ -1,4 +1,4 @@
-// The GPU's provider of the driver table: every call to CUDA but those that open it (cuda_library.cpp) is made here.
+// The driver table for GPUs. All CUDA calls are made here, except those that load the library (cuda_library.cpp).
 
 #include <algorithm>
 #include <atomic>
@@ -35,7 +35,7 @@ size_t bytes_to_chunk_end(const void* host) {
   return kRegisterChunkBytes - reinterpret_cast<uintptr_t>(host) % kRegisterChunkBytes;
 }
 
-// The context is current while this lives, and the caller's own is current again afterwards, on error paths as well.
+// Makes the context current during its lifetime, and restores the caller's context afterwards, also after errors.
 class ContextScope {
  public:
   ContextScope(const Api& api, cuda::ContextHandle context) : api_(api) {
@@ -53,7 +53,7 @@ class ContextScope {
 };
 
 cuda::StreamHandle stream_handle(Stream stream) {
-  // The framework's default stream is handle 0, which a build with per-thread default streams would read differently.
+  // The framework's default stream is handle 0, which has another meaning in builds with per-thread default streams.
   if (stream == nullptr) return reinterpret_cast<cuda::StreamHandle>(uintptr_t{cuda::kStreamLegacy});
   return static_cast<cuda::StreamHandle>(stream);
 }
@@ -62,7 +62,7 @@ cuda::EventHandle event_handle(Event event) { return static_cast<cuda::EventHand
 
 cuda::DeviceAddress device_address(const void* device) { return reinterpret_cast<uintptr_t>(device); }
 
-// The destructor gives nothing back, on purpose: the last owner may go while the process exits, when libcuda has shut
+// The destructor releases nothing, on purpose: the last owner may be destroyed at process exit, when libcuda has shut
 // down already or other threads are still inside it. The system reclaims contexts, streams and pinned pages anyway.
 class CudaDriver final : public Driver {
  public:
@@ -215,12 +215,12 @@ class CudaDriver final : public Driver {
   }
 
  private:
-  // Asked before any lock is taken: a lock that another thread held at the fork is never released in the child.
+  // Checked before any lock is taken: a lock that another thread held at the fork is never released in the child.
   void require_same_process(const char* call_name) const {
     if (in_forked_child()) throw DriverError(call_name, cuda::kNotInitialized, cuda::kForkRemedy);
   }
 
-  // Retained at the first call that needs it: a driver that is only asked for its name costs no device memory.
+  // Retained at the first call that needs it: reading only the driver's name needs no device memory.
   cuda::ContextHandle context() {
     cuda::ContextHandle context = context_.load(std::memory_order_acquire);
     if (context != nullptr) return context;
@@ -233,11 +233,11 @@ class CudaDriver final : public Driver {
     return context;
   }
 
-  // False where the driver has no such call, or not for this device: then nothing has been queued.
+  // False: the driver does not have this call, or not for this device; nothing has been queued.
   template <typename HostBytes>
   bool try_batch(const Copy* copies, size_t count, Stream stream, HostBytes bytes_to_end) {
     require_same_process(api_.cuMemcpyBatchAsync.name);
-    // The legacy default stream is refused by the call.
+    // The call does not accept the legacy default stream.
     if (api_.cuMemcpyBatchAsync.function == nullptr || batch_unsupported_ || stream == nullptr) return false;
     std::vector<cuda::DeviceAddress> targets, sources;
     std::vector<size_t> sizes;
@@ -275,7 +275,7 @@ class CudaDriver final : public Driver {
     check(api_, entry, attempt(entry, arguments...));
   }
 
-  // For destroying things: what cannot be given back any more (a dead context, a forked child) is leaked.
+  // For destroying objects: what cannot be released any more (lost context, forked child) is leaked.
   template <typename Signature, typename... Arguments>
   bool call_noexcept(const Entry<Signature>& entry, Arguments... arguments) noexcept {
     try {

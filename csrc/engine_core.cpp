@@ -20,14 +20,14 @@ PyTypeObject* engine_type = nullptr;
 
 EngineCore* as_engine(PyObject* object) { return reinterpret_cast<EngineCore*>(object); }
 
-// Null, and a Python error, where __init__ has not run.
+// Null: a Python error (__init__ has not run).
 Books* books_of(PyObject* self) {
   Books* const books = as_engine(self)->books.get();
   if (books == nullptr) PyErr_SetString(PyExc_RuntimeError, "EngineCore.__init__ was not called");
   return books;
 }
 
-// -- finding ----------------------------------------------------------------------------------------------------------
+// -- look -------------------------------------------------------------------------------------------------------------
 
 // Bytes from the first to the last element; −1: a Python error.
 int64_t span_of(PyObject* tensor, int64_t itemsize) {
@@ -55,15 +55,11 @@ bool narrow(PyObject* tensor, SavedKey* key) {
 
 PyObject* look(Books& books, PyObject* tensor, int64_t nbytes) {
   SavedKey key{};
-  const int found = find_key(tensor, nbytes, &key);
+  PyObject* known = nullptr;
+  const int found = find_saved(books, tensor, nbytes, &key, &known);
   if (found < 0) return nullptr;
   if (found == 0) return PyTuple_Pack(2, Py_None, Py_None);
-  auto known = books.live.find(key);
-  if (known == books.live.end() && 2 * nbytes < key.nbytes) {
-    if (!narrow(tensor, &key)) return nullptr;
-    known = books.live.find(key);
-  }
-  const Owned saved = shared(known == books.live.end() ? Py_None : known->second);
+  const Owned saved = shared(known != nullptr ? known : Py_None);
   const Owned tuple(to_tuple(key));
   return tuple ? PyTuple_Pack(2, tuple.get(), saved.get()) : nullptr;
 }
@@ -79,7 +75,7 @@ PyObject* engine_look(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return PyErr_Occurred() ? nullptr : look(*books, args[0], nbytes);
 }
 
-// -- swapping out -----------------------------------------------------------------------------------------------------
+// -- swap_out ---------------------------------------------------------------------------------------------------------
 
 bool read_key(PyObject* tuple, SavedKey* key) {
   int64_t* const parts[] = {&key->owner, &key->version, &key->begin, &key->nbytes, &key->storage};
@@ -91,7 +87,7 @@ bool read_key(PyObject* tuple, SavedKey* key) {
   return !PyErr_Occurred();
 }
 
-// What the copy-out needs, found before it begins: Python code may run here, and anything may fail.
+// Collects what the copy-out needs before it starts: here Python code may run, and anything may fail.
 bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* saved) {
   SwappedState& state = swapped(saved);
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
@@ -102,7 +98,7 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* sa
   if (PyErr_Occurred()) return false;
   auto copy_out = std::make_shared<CopyOut>();
   if (!current_stream(*books, &copy_out->stream)) return false;
-  // Nothing where the block is this stream's own; a block of another stream must outlive what reads it here.
+  // record_stream: no effect on a block of this stream; a block of another stream must live until the copy has read it.
   if (books->record_use && !OFFLOAD_BROKEN("record_stream on sources") &&
       !Owned(PyObject_CallFunctionObjArgs(books->record_use.get(), tensor, nullptr)))
     return false;
@@ -111,7 +107,7 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* sa
   if (!owner) return false;
   state.owner = Owned(PyObject_CallFunctionObjArgs(tensors.weak_reference, owner.get(), nullptr));
   const Owned dtype(state.owner ? get(tensors.dtype, tensor) : nullptr);
-  // Made now: where the copy has ended, nothing may fail.
+  // Created now, because nothing may fail when the copy has ended.
   if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;
   copy_out->nbytes = state.key.nbytes;
   copy_out->saved = saved;
@@ -126,12 +122,12 @@ void start_copy(const Books& books, PyObject* saved, uint64_t need, Ticket* tick
     *ticket = books.store->swap_out(reinterpret_cast<const void*>(state.source_address),
                                     static_cast<size_t>(state.key.nbytes), state.copy_out->stream, need);
   } catch (const abi::__forced_unwind&) {
-    Py_INCREF(saved);  // the interpreter is gone, and the copy is not: it keeps its source for good
+    Py_INCREF(saved);  // the interpreter is shutting down, but the copy still runs: its source is never freed
     throw;
   }
 }
 
-// No Python code runs between the copy's begin and the entry that holds its source.
+// No Python code runs between the start of the copy and the entry that holds its source.
 void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   SwappedState& state = swapped(saved);
   const auto ticket = std::make_shared<Ticket>();
@@ -139,7 +135,7 @@ void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   try {
     books.live[state.key] = saved;
     books.copies_out.push_back(state.copy_out);
-  } catch (...) {  // no memory to note it in: nobody else waits for the copy before the source goes
+  } catch (...) {  // no memory for the entry: wait for the copy here, before the source is freed
     const GilRelease release;
     if (!ticket->cancel()) ticket->wait_out(state.copy_out->stream);
     throw;
@@ -152,21 +148,10 @@ void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   if (OFFLOAD_BROKEN("source is held until its copy ends")) state.copy_out->source = Owned();
 }
 
-PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need) {
-  if (!collect(*books)) return nullptr;
-  Owned saved(make_swapped_storage(books));
-  if (!saved) return nullptr;
-  SwappedState& state = swapped(saved.get());
-  state.key = key;
-  if (!prepare(books, tensor, saved.get())) return nullptr;
-  begin_copy_out(*books, saved.get(), need);
-  return saved.release();
-}
-
 PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (books_of(self) == nullptr) return nullptr;
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "swap_out takes a tensor, a key of look, and how late it is needed");
+    PyErr_SetString(PyExc_TypeError, "swap_out takes a tensor, a key of look, and its spill priority");
     return nullptr;
   }
   SavedKey key{};
@@ -179,7 +164,7 @@ PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t coun
   return saved;
 }
 
-// -- the books --------------------------------------------------------------------------------------------------------
+// -- methods and attributes that use the books ------------------------------------------------------------------------
 
 template <bool (*function)(Books&)>
 PyObject* on_books(PyObject* self, PyObject*) {
@@ -309,13 +294,13 @@ PyCFunction fast(Function* function) {
 
 PyMethodDef engine_methods[] = {
     {"look", fast(engine_look), METH_FASTCALL,
-     "look(tensor, nbytes): (key, what has its bytes already or None), or (None, None)."},
+     "look(tensor, nbytes): (key, its SwappedStorage or None); (None, None) if it cannot be swapped."},
     {"swap_out", fast(engine_swap_out), METH_FASTCALL, "swap_out(tensor, key, need): start the copy-out."},
-    {"collect", on_books<collect>, METH_NOARGS, "collect(): free what no copy touches any more; waits for nothing."},
+    {"collect", on_books<collect>, METH_NOARGS, "collect(): free what no copy uses any more, without waiting."},
     {"limit_in_flight", on_books<limit_in_flight>, METH_NOARGS,
-     "limit_in_flight(): wait until the sources that are still held for their copy are few enough."},
-    {"drain", on_books<drain>, METH_NOARGS, "drain(): wait until every copy has ended, and let go of what they held."},
-    {"live_storages", engine_live, METH_NOARGS, "live_storages(): those whose graph is alive."},
+     "limit_in_flight(): wait until at most in_flight_bytes_max bytes of sources are held."},
+    {"drain", on_books<drain>, METH_NOARGS, "drain(): wait for all copies, and free their sources and targets."},
+    {"live_storages", engine_live, METH_NOARGS, "live_storages(): the swapped storages whose graph is alive."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef engine_attributes[] = {
@@ -332,9 +317,38 @@ PyGetSetDef engine_attributes[] = {
 
 }  // namespace
 
+int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedKey* key, PyObject** known) {
+  const int found = find_key(tensor, nbytes, key);
+  if (found <= 0) return found;
+  auto entry = books.live.find(*key);
+  if (entry == books.live.end() && 2 * nbytes < key->nbytes) {
+    if (!narrow(tensor, key)) return -1;
+    entry = books.live.find(*key);
+  }
+  *known = entry == books.live.end() ? nullptr : entry->second;
+  return 1;
+}
+
+PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need) {
+  if (!collect(*books)) return nullptr;
+  Owned saved(make_swapped_storage(books));
+  if (!saved) return nullptr;
+  SwappedState& state = swapped(saved.get());
+  state.key = key;
+  if (!prepare(books, tensor, saved.get())) return nullptr;
+  begin_copy_out(*books, saved.get(), need);
+  return saved.release();
+}
+
+std::shared_ptr<Books> books_of_engine(PyObject* engine) {
+  if (PyObject_TypeCheck(engine, engine_type)) return books_of(engine) != nullptr ? as_engine(engine)->books : nullptr;
+  PyErr_SetString(PyExc_TypeError, "an EngineCore is wanted");
+  return nullptr;
+}
+
 int is_quiet(PyObject* engine) {
   if (!PyObject_TypeCheck(engine, engine_type)) {
-    PyErr_SetString(PyExc_TypeError, "an EngineCore is wanted");
+    PyErr_SetString(PyExc_TypeError, "expected an EngineCore");
     return -1;
   }
   const Books* const books = books_of(engine);
@@ -342,7 +356,7 @@ int is_quiet(PyObject* engine) {
 }
 
 bool add_engine_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("What every swapped tensor passes of an engine.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Base class of Engine: look, swap_out, collect.")},
                                 {Py_tp_methods, engine_methods},
                                 {Py_tp_getset, engine_attributes},
                                 {Py_tp_new, slot(engine_new)},

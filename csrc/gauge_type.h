@@ -1,4 +1,4 @@
-// `Gauge` as a Python type: swapping one tensor counts six times, so that a call must parse nothing.
+// `Gauge` as a Python type. Swapping one tensor changes gauges six times, so its methods parse no arguments.
 //
 // Callers hold the GIL.
 #pragma once
@@ -10,10 +10,10 @@
 
 namespace offload {
 
-// Makes the type Gauge. Returns false and leaves a Python error where it cannot.
+// Creates the type Gauge. False: a Python error.
 bool add_gauge_type(PyObject* module);
-// The gauge of a Python object, which it keeps alive; null, and a Python error, where it is no Gauge. The last holder
-// lets go of it with the GIL held.
+// The gauge of a Python object; keeps the object alive. Null: a Python error (not a Gauge). The last reference must be
+// released with the GIL held.
 std::shared_ptr<Gauge> gauge_of(PyObject* object);
 
 }  // namespace offload

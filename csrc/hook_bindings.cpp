@@ -1,4 +1,4 @@
-// The Python face of what hooks share with C++: counts, the compiled schedule, and where a step is in it.
+// Python bindings of what the hooks share with C++: counts, the compiled schedule, and the position of a step in it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,6 +12,8 @@
 #include "hook_core.h"
 #include "schedule_cursor.h"
 #include "saved_identity.h"
+#include "state_watch.h"
+#include "step_copies.h"
 #include "swapped_storage.h"
 #include "swapped_view.h"
 
@@ -23,7 +25,7 @@ std::shared_ptr<Count> count_of(PyObject* object) {
   try {
     return py::cast<std::shared_ptr<Count>>(py::handle(object));
   } catch (const py::cast_error&) {
-    PyErr_SetString(PyExc_TypeError, "counts are of Count objects");
+    PyErr_SetString(PyExc_TypeError, "expected a Count");
     return nullptr;
   }
 }
@@ -109,7 +111,18 @@ void register_step(py::module_& module) {
       .def("begin_node", [](PackTable& table, size_t index, int64_t node) { table.at(index).node_after = node; })
       .def("weigh", [](PackTable& table, size_t index, int64_t node) { table.at(index).weighed = node; })
       .def("watch", [](PackTable& table, size_t index, int64_t node) { table.at(index).watched = node; })
-      .def("swap", [](PackTable& table, size_t index) { table.at(index).is_swapped = true; });
+      .def("swap", [](PackTable& table, size_t index) { table.at(index).is_swapped = true; })
+      .def("swap_out",
+           [](PackTable& table, size_t index, int64_t nbytes, uint64_t need) {
+             table.at(index).swapped_bytes = nbytes;
+             table.at(index).need = need;
+           })
+      .def("show_again", [](PackTable& table, size_t index, int64_t first) { table.at(index).first = first; })
+      .def("release",
+           [](PackTable& table, int64_t node, int64_t index) { table.releases.push_back({node, -1, index}); })
+      .def("prefetch", [](PackTable& table, int64_t node, int64_t use, int64_t index) {
+        table.prefetches.push_back({node, use, index});
+      });
   py::class_<NodeClock, std::shared_ptr<NodeClock>>(module, "NodeClock")
       .def(py::init<>())
       .def("begin", &NodeClock::begin)
@@ -144,6 +157,38 @@ void register_step(py::module_& module) {
       .def_readwrite("next_due", &ScheduleCursor::next_due)
       .def_readwrite("is_on_schedule", &ScheduleCursor::is_on_schedule)
       .def_readwrite("decides", &ScheduleCursor::decides);
+  py::class_<StepCopies, std::shared_ptr<StepCopies>>(module, "StepCopies")
+      .def(py::init([](std::shared_ptr<ScheduleCursor> cursor, py::handle prefetched, py::handle without_memory) {
+             auto begun = gauge_of(prefetched.ptr());
+             auto failed = begun != nullptr ? gauge_of(without_memory.ptr()) : nullptr;
+             if (failed == nullptr) throw py::error_already_set();
+             return std::make_shared<StepCopies>(std::move(cursor), std::move(begun), std::move(failed));
+           }),
+           py::arg("cursor"), py::arg("prefetched"), py::arg("without_memory"))
+      .def("add",
+           [](StepCopies& copies, int64_t index, py::handle storage, py::handle tensor) {
+             if (!copies.add(index, storage.ptr(), tensor.ptr())) throw py::error_already_set();
+           })
+      .def("find_held",
+           [](StepCopies& copies) {
+             std::set<int64_t> held;
+             if (!copies.find_held(&held)) throw py::error_already_set();
+             return held;
+           })
+      .def("find",
+           [](const StepCopies& copies, int64_t index) {
+             Owned found = copies.find(index);
+             return found ? py::reinterpret_steal<py::object>(found.release()) : py::object(py::none());
+           })
+      .def("act",
+           [](StepCopies& copies, int64_t node) {
+             if (!copies.act(node)) throw py::error_already_set();
+           })
+      .def("rewind", &StepCopies::rewind)
+      .def_readwrite("caps_in_flight", &StepCopies::caps_in_flight)
+      .def_readwrite("finds_held", &StepCopies::finds_held)
+      .def_readonly("missed", &StepCopies::missed)
+      .def("miss", [](StepCopies& copies, int64_t index) { copies.missed.insert(index); });
 }
 
 py::object shared(const py::kwargs& given, const char* name) {
@@ -166,9 +211,11 @@ void set_tensor_interface(const py::kwargs& given) {
       {&found.layout, "layout"},     {&found.is_nested, "is_nested"}, {&found.nbytes, "nbytes"},
       {&found.base, "base"},         {&found.version, "version"},     {&found.is_leaf, "is_leaf"},
       {&found.data, "data"},         {&found.dtype, "dtype"},         {&found.itemsize, "itemsize"},
-      {&found.shape, "shape"},       {&found.identity, "identity"},   {&found.storage_identity, "storage_identity"}};
+      {&found.shape, "shape"},       {&found.identity, "identity"},   {&found.storage_identity, "storage_identity"},
+      {&found.device, "device"},     {&found.gradient, "gradient"},   {&found.requires_grad, "requires_grad"}};
   const std::pair<PyObject**, const char*> objects[] = {{&found.tensor_type, "tensor_type"},
                                                         {&found.parameter_type, "parameter_type"},
+                                                        {&found.out_of_memory, "out_of_memory"},
                                                         {&found.strided, "strided"},
                                                         {&found.is_view, "is_view"},
                                                         {&found.detach, "detach"},
@@ -185,6 +232,9 @@ void set_tensor_interface(const py::kwargs& given) {
                                                         {&found.storage_nbytes, "storage_nbytes"},
                                                         {&found.storage_address, "storage_address"},
                                                         {&found.storage_of_buffer, "storage_of_buffer"},
+                                                        {&found.watch_storage, "watch_storage"},
+                                                        {&found.storage_is_gone, "storage_is_gone"},
+                                                        {&found.unwatch_storage, "unwatch_storage"},
                                                         {&found.empty, "empty"},
                                                         {&found.raise_changed, "raise_changed"}};
   for (const auto& [place, name] : descriptors) *place = descriptor(given, name);
@@ -207,7 +257,8 @@ const dlpack::ExchangeApi* api_of(const py::object& capsule) {
 void register_hooks(py::module_& module) {
   PyObject* const target = module.ptr();
   if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_engine_type(target) ||
-      !add_swapped_storage_type(target) || !add_swapped_view_type(target) || !add_identity_functions(target))
+      !add_swapped_storage_type(target) || !add_swapped_view_type(target) || !add_identity_functions(target) ||
+      !add_state_watch_type(target))
     throw py::error_already_set();
   register_counts(module);
   register_step(module);
@@ -218,8 +269,11 @@ void register_hooks(py::module_& module) {
   });
   module.def(
       "follow",
-      [](py::handle core, py::handle observer, std::shared_ptr<ScheduleCursor> cursor, py::handle reason) {
-        if (!follow(core.ptr(), observer.ptr(), std::move(cursor), reason.ptr())) throw py::error_already_set();
+      [](py::handle core, py::handle observer, std::shared_ptr<ScheduleCursor> cursor, py::handle reason,
+         std::shared_ptr<StepCopies> copies, py::handle held) {
+        if (!follow(core.ptr(), observer.ptr(), std::move(cursor), reason.ptr(), std::move(copies), held.ptr()))
+          throw py::error_already_set();
       },
-      py::arg("core"), py::arg("observer"), py::arg("cursor").none(true), py::arg("reason"));
+      py::arg("core"), py::arg("observer"), py::arg("cursor").none(true), py::arg("reason"),
+      py::arg("copies") = nullptr, py::arg("held") = py::none());
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine_core.h"
+#include "swap_hooks.h"
 
 namespace offload {
 namespace {
@@ -16,12 +17,13 @@ struct HookCore {
   PyObject_HEAD
   PyObject* counts;    // reason → Count
   PyObject* engine;    // an EngineCore
-  PyObject* observer;  // null: nobody
-  PyObject* reason;    // why the schedule keeps a tensor; null without a cursor
+  PyObject* observer;  // may be null
+  PyObject* reason;    // why the schedule keeps tensors; null without a cursor
   int64_t min_nbytes;
   int64_t packs;
   std::shared_ptr<ScheduleCursor> cursor;
   CachedCount small, parameter, planned;
+  std::unique_ptr<SwapHooks> swaps;  // null: Python decides what swaps
 };
 
 PyTypeObject* core_type = nullptr;
@@ -33,7 +35,7 @@ struct Names {
 
 HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
 
-// The tensor of a record, after autograd's own check that nobody wrote to it.
+// Returns the tensor of a record after autograd's check that it was not changed in place.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
   if (kept->tensor == nullptr) {
@@ -52,16 +54,16 @@ PyObject* checked(PyObject* core, PyObject* packed) {
   return kept->tensor;
 }
 
-// Whether __init__ has run, and what is asked of tensors is known. False: a Python error.
+// Whether __init__ has run and the tensor interface is set. False: a Python error.
 bool is_ready(const HookCore* core) {
   if (core->counts != nullptr && tensors.tensor_type != nullptr) return true;
   PyErr_SetString(PyExc_RuntimeError, "HookCore.__init__ or set_tensor_interface was not called");
   return false;
 }
 
-// -- keeping ----------------------------------------------------------------------------------------------------------
+// -- keep -------------------------------------------------------------------------------------------------------------
 
-// Whether the unpack of this tensor is to be told; −1: a Python error.
+// Whether the unpack of this tensor must be reported; −1: a Python error.
 int is_watched(HookCore* core, int64_t index) {
   if (core->cursor != nullptr) return core->cursor->watches(index);
   if (core->observer == nullptr) return 0;
@@ -75,7 +77,7 @@ PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
   if (watched < 0) return nullptr;
   Owned version(get(tensors.version, tensor));
   if (!version) return nullptr;
-  // A leaf as it is: autograd too saves the tensor itself, and no history hangs on it.
+  // A leaf is not detached: autograd saves the leaf itself too, and it has no history.
   const int is_leaf = is_true(get(tensors.is_leaf, tensor));
   if (is_leaf < 0) return nullptr;
   if (is_leaf) Py_INCREF(tensor);
@@ -96,11 +98,11 @@ PyObject* keep(HookCore* core, PyObject* tensor, int64_t index, CachedCount& cac
   return record_of(core, tensor, index);
 }
 
-// keep(tensor, index, reason, nbytes): count a tensor that stays, and return what the graph node holds.
+// keep(tensor, index, reason, nbytes): count a kept tensor, and return the object that the graph node holds.
 PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (!is_ready(as_core(self))) return nullptr;
   if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the number of its pack, a reason and its bytes");
+    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the index of its pack, a reason and its bytes");
     return nullptr;
   }
   const int64_t index = PyLong_AsLongLong(args[1]);
@@ -110,7 +112,7 @@ PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return keep(as_core(self), args[0], index, found, args[2], nbytes);
 }
 
-// count(counted, nbytes): one more tensor.
+// count(counted, nbytes): count one tensor.
 PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2) {
     PyErr_SetString(PyExc_TypeError, "count takes a Count and bytes");
@@ -126,7 +128,7 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
-// Whether the engine knows tensors of this kind at all; −1: a Python error.
+// Whether the engine supports tensors of this kind; −1: a Python error.
 int is_plain(PyObject* tensor) {
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (type != tensors.tensor_type && type != tensors.parameter_type) return 0;
@@ -177,13 +179,21 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   const int parameter = is_parameter(tensor);
   if (parameter < 0) return nullptr;
   if (parameter) return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
+  if (core->swaps != nullptr) {
+    PyObject* const packed = pack_swapped(*core->swaps, tensor, index, nbytes);
+    if (packed != nullptr || PyErr_Occurred()) return packed;
+  }
   return ask(self, names.pack_candidate, tensor, index, nbytes);
 }
 
 PyObject* core_unpack(PyObject* self, PyObject* packed) {
   HookCore* const core = as_core(self);
   if (!is_ready(core)) return nullptr;
-  if (Py_TYPE(packed) != kept_type) return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
+  if (Py_TYPE(packed) != kept_type) {
+    PyObject* const tensor = core->swaps != nullptr ? unpack_swapped(*core->swaps, packed) : nullptr;
+    if (tensor != nullptr || PyErr_Occurred()) return tensor;
+    return PyObject_CallMethodObjArgs(self, names.unpack_swapped, packed, nullptr);
+  }
   const Py_ssize_t index = reinterpret_cast<KeptTensor*>(packed)->index;
   if (index >= 0) {
     const int quiet = core->cursor != nullptr ? is_quiet(core->engine) : 0;
@@ -200,7 +210,7 @@ PyObject* core_checked(PyObject* self, PyObject* packed) {
   return nullptr;
 }
 
-// Nothing of what is C++ below throws but for memory.
+// The C++ code below throws only std::bad_alloc.
 template <PyObject* (*entry)(PyObject*, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
   try {
@@ -211,13 +221,13 @@ PyObject* guarded(PyObject* self, PyObject* argument) {
 }
 
 PyMethodDef core_methods[] = {
-    {"pack", guarded<core_pack>, METH_O, "pack(tensor): what the graph node shall hold instead of it."},
-    {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): the tensor that pack was given, as it was."},
-    {"checked", core_checked, METH_O, "checked(kept): its tensor, unless somebody wrote to it."},
+    {"pack", guarded<core_pack>, METH_O, "pack(tensor): return the object that the graph node holds instead."},
+    {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): return the tensor that was packed."},
+    {"checked", core_checked, METH_O, "checked(kept): return its tensor; an error if it was changed in place."},
     {"count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_count)), METH_FASTCALL,
-     "count(counted, nbytes): one more tensor of so many bytes."},
+     "count(counted, nbytes): count one tensor."},
     {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_keep)), METH_FASTCALL,
-     "keep(tensor, index, reason, nbytes): count a tensor that stays; what the graph node shall hold."},
+     "keep(tensor, index, reason, nbytes): count a kept tensor; return what the graph node holds."},
     {nullptr, nullptr, 0, nullptr}};
 
 // -- HookCore ---------------------------------------------------------------------------------------------------------
@@ -230,6 +240,7 @@ PyObject* core_new(PyTypeObject* type, PyObject*, PyObject*) {
   new (&core->small) CachedCount();
   new (&core->parameter) CachedCount();
   new (&core->planned) CachedCount();
+  new (&core->swaps) std::unique_ptr<SwapHooks>();
   return self;
 }
 
@@ -261,7 +272,8 @@ int core_traverse(PyObject* self, visitproc visit, void* arg) {
 
 int core_clear(PyObject* self) {
   HookCore* const core = as_core(self);
-  Py_CLEAR(core->observer);  // nothing else that it holds refers back to it, and pack and unpack need the rest
+  core->swaps = nullptr;
+  Py_CLEAR(core->observer);  // the only member that refers back to it; pack and unpack need the others
   return 0;
 }
 
@@ -277,6 +289,7 @@ void core_dealloc(PyObject* self) {
   core->small.~CachedCount();
   core->parameter.~CachedCount();
   core->planned.~CachedCount();
+  core->swaps.~unique_ptr();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -301,7 +314,7 @@ bool intern_names() {
 }  // namespace
 
 bool add_hook_types(PyObject* module) {
-  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack of tensors that stay.")},
+  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack hooks of kept tensors.")},
                                      {Py_tp_methods, core_methods},
                                      {Py_tp_new, slot(core_new)},
                                      {Py_tp_init, slot(core_init)},
@@ -311,12 +324,31 @@ bool add_hook_types(PyObject* module) {
                                      {0, nullptr}};
   static PyType_Spec core_spec = {"offload._core.HookCore", sizeof(HookCore), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, core_slots};
-  if (!intern_names()) return false;
+  if (!intern_names() || !prepare_swap_hooks()) return false;
   core_type = add_type(module, "HookCore", core_spec);
   return core_type != nullptr;
 }
 
-bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason) {
+namespace {
+
+std::unique_ptr<SwapHooks> swap_hooks_of(HookCore* core, std::shared_ptr<StepCopies> copies, PyObject* held) {
+  auto hooks = std::make_unique<SwapHooks>();
+  const Owned swapped(PyObject_GetAttrString(core->counts, "swapped"));
+  const Owned duplicates(swapped ? PyObject_GetAttrString(core->counts, "duplicates") : nullptr);
+  if (!duplicates || (hooks->swapped = count_of(swapped.get())) == nullptr ||
+      (hooks->duplicates = count_of(duplicates.get())) == nullptr ||
+      (hooks->books = books_of_engine(core->engine)) == nullptr)
+    return nullptr;
+  hooks->copies = std::move(copies);
+  hooks->core = reinterpret_cast<PyObject*>(core);
+  hooks->held = shared(held);
+  return hooks;
+}
+
+}  // namespace
+
+bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> cursor, PyObject* reason,
+            std::shared_ptr<StepCopies> copies, PyObject* held) {
   if (!PyObject_TypeCheck(self, core_type)) {
     PyErr_SetString(PyExc_TypeError, "follow takes a HookCore");
     return false;
@@ -329,7 +361,10 @@ bool follow(PyObject* self, PyObject* observer, std::shared_ptr<ScheduleCursor> 
   core->planned.count = nullptr;
   core->cursor = std::move(cursor);
   core->packs = 0;
-  return true;
+  core->swaps = nullptr;
+  if (copies == nullptr) return true;
+  core->swaps = swap_hooks_of(core, std::move(copies), held);
+  return core->swaps != nullptr;
 }
 
 }  // namespace offload

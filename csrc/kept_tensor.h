@@ -1,4 +1,4 @@
-// What a graph node holds in the place of a tensor that stays.
+// The object that a graph node holds for a kept tensor.
 //
 // Callers hold the GIL. A function that fails leaves a Python error.
 #pragma once
@@ -10,16 +10,16 @@ namespace offload {
 // Takes part in garbage collection; runs no Python code when it dies.
 struct KeptTensor {
   PyObject_HEAD
-  PyObject* tensor;    // without its history
+  PyObject* tensor;    // detached, or a leaf
   PyObject* version;   // at its pack
-  Py_ssize_t index;    // of its pack, where its unpack is to be told; else -1
+  Py_ssize_t index;    // of its pack, if its unpack must be reported; else -1
 };
 
 extern PyTypeObject* kept_type;
 
-// Makes the type. Returns false and leaves a Python error where it cannot.
+// Creates the type. False: a Python error.
 bool add_kept_type(PyObject* module);
-// A record of `tensor`, which has no history; null, and a Python error, without memory.
+// Creates a record of `tensor`. Null: a Python error (no memory).
 PyObject* make_kept(Owned& tensor, Owned& version, Py_ssize_t index);
 
 }  // namespace offload

@@ -1,4 +1,4 @@
-// Between C++ and Python: errors, and the interpreter's lock. For entries that parse no arguments.
+// Conversion of C++ exceptions to Python errors, and release of the GIL. For functions that parse no arguments.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -7,11 +7,11 @@
 
 namespace offload {
 
-// Makes the C++ exception that is being handled a Python error. Defined in bindings.cpp.
+// Converts the C++ exception that is being handled to a Python error. Defined in bindings.cpp.
 void raise_in_python() noexcept;
 
-// Lets Python run meanwhile. A thread that comes back while the interpreter shuts down is ended by it on the spot, by
-// unwinding its stack: a guard that forbids that in its destructor would abort the process.
+// Releases the GIL. If the interpreter shuts down meanwhile, it ends the thread in the destructor by unwinding its
+// stack. So the destructor must not be noexcept, or the process would abort.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -23,7 +23,7 @@ class GilRelease {
   PyThreadState* state_;
 };
 
-// Calls something, and turns what it throws into a Python error. Whether it threw nothing.
+// Calls a function and converts its exceptions to Python errors. Returns whether it threw none.
 template <typename Call>
 bool without_exceptions(Call&& call) {
   try {

@@ -8,7 +8,7 @@ namespace {
 // The tensor whose version counter this one shares: a new reference, or null.
 PyObject* owner_of(PyObject* tensor) {
   PyObject* const base = get(tensors.base, tensor);
-  if (base != Py_None) return base;  // null too
+  if (base != Py_None) return base;  // or null, after an error
   Py_DECREF(base);
   Py_INCREF(tensor);
   return tensor;
@@ -20,7 +20,7 @@ int64_t bytes_of(PyObject* storage) {
   return to_int(PyObject_CallFunctionObjArgs(tensors.storage_nbytes, storage, nullptr));
 }
 
-// 1: the owner shows all of its storage. 0: only a part of it. -1: a Python error.
+// 1: the owner covers its whole storage. 0: only a part of it. -1: a Python error.
 int owns_all(PyObject* tensor, PyObject* owner, int64_t nbytes, int64_t storage_nbytes) {
   if (owner == tensor) return nbytes >= storage_nbytes;
   const int64_t owner_nbytes = to_int(get(tensors.nbytes, owner));
@@ -48,7 +48,7 @@ PyObject* version_owner(PyObject* tensor) { return owner_of(tensor); }
 bool add_identity_functions(PyObject* module) {
   static PyMethodDef functions[] = {
       {"version_owner", [](PyObject*, PyObject* tensor) { return owner_of(tensor); }, METH_O,
-       "version_owner(tensor): whose version counter it shares."},
+       "version_owner(tensor): the tensor whose version counter it shares."},
       {nullptr, nullptr, 0, nullptr}};
   return PyModule_AddFunctions(module, functions) == 0;
 }

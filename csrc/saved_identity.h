@@ -1,7 +1,7 @@
-// Which bytes a saved tensor shows: the tensor that owns its version counter, the version, and the storage.
+// Identifies the bytes of a saved tensor: the tensor that owns its version counter, the version, and the storage.
 //
-// On the data path: engine_core.cpp asks at every pack that may swap. Callers hold the GIL; a function that fails leaves a
-// Python error.
+// engine_core.cpp uses it at every pack that may swap. Callers hold the GIL; a function that fails leaves a Python
+// error.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace offload {
 
-// Which bytes a saved tensor shows.
+// Identity of the bytes of a saved tensor.
 struct SavedKey {
   int64_t owner;    // identity of the tensor that owns the version counter
   int64_t version;
-  int64_t begin;    // first byte
+  int64_t begin;    // offset of the first byte in the storage
   int64_t nbytes;
-  int64_t storage;  // its identity
+  int64_t storage;  // identity of the storage
 
   bool operator==(const SavedKey& other) const {
     return owner == other.owner && version == other.version && begin == other.begin && nbytes == other.nbytes &&
@@ -34,12 +34,12 @@ struct SavedKeyHash {
   }
 };
 
-// The key of all of a tensor's storage. 0: its owner is only a part of the storage, so that there is none; −1: a Python
-// error.
+// Finds the key of a tensor's whole storage. 0: there is none, because the owner covers only a part of the storage. −1:
+// a Python error.
 int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key);
 // The tensor whose version counter this one shares: a new reference, or null.
 PyObject* version_owner(PyObject* tensor);
-// Adds version_owner(tensor) to the module. Returns false and leaves a Python error where it cannot.
+// Adds version_owner(tensor) to the module. False: a Python error.
 bool add_identity_functions(PyObject* module);
 
 }  // namespace offload

@@ -1,8 +1,9 @@
-// The position of a step in its schedule, as the hooks of kept tensors need it. They are most of the hooks, and if
-// little is swapped, most of the cost of offload.
+// The position of a step in its schedule. The hooks of kept tensors use it. Most hooks are those of kept tensors; if
+// little is swapped, they cause most of the cost of offload.
 //
-// hook_core.cpp uses it at every pack and unpack. Python (executor.py) runs what is due at a node and handles swapped
-// tensors; it uses the same cursor. This file uses no Python. Not thread safe: callers hold the GIL.
+// hook_core.cpp uses it at every pack and unpack. Python (executor.py) executes the releases and prefetches that are
+// due at a node and handles swapped tensors; it uses the same cursor. This file uses no Python. Not thread safe:
+// callers hold the GIL.
 #pragma once
 
 #include <cstddef>
@@ -16,50 +17,63 @@
 
 namespace offload {
 
-// So many tensors, of so many bytes in all.
+// A number of tensors and their total bytes.
 struct Count {
   int64_t tensors = 0;
   int64_t nbytes = 0;
 };
 
-// What a schedule says of one pack. -1: nothing.
+// The schedule's entry for one pack. A value of -1 means none.
 struct PackRow {
-  int64_t kept_bytes = -1;   // a tensor of just this size stays, without a second look
-  bool is_kept_again = false;  // or one of any size, on a storage that stays and is counted already
-  int64_t node_after = -1;   // the node that begins with this pack
-  int64_t weighed = -1;      // the node at which activations are weighed then
-  int64_t watched = -1;      // the node that its unpack begins
-  bool is_swapped = false;   // or shows the storage of one that is
+  int64_t kept_bytes = -1;     // a tensor of exactly this size is kept
+  bool is_kept_again = false;  // kept, whatever its size: a further view of a storage that is kept and counted already
+  int64_t node_after = -1;     // the node that starts after this pack; only with a plan
+  int64_t weighed = -1;        // at this pack, activations are measured for this node
+  int64_t watched = -1;        // the node that starts with the unpack of this tensor
+  bool is_swapped = false;     // the tensor, or another view of its storage, is swapped or dropped
+  int64_t swapped_bytes = -1;  // a storage of exactly this size is swapped
+  uint64_t need = 0;           // its spill priority: larger if it is needed later
+  int64_t first = -1;          // the pack that saved its storage first
+};
+
+// A copy that is due at a node, for the storage of a pack.
+struct DueCopy {
+  int64_t node;
+  int64_t use;  // the node that needs a prefetched one
+  int64_t pack_index;
 };
 
 // A schedule compiled to rows by pack index. Immutable once it is filled.
 class PackTable {
  public:
-  // The row of a pack, made where there is none.
+  // The row of a pack; created if it does not exist.
   PackRow& at(size_t pack_index);
   const PackRow* find(int64_t pack_index) const {
     return pack_index >= 0 && static_cast<size_t>(pack_index) < rows_.size() ? &rows_[static_cast<size_t>(pack_index)]
                                                                              : nullptr;
   }
 
+  std::vector<DueCopy> releases, prefetches;  // in order
+
  private:
   std::vector<PackRow> rows_;
 };
 
-// Activations in memory while a step runs.
+// Measures the peak of the activations in memory during a step.
 class ActivationMeter {
  public:
-  // `kept`: bytes by node that the schedule keeps. `resident`: what the engine has on the device. `steps`: steps begun;
-  // where another begins meanwhile, the two cannot be told apart, and neither is measured.
+  // `kept`: bytes that the schedule keeps, by node. `resident`: bytes that the engine has on the device. `steps`:
+  // number of steps begun. If another step begins before this one ends, their bytes cannot be separated; neither is
+  // measured.
   ActivationMeter(std::vector<int64_t> kept, std::shared_ptr<const Gauge> resident, std::shared_ptr<const Gauge> steps,
                   bool on)
       : is_on(on), kept_(std::move(kept)), resident_(std::move(resident)), steps_(std::move(steps)), step_(steps_->now) {}
 
-  // `node` -1: none begins. `more_bytes`: what is about to come back.
+  // Measures at `node`; does nothing if it is -1. `more_bytes`: bytes that are about to be swapped in.
   void weigh(int64_t node, int64_t more_bytes);
 
   bool is_on;
-  int64_t stayed_bytes = 0;  // of what was to leave and could not
+  int64_t stayed_bytes = 0;  // bytes of tensors that the schedule swaps but that were kept
   int64_t peak_bytes = 0;
 
  private:
@@ -71,35 +85,42 @@ class ActivationMeter {
 
 class ScheduleCursor {
  public:
-  // quiet: nothing is due. due: something is. unwatched: the recorded backward did not ask for it. back: it asked for it
-  // before the present node.
+  // The result of `ask`.
+  // quiet: no release or prefetch is due. due: one is due. unwatched: this unpack is not part of the schedule. back: it
+  // starts a node before the current one.
   enum class Ask : uint8_t { quiet, due, unwatched, back };
-  // `due`: the schedule keeps it, and Python has to act at the node that begins.
+  // The result of `pack`. undecided: the cursor cannot decide; Python does. kept: the tensor is kept, and nothing else
+  // is to be done. due: the tensor is kept, and Python has to execute what is due at the node that starts.
   enum class Verdict : uint8_t { undecided, kept, due };
 
   ScheduleCursor(std::shared_ptr<const PackTable> table, std::shared_ptr<NodeClock> clock,
                  std::shared_ptr<ActivationMeter> meter)
       : table_(std::move(table)), clock_(std::move(clock)), meter_(std::move(meter)) {}
 
-  // Decides a pack where the schedule keeps a tensor of this size.
+  // Advances to the node that starts after this pack, if the schedule keeps a tensor of this size.
   Verdict pack(int64_t pack_index, int64_t nbytes);
-  // Whether a pack that is kept shows a storage that is counted already.
+  // Whether a kept pack is a further view of a storage that is counted already.
   bool keeps_again(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->is_kept_again; }
-  // The same as `pack` for the unpack of a tensor that stayed. False: undecided, and nothing has changed.
+  // Advances to the node that starts with the unpack of a kept tensor. False: Python has to do it; nothing has changed.
   bool unpack(int64_t pack_index);
-  // Whether the unpack of a tensor that stayed moves the schedule on.
+  // Whether the unpack of a kept tensor starts a node.
   bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }
-  // A node begins, at the beginning of a hook of Python's. Whether something is due there.
+  // Advances to a node; a Python hook calls it. Returns whether something is due there.
   bool arrive(int64_t next_node);
-  // The same for the unpack of any tensor, which begins its node where the step goes on as recorded.
+  // Advances to the node that starts with the unpack of any tensor, if it is not before the current node.
   Ask ask(int64_t pack_index);
+  // What the schedule says of a pack; null where it says nothing, or the step has left it.
+  const PackRow* find(int64_t pack_index) const { return row(pack_index); }
+  const PackTable& table() const { return *table_; }
+  NodeClock* clock() const { return clock_.get(); }
+  ActivationMeter* meter() const { return meter_.get(); }
   bool has_used(int64_t pack_index) const;
   void forget_uses() { used_.clear(); }
 
   int64_t node = 0;
-  int64_t next_due = 0;          // the node at which a release or a prefetch is due
+  int64_t next_due = 0;          // the node at which the next release or prefetch is due
   bool is_on_schedule = true;    // the step runs as recorded
-  bool decides = true;           // false: Python times every hook, with events of a device
+  bool decides = true;           // false: Python handles every hook, because it times them with device events
 
  private:
   bool is_due(int64_t next_node) const;

@@ -9,7 +9,7 @@
 namespace offload {
 namespace {
 
-// False where it is gone already.
+// Removes an entry. False: it has already been removed.
 bool take_out(std::deque<CopyOutRef>& queue, const CopyOutRef& entry) {
   const auto found = std::find(queue.begin(), queue.end(), entry);
   if (found == queue.end()) return false;
@@ -26,13 +26,13 @@ bool tell_failure(Books& books, const Ticket& ticket) {
   return Owned(PyObject_CallFunctionObjArgs(books.warn.get(), format.get(), text.get(), nullptr)).get() != nullptr;
 }
 
-// Its copy has ended.
+// Releases the source of a copy-out that has ended.
 bool release_source(Books& books, const CopyOutRef& copy_out) {
-  if (!take_out(books.copies_out, copy_out)) return true;  // another thread was faster
+  if (!take_out(books.copies_out, copy_out)) return true;  // another thread has released it
   books.in_flight_bytes -= copy_out->nbytes;
   const State state = copy_out->ticket->state();
   const Owned saved = shared(std::exchange(copy_out->saved, nullptr));
-  // The source stays where its copy failed, as if it had not been swapped.
+  // If the copy failed or was cancelled, the source is kept, as if it had not been swapped.
   if (saved && state != State::failed && state != State::cancelled && !copied_out(saved.get())) return false;
   if (!saved || (state != State::failed && state != State::cancelled)) copy_out->source = Owned();
   return state != State::failed || tell_failure(books, *copy_out->ticket);

@@ -1,10 +1,10 @@
-// What an engine keeps account of: the storages that it has swapped out, the copies under way, and bytes on the device.
+// The records of an engine: swapped storages, copies under way, and bytes on the device.
 //
-// On the data path: engine_core.cpp starts copy-outs, swapped_storage.cpp swaps one storage in; both use these. Storages
-// hold the books, and the books hold no storage: no cycle keeps a session's memory.
+// engine_core.cpp starts copy-outs and swapped_storage.cpp swaps a storage in; both use these records. Storages own a
+// reference to the books, and the books only borrow storages, so there is no reference cycle.
 //
-// Callers hold the GIL, which guards everything here. It is released while a copy is waited for, and any release of a
-// Python object may run Python code: so an entry leaves its queue before anything else happens to it.
+// Callers hold the GIL, which guards everything here. It is released while a thread waits for a copy, and releasing a
+// Python object may run Python code. So an entry is removed from its queue before anything else is done with it.
 // A function that returns false leaves a Python error; errors of the store are C++ exceptions.
 #pragma once
 
@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "dlpack_api.h"
 #include "gauge.h"
 #include "host_block.h"
 #include "saved_identity.h"
@@ -30,11 +31,11 @@ struct CopyOut {
   Owned source;          // a tensor on the source's storage, which shares the saved tensor's version counter
   int64_t nbytes = 0;
   Stream stream = nullptr;
-  PyObject* saved = nullptr;  // the SwappedStorage, as long as it is alive
+  PyObject* saved = nullptr;  // borrowed: the SwappedStorage; null after it was freed
 };
 using CopyOutRef = std::shared_ptr<CopyOut>;
 
-// Memory that a copy-in fills: a block of the host's, or a storage of torch's on an accelerator.
+// Memory that a copy-in fills: a host block, or on an accelerator a torch storage.
 struct Target {
   std::shared_ptr<HostBlock> block;
   Owned storage;
@@ -44,39 +45,41 @@ struct Target {
 struct Books {
   std::shared_ptr<SwapStore> store;
   std::shared_ptr<Gauge> resident;   // bytes of swapped storages that are on the device
-  std::shared_ptr<Gauge> unswapped;  // the same storages, had they stayed
+  std::shared_ptr<Gauge> unswapped;  // bytes of all swapped storages, as if they had been kept
   size_t alignment_bytes = 1;
-  Owned device;          // torch's
+  Owned device;          // a torch.device
   Owned current_stream;  // callable; null on the CPU
   Owned record_use;      // callable that takes a tensor; null on the CPU
-  Owned new_storage;     // callable that takes bytes and an address modulo `alignment_bytes`; null: blocks of the host
+  Owned new_storage;     // callable that takes bytes and an address modulo `alignment_bytes`; null: host blocks
   Owned warn;            // callable that takes a message and its argument
+  bool is_device_known = false;
+  dlpack::Device dlpack_device{};  // the same device, once it is known
   int64_t in_flight_bytes = 0;
   int64_t in_flight_bytes_max = 0;
   int64_t misses = 0;
   int64_t failed = 0;
   std::string failure;
-  std::unordered_map<SavedKey, PyObject*, SavedKeyHash> live;  // borrowed: a SwappedStorage takes itself out
+  std::unordered_map<SavedKey, PyObject*, SavedKeyHash> live;  // borrowed: each removes itself when freed
   std::deque<CopyOutRef> copies_out;
   std::deque<std::pair<std::shared_ptr<Ticket>, Target>> retired;
-  std::unordered_map<PyObject*, Owned> empties;  // by dtype, which torch keeps for good
+  std::unordered_map<PyObject*, Owned> empties;  // empty tensors by dtype; torch never frees a dtype
 };
 
 // Handle of the compute stream that the calling thread uses now.
 bool current_stream(const Books& books, Stream* stream);
-// A tensor of the device without elements: borrowed; null, and a Python error, where there is no memory.
+// An empty tensor on the device: borrowed. Null: a Python error (no memory).
 PyObject* empty_of(Books& books, PyObject* dtype);
-// Whether `collect` has nothing to look at.
+// Whether `collect` has nothing to do.
 inline bool is_quiet(const Books& books) { return books.copies_out.empty() && books.retired.empty(); }
-// Lets go of the sources and targets that no copy touches any more. Waits for nothing.
+// Releases the sources and targets that no copy uses any more. Does not wait.
 bool collect(Books& books);
-// Waits until few enough bytes are in flight.
+// Waits until at most `in_flight_bytes_max` bytes are in flight.
 bool limit_in_flight(Books& books);
-// Waits until a copy-out has ended, and lets go of its source.
+// Waits until a copy-out has ended, and releases its source.
 bool finish_copy_out(Books& books, const CopyOutRef& copy_out);
-// Waits until every copy has ended, and lets go of what they held.
+// Waits until every copy has ended, and releases all sources and targets.
 bool drain(Books& books);
-// Holds a target that nobody wants any more until the copy into it has ended.
+// Keeps a target that is no longer needed alive until the copy into it has ended.
 void retire(Books& books, const std::shared_ptr<Ticket>& ticket, Target& target);
 
 }  // namespace offload

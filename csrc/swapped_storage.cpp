@@ -15,7 +15,7 @@ PyTypeObject* swapped_storage_type = nullptr;
 
 namespace {
 
-// Other threads run while this one waits for the lock.
+// Locks a mutex. Releases the GIL while it waits, so that other threads can run.
 class Lock {
  public:
   explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -31,10 +31,6 @@ class Lock {
   std::recursive_mutex& mutex_;
 };
 
-bool is_swapped_out(const SwappedState& state) {
-  return !state.target && (state.copy_out == nullptr || !state.copy_out->source);
-}
-
 void drop_target(SwappedState& state) {
   const Target gone = std::move(state.target);
   state.target = Target{};
@@ -44,44 +40,40 @@ void drop_target(SwappedState& state) {
 
 void count_view(SwappedState& state) {
   if (--state.views_left > 0) return;
-  state.views_left = state.views;  // a retained graph may come again
+  state.views_left = state.views;  // a second backward over a retained graph unpacks all views again
   if (state.target) drop_target(state);
 }
 
-// -- the source leaves ------------------------------------------------------------------------------------------------
+// -- copy-out ---------------------------------------------------------------------------------------------------------
 
-// Whether nothing but `tensor` holds its storage, so that nobody can write to it; −1: a Python error.
+// Whether nothing but `tensor` holds its storage, so that no other code can write to it; −1: a Python error.
 int is_alone(PyObject* tensor) {
   if (tensors.storage_holders == nullptr) return 0;
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
   const Owned identity(storage ? get(tensors.storage_identity, storage.get()) : nullptr);
   if (!identity) return -1;
-  const int64_t holders =
-      to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
+  const int64_t holders = to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
   return holders < 0 ? -1 : holders == tensors.holders_alone;
 }
 
-// Whether nobody can change the saved tensor any more, and no second view may come back changed; −1: a Python error.
+// Whether the saved tensor can no longer change: unchanged, one view, its storage has no other holder; −1: an error.
 int is_final(const SwappedState& state, PyObject* source) {
   if (state.views != 1 || state.views_left != 1) return 0;
   const int64_t version = to_int(get(tensors.version, source));
   if (version < 0) return -1;
-  if (OFFLOAD_BROKEN("a version is watched while others hold the storage")) return 1;
+  if (OFFLOAD_BROKEN("a version is checked while others hold the storage")) return 1;
   return version == state.key.version ? is_alone(source) : 0;
 }
 
-// Keeps the version counter, and none of the memory, where somebody may still change the saved tensor.
+// Frees the source's memory. Keeps its version counter if the saved tensor can still change.
 bool keep_counter(SwappedState& state, Owned source) {
-  if (OFFLOAD_BROKEN("a source that has left is let go")) {
-    state.counter = std::move(source);
-    return true;
-  }
+  if (OFFLOAD_BROKEN("a source is freed after its copy-out")) return bool(state.counter = std::move(source));
   const int final = is_final(state, source.get());
   if (final > 0) return true;
   const Owned dtype(final < 0 ? nullptr : get(tensors.dtype, source.get()));
   PyObject* const empty = dtype ? empty_of(*state.books, dtype.get()) : nullptr;
   const bool done = empty != nullptr && Py_TYPE(tensors.data)->tp_descr_set(tensors.data, source.get(), empty) == 0;
-  state.counter = std::move(source);  // with its memory where there was an error
+  state.counter = std::move(source);  // after an error it still holds its memory
   return done;
 }
 
@@ -95,11 +87,11 @@ bool copied_out(PyObject* self) {
   if (copy_out == nullptr) return true;
   Owned source = std::move(copy_out->source);
   if (!source) return true;
-  if (state.views_left < state.views && !OFFLOAD_BROKEN("a source stays while some views are on it")) {
-    // Views of one storage come back onto one: where some are on the source, so are those that follow.
+  if (state.views_left < state.views && !OFFLOAD_BROKEN("a source is kept while views use it")) {
+    // After unpack all views must share one storage. Some already use the source, so the others get it too.
     state.target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, source.get(), nullptr));
     if (!state.target.storage) return false;
-    state.begin = OFFLOAD_BROKEN("a span of a source that stays has its place") ? 0 : state.key.begin;
+    state.begin = OFFLOAD_BROKEN("a kept source keeps the offset of its span") ? 0 : state.key.begin;
     state.stream = copy_out->stream;
   } else {
     state.books->resident->add(-state.key.nbytes);
@@ -112,7 +104,7 @@ PyObject* version_counter(PyObject* self) {
   return state.copy_out != nullptr && state.copy_out->source ? state.copy_out->source.share() : state.counter.share();
 }
 
-// -- the bytes come back ----------------------------------------------------------------------------------------------
+// -- copy-in ----------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -120,7 +112,7 @@ bool allocate(SwappedState& state, void** address) {
   Books& books = *state.books;
   const auto nbytes = static_cast<size_t>(state.key.nbytes);
   if (!books.new_storage) {
-    // At least 64, as torch aligns its own: vendor kernels may round otherwise on less.
+    // At least 64, like torch's own allocations: with less alignment, vendor kernels may round differently.
     const size_t alignment = std::max<size_t>(books.alignment_bytes, 64);
     state.target.block = std::make_shared<HostBlock>(nbytes, alignment, state.source_address % books.alignment_bytes);
     *address = state.target.block->data();
@@ -168,7 +160,7 @@ void await_incoming(SwappedState& state, Stream stream) {
   state.is_incoming = false;
 }
 
-// It was prefetched for another stream: its memory belongs to that one.
+// Drops a target that was prefetched for another stream: that stream owns its memory.
 void abandon_incoming(SwappedState& state) {
   if (state.is_incoming) {
     const GilRelease release;
@@ -177,7 +169,7 @@ void abandon_incoming(SwappedState& state) {
   drop_target(state);
 }
 
-// Of the exception that is being handled.
+// Logs the C++ exception that is being handled, as a warning. False: a Python error.
 bool warn_of_read(const Books& books) {
   raise_in_python();
   PyObject *type, *value, *traceback;
@@ -185,7 +177,7 @@ bool warn_of_read(const Books& books) {
   PyErr_NormalizeException(&type, &value, &traceback);
   const Owned kind(type), error(value), frames(traceback);
   const Owned text(PyObject_Str(error.get()));
-  const Owned format(PyUnicode_FromString("a read ahead of need failed, and is repeated: %s"));
+  const Owned format(PyUnicode_FromString("a prefetch failed; the tensor is read again on demand: %s"));
   if (!format || !text) return false;
   return Owned(PyObject_CallFunctionObjArgs(books.warn.get(), format.get(), text.get(), nullptr)).get() != nullptr;
 }
@@ -232,6 +224,18 @@ bool prefetch(PyObject* self, bool* began) {
   return true;
 }
 
+bool wait_copied_out(PyObject* self) {
+  const SwappedState& state = swapped(self);
+  const CopyOutRef copy_out = state.copy_out;
+  if (copy_out == nullptr || !copy_out->source) return true;
+  bool done = false;
+  return without_exceptions([&] { done = finish_copy_out(*state.books, copy_out); }) && done;
+}
+
+bool is_swapped_out(const SwappedState& state) {
+  return !state.target && (state.copy_out == nullptr || !state.copy_out->source);
+}
+
 bool swap_in(PyObject* self, Target* found, int64_t* begin) {
   SwappedState& state = swapped(self);
   const Lock lock(state.mutex);
@@ -244,7 +248,7 @@ bool swap_in(PyObject* self, Target* found, int64_t* begin) {
     return true;
   }
   if (!bring_back(state)) return false;
-  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // they share it
+  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // all views share the storage
   *found = {state.target.block, shared(state.target.storage.get())};
   *begin = state.begin;
   count_view(state);
@@ -277,9 +281,7 @@ PyObject* storage_swap_in(PyObject* self, PyObject*) {
 }
 
 PyObject* storage_add_view(PyObject* self, PyObject*) {
-  SwappedState& state = swapped(self);
-  ++state.views;
-  ++state.views_left;
+  ++swapped(self).views, ++swapped(self).views_left;
   Py_RETURN_NONE;
 }
 
@@ -296,13 +298,7 @@ PyObject* storage_remove_view(PyObject* self, PyObject*) {
 }
 
 PyObject* storage_wait_copied_out(PyObject* self, PyObject*) {
-  const SwappedState& state = swapped(self);
-  const CopyOutRef copy_out = state.copy_out;
-  bool done = true;
-  if (copy_out != nullptr && copy_out->source) {
-    if (!without_exceptions([&] { done = finish_copy_out(*state.books, copy_out); }) || !done) return nullptr;
-  }
-  Py_RETURN_NONE;
+  return wait_copied_out(self) ? shared(Py_None).release() : nullptr;
 }
 
 PyObject* storage_record(PyObject* self, void*) {
@@ -316,7 +312,7 @@ PyObject* storage_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(swa
 PyObject* storage_views(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).views); }
 PyObject* storage_is_swapped_out(PyObject* self, void*) { return PyBool_FromLong(is_swapped_out(swapped(self))); }
 
-// Frees slot and memory. Waits for nothing; what the driver refuses is left to `collect`.
+// Frees the ticket and the memory without waiting. A source that a copy-out still reads is left to `collect`.
 void free_storage(PyObject* self) {
   SwappedState& state = swapped(self);
   Books& books = *state.books;
@@ -341,8 +337,8 @@ void free_storage(PyObject* self) {
 void storage_dealloc(PyObject* self) {
   auto* storage = reinterpret_cast<SwappedStorage*>(self);
   PyTypeObject* const type = Py_TYPE(self);
-  PyObject_ClearWeakRefs(self);  // nobody can take it up again
-  if (OFFLOAD_BROKEN("an abandoned graph gives its records back")) return;
+  PyObject_ClearWeakRefs(self);  // from here on nothing can get a new reference to it
+  if (OFFLOAD_BROKEN("an abandoned graph frees its records")) return;
   PyObject *error, *value, *traceback;
   PyErr_Fetch(&error, &value, &traceback);
   free_storage(self);
@@ -354,12 +350,12 @@ void storage_dealloc(PyObject* self) {
 
 PyMethodDef storage_methods[] = {
     {"prefetch", storage_prefetch, METH_NOARGS,
-     "prefetch(): start the copy-in; False where the bytes are there or a copy-in is under way."},
+     "prefetch(): start the copy-in; False if the bytes are on the device or a copy-in is under way."},
     {"swap_in", storage_swap_in, METH_NOARGS,
-     "swap_in(): the bytes, ready for the current stream: a storage, and the first byte in it."},
-    {"add_view", storage_add_view, METH_NOARGS, "add_view(): one more asks for the bytes."},
+     "swap_in(): swap in for the current stream; return (storage, offset of the first byte in it)."},
+    {"add_view", storage_add_view, METH_NOARGS, "add_view(): count one more view that will be unpacked."},
     {"remove_view", storage_remove_view, METH_NOARGS,
-     "remove_view(): one less asks for the bytes; they are freed again where no other view is in use."},
+     "remove_view(): count one view less; free the bytes on the device if no other view uses them."},
     {"wait_copied_out", storage_wait_copied_out, METH_NOARGS, "wait_copied_out(): wait until the copy-out has ended."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -378,7 +374,7 @@ PyMemberDef storage_members[] = {
 }  // namespace
 
 bool add_swapped_storage_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A storage whose bytes are out of the device.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A storage whose bytes are swapped out.")},
                                 {Py_tp_methods, storage_methods},
                                 {Py_tp_getset, storage_attributes},
                                 {Py_tp_members, storage_members},

@@ -1,9 +1,8 @@
-// The bytes of one storage (or of one span of it) at one version, out of the device: its copy-out, its copy-in, and who
-// still needs its bytes.
+// One swapped storage, or one span of it, at one version: its copy-out, its copy-in, and the views that still need it.
 //
-// On the data path: engine_core.cpp makes one at pack; graph nodes hold it through the views that were saved, and nobody
-// else does. When the last one goes, its slot is free and no Python code has run: an exception that the handler of a
-// signal raised there would be lost. Observers hold weak references.
+// engine_core.cpp creates one at pack. Only graph nodes hold it, through the views that were saved; observers hold weak
+// references. When the last graph node is freed, so is the slot, and no Python code runs: an exception that a signal
+// handler raised there would be lost.
 //
 // Callers hold the GIL. A function that returns false leaves a Python error; errors of the store are C++ exceptions.
 #pragma once
@@ -20,20 +19,20 @@ struct SwappedState {
   std::shared_ptr<Books> books;
   std::shared_ptr<Ticket> ticket;
   SavedKey key{};
-  uintptr_t source_address = 0;  // of its first byte
-  int64_t views = 0;             // saved tensors that show it
-  int64_t views_left = 0;        // of them, those that backward has not asked for
+  uintptr_t source_address = 0;  // of the first byte
+  int64_t views = 0;             // saved tensors on this storage
+  int64_t views_left = 0;        // those that backward has not unpacked yet
   bool is_counted = false;       // in the books' `unswapped` and `resident`
-  Owned owner;                   // keeps the address of the version counter's owner from being used again
-  Owned counter;                 // shares the saved tensors' version counter; null where nobody can change it any more
-  CopyOutRef copy_out;           // null once the copy-out has ended and the source is let go
-  // Where the bytes are on the device, once they are back.
+  Owned owner;                   // weak reference; reserves the address of the version counter's owner
+  Owned counter;                 // shares the saved tensors' version counter; null if they can no longer change
+  CopyOutRef copy_out;           // null after the copy-out has ended and the source has been released
+  // The bytes on the device after the copy-in.
   Target target;
-  int64_t begin = 0;   // their first byte in it
+  int64_t begin = 0;   // offset of the first byte in the target
   bool is_incoming = false;
   Stream stream = nullptr;
-  // Against other threads where the GIL is released. One thread may take it again: what the garbage collector runs may
-  // drain the engine.
+  // Guards the state while the GIL is released. Recursive, because the garbage collector may run code that drains the
+  // engine in the same thread.
   std::recursive_mutex mutex;
 };
 
@@ -48,26 +47,30 @@ extern PyTypeObject* swapped_storage_type;
 inline SwappedState& swapped(PyObject* object) { return reinterpret_cast<SwappedStorage*>(object)->state; }
 inline bool is_swapped_storage(PyObject* object) { return Py_TYPE(object) == swapped_storage_type; }
 
-// Makes the type. Returns false and leaves a Python error where it cannot.
+// Creates the type. False: a Python error.
 bool add_swapped_storage_type(PyObject* module);
-// A storage whose copy-out has not begun; null, and a Python error, without memory.
+// Creates a storage whose copy-out has not begun. Null: a Python error (no memory).
 PyObject* make_swapped_storage(const std::shared_ptr<Books>& books);
-// The copy-out no longer reads the source: lets go of it, unless backward has begun to use it.
+// Called when the copy-out no longer reads the source: releases the source unless backward has begun to use it.
 bool copied_out(PyObject* self);
-// Starts the copy-in to fresh memory, unless the bytes are there or a copy-in is under way.
+// Allocates memory and starts the copy-in, unless the bytes are on the device or a copy-in is under way.
 bool prefetch(PyObject* self, bool* began);
-// The bytes, ready for the current stream, and where in the target they begin. One view is served per call.
+// Waits until the copy-out has ended. False: a Python error.
+bool wait_copied_out(PyObject* self);
+// Whether its bytes are not on the device, and no copy-in is under way.
+bool is_swapped_out(const SwappedState& state);
+// Returns the target, ready for the current stream, and the offset of the bytes in it. Counts as one view's unpack.
 bool swap_in(PyObject* self, Target* found, int64_t* begin);
-// What shares the saved tensors' version counter: a new reference, or null where nobody can change it any more.
+// A tensor that shares the saved tensors' version counter: a new reference, or null if they can no longer change.
 PyObject* version_counter(PyObject* self);
-// The storage of a target, made where it is a block of the host's: a new reference, or null.
+// The storage of a target; created if the target is a host block: a new reference, or null.
 PyObject* storage_of_target(Target& target);
 // (owner, version, begin, nbytes, storage): a new reference, or null.
 PyObject* to_tuple(const SavedKey& key);
 
 // The ticket as a Python object, which keeps its owner alive: a new reference, or null. Defined in hook_bindings.cpp.
 PyObject* to_python(Ticket* ticket, PyObject* owner);
-// A host block as a Python object that offers its memory: a new reference, or null. Defined in hook_bindings.cpp.
+// A host block as a Python object with the buffer interface: a new reference, or null. Defined in hook_bindings.cpp.
 PyObject* to_python(const std::shared_ptr<HostBlock>& block);
 
 }  // namespace offload

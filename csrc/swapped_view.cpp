@@ -17,15 +17,15 @@ namespace {
 struct SwappedView {
   PyObject_VAR_HEAD
   PyObject* saved;    // a SwappedStorage, or another handle
-  PyObject* counter;  // shares the tensor's version counter; null with a SwappedStorage, which has one for all
+  PyObject* counter;  // shares the tensor's version counter; null with a SwappedStorage, which has its own
   PyObject* dtype;
   Py_ssize_t index;   // of its pack
   int64_t version;
   int64_t offset;     // in elements, from the first byte that was copied
-  dlpack::DataType element;  // bits 0: not known
+  dlpack::DataType element;  // bits = 0: unknown
   int itemsize;
   bool is_conj, is_neg;
-  int64_t sizes[1];  // then the strides
+  int64_t sizes[1];  // followed by the strides
 };
 
 PyTypeObject* view_type = nullptr;
@@ -34,7 +34,7 @@ SwappedView* as_view(PyObject* object) { return reinterpret_cast<SwappedView*>(o
 int64_t dimensions(const SwappedView* view) { return Py_SIZE(view) / 2; }
 int64_t* strides(SwappedView* view) { return view->sizes + dimensions(view); }
 
-// -- what is kept of a tensor -----------------------------------------------------------------------------------------
+// -- pack: from a tensor to a view ------------------------------------------------------------------------------------
 
 SwappedView* allocate_view(int64_t dimension_count) {
   return reinterpret_cast<SwappedView*>(view_type->tp_alloc(view_type, 2 * static_cast<Py_ssize_t>(dimension_count)));
@@ -48,7 +48,7 @@ bool read_integers(PyObject* sequence, int64_t* into) {
   return true;
 }
 
-// Sizes, strides and offset, through Python.
+// Reads sizes, strides and offset through Python.
 PyObject* view_through_python(PyObject* tensor, int64_t begin) {
   const Owned shape(get(tensors.shape, tensor));
   const Owned stride(shape ? PyObject_CallFunctionObjArgs(tensors.stride, tensor, nullptr) : nullptr);
@@ -65,12 +65,12 @@ PyObject* view_through_python(PyObject* tensor, int64_t begin) {
   return made.release();
 }
 
-// The same without a Python call. Null without an error where that cannot be.
+// The same without a Python call. Null without an error: not possible for this tensor.
 PyObject* view_through_dlpack(PyObject* tensor, uintptr_t first_byte) {
   dlpack::Tensor found{};
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return nullptr;
   if (dlpack::api->describe(tensor, &found) != 0) {
-    PyErr_Clear();  // a type of elements that DLPack does not know
+    PyErr_Clear();  // a dtype that DLPack does not support
     return nullptr;
   }
   if (found.dtype.bits == 0 || found.dtype.bits % 8 != 0) return nullptr;
@@ -105,7 +105,7 @@ PyObject* view_of_storage(PyObject* tensor, PyObject* saved) {
   if (!made) return nullptr;
   SwappedView* const view = as_view(made.get());
   if (!read_flags(view, tensor)) return nullptr;
-  // Made now: later, where a copy has ended, nothing may fail.
+  // Created now, because nothing may fail when the copy has ended.
   if (empty_of(*state.books, view->dtype) == nullptr) return nullptr;
   if (OFFLOAD_BROKEN("a view keeps its offset")) view->offset = 0;
   if (OFFLOAD_BROKEN("a duplicate keeps its stride") && state.views > 0) {
@@ -145,7 +145,7 @@ PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
 // view_of(tensor, saved, index)
 PyObject* view_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "view_of takes a tensor, what has its bytes, and the number of its pack");
+    PyErr_SetString(PyExc_TypeError, "view_of takes a tensor, the object with its bytes, and the index of its pack");
     return nullptr;
   }
   const Py_ssize_t index = PyLong_AsSsize_t(args[2]);
@@ -159,7 +159,7 @@ PyObject* view_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return made;
 }
 
-// -- the tensor again -------------------------------------------------------------------------------------------------
+// -- unpack: from a view to a tensor ----------------------------------------------------------------------------------
 
 PyObject* tuple_of(const int64_t* values, int64_t count) {
   Owned tuple(PyTuple_New(static_cast<Py_ssize_t>(count)));
@@ -171,7 +171,7 @@ PyObject* tuple_of(const int64_t* values, int64_t count) {
   return tuple.release();
 }
 
-// Of the view's dtype, borrowed or in `made`.
+// Returns an empty tensor of the view's dtype, borrowed or owned by `made`.
 PyObject* empty_like(SwappedView* view, Owned& made) {
   if (is_swapped_storage(view->saved)) return empty_of(*swapped(view->saved).books, view->dtype);
   const Owned record(PyObject_GetAttrString(view->saved, "record"));
@@ -191,7 +191,7 @@ bool raise_changed(SwappedView* view, const Owned& found) {
              .get() != nullptr;
 }
 
-// False, and autograd's error, where the tensor was changed in place after it was saved.
+// False: the tensor was changed in place after it was saved (autograd's error is set), or a Python error.
 bool check_version(SwappedView* view, PyObject* counter) {
   const Owned found(get(tensors.version, counter));
   if (!found) return false;
@@ -208,7 +208,7 @@ struct OnBlock {
 
 void let_go(dlpack::Managed* managed) { delete static_cast<OnBlock*>(managed->context); }
 
-// A tensor on a block of its own that begins where the block does.
+// Creates a tensor that owns the whole block.
 PyObject* on_block(SwappedView* view, const std::shared_ptr<HostBlock>& block) {
   const int64_t count = dimensions(view);
   auto owner = std::make_unique<OnBlock>();
@@ -230,7 +230,7 @@ bool covers_block(SwappedView* view, const HostBlock& block) {
   return static_cast<size_t>(elements * view->itemsize) == block.bytes();
 }
 
-// A tensor on the storage of the bytes, which begin at `begin`.
+// Creates a tensor on the target's storage; the bytes start at `begin`.
 PyObject* on_storage(SwappedView* view, Target& target, int64_t begin) {
   Owned made;
   PyObject* const empty = empty_like(view, made);
@@ -238,7 +238,7 @@ PyObject* on_storage(SwappedView* view, Target& target, int64_t begin) {
   const Owned offset(storage ? PyLong_FromLongLong(view->offset + begin / view->itemsize) : nullptr);
   const Owned shape(offset ? tuple_of(view->sizes, dimensions(view)) : nullptr);
   const Owned stride(shape ? tuple_of(strides(view), dimensions(view)) : nullptr);
-  // With a version counter of its own. Nothing here requires a gradient, so none of it is recorded where grad is on.
+  // It has a new version counter. Nothing here requires a gradient, so autograd records nothing.
   Owned tensor(stride ? get(tensors.data, empty) : nullptr);
   if (!tensor) return nullptr;
   const Owned done(PyObject_CallFunctionObjArgs(tensors.set_storage, tensor.get(), storage.get(), offset.get(),
@@ -271,7 +271,7 @@ PyObject* restore(SwappedView* view) {
   if (tensor && view->is_conj) tensor = Owned(PyObject_CallFunctionObjArgs(tensors.conjugated, tensor.get(), nullptr));
   if (tensor && view->is_neg) tensor = Owned(PyObject_CallFunctionObjArgs(tensors.negated, tensor.get(), nullptr));
   if (!tensor || !counter) return tensor.release();
-  // Under the original's version counter: a backward that writes to it is noticed by whoever saved it too.
+  // Shares the original's version counter: if backward writes to it, other nodes that saved it detect the change.
   Owned restored(PyObject_CallFunctionObjArgs(tensors.detach, counter.get(), nullptr));
   if (!restored || Py_TYPE(tensors.data)->tp_descr_set(tensors.data, restored.get(), tensor.get()) < 0) return nullptr;
   return restored.release();
@@ -301,7 +301,7 @@ void view_dealloc(PyObject* self) {
 }
 
 PyMethodDef view_methods[] = {
-    {"restore", view_restore, METH_NOARGS, "restore(): the tensor as it was saved: bytes, size, stride, offset, bits."},
+    {"restore", view_restore, METH_NOARGS, "restore(): swap in and return the tensor as it was saved."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef view_attributes[] = {{"ticket_id", view_ticket_id, nullptr, nullptr, nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -309,13 +309,13 @@ PyMemberDef view_members[] = {{"index", T_PYSSIZET, offsetof(SwappedView, index)
                               {nullptr, 0, 0, 0, nullptr}};
 PyMethodDef functions[] = {
     {"view_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(view_of)), METH_FASTCALL,
-     "view_of(tensor, saved, index): what the graph node holds for a tensor whose bytes `saved` has."},
+     "view_of(tensor, saved, index): the object that the graph node holds; `saved` has the bytes."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 bool add_swapped_view_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor whose bytes are out of the device.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor whose bytes are swapped out.")},
                                 {Py_tp_methods, view_methods},
                                 {Py_tp_getset, view_attributes},
                                 {Py_tp_members, view_members},
@@ -326,5 +326,17 @@ bool add_swapped_view_type(PyObject* module) {
   view_type = add_type(module, "SwappedView", spec);
   return view_type != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
+
+PyObject* make_view(PyObject* tensor, PyObject* storage, Py_ssize_t pack_index) {
+  PyObject* const made = view_of_storage(tensor, storage);
+  if (made != nullptr) as_view(made)->index = pack_index;
+  return made;
+}
+
+PyObject* restore_view(PyObject* view) { return restore(as_view(view)); }
+
+PyObject* saved_of(PyObject* view) { return Py_TYPE(view) == view_type ? as_view(view)->saved : nullptr; }
+
+Py_ssize_t index_of(PyObject* view) { return as_view(view)->index; }
 
 }  // namespace offload

@@ -1,4 +1,4 @@
-// What C++ asks of a tensor: attributes of its Python class, so that the extension needs no headers of torch.
+// The attributes and methods of tensors that C++ uses, looked up in Python, so the extension needs no torch headers.
 //
 // Callers hold the GIL. A function that fails leaves a Python error.
 #pragma once
@@ -18,7 +18,7 @@ class Owned {
   explicit Owned(PyObject* object) : object_(object) {}
   Owned(Owned&& other) noexcept : object_(other.release()) {}
   Owned& operator=(Owned&& other) noexcept {
-    const Owned before(std::exchange(object_, other.release()));  // last: what dies may run Python code
+    const Owned before(std::exchange(object_, other.release()));  // freed last: a destructor may run Python code
     return *this;
   }
   ~Owned() { Py_XDECREF(object_); }
@@ -34,12 +34,13 @@ class Owned {
   PyObject* object_ = nullptr;
 };
 
-// What is asked of a tensor, as attributes of its class: found once, and called without a search. References are kept
-// for good.
+// Attributes and methods of torch's classes. They are looked up once, so a call needs no search. The references are
+// never released.
 struct TensorInterface {
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
-  PyObject* strided = nullptr;  // the layout of tensors that can move
+  PyObject* out_of_memory = nullptr;  // exception types
+  PyObject* strided = nullptr;  // the layout of tensors that can be swapped
   // Descriptors.
   PyObject* layout = nullptr;
   PyObject* is_nested = nullptr;
@@ -48,6 +49,9 @@ struct TensorInterface {
   PyObject* version = nullptr;
   PyObject* is_leaf = nullptr;
   PyObject* data = nullptr;
+  PyObject* device = nullptr;
+  PyObject* gradient = nullptr;
+  PyObject* requires_grad = nullptr;
   PyObject* dtype = nullptr;
   PyObject* itemsize = nullptr;
   PyObject* shape = nullptr;
@@ -64,16 +68,19 @@ struct TensorInterface {
   PyObject* conjugated = nullptr;
   PyObject* negated = nullptr;
   PyObject* type_name = nullptr;
-  PyObject* weak_reference = nullptr;  // keeps the tensor's address from being used again
+  PyObject* weak_reference = nullptr;  // reserves the tensor's address
   PyObject* set_storage = nullptr;     // takes a tensor, a storage, an offset, a shape and a stride
   // Callables that take something else.
   PyObject* storage_nbytes = nullptr;   // a storage
   PyObject* storage_address = nullptr;  // a storage
-  PyObject* storage_holders = nullptr;  // a storage's identity; null where torch does not tell
+  PyObject* storage_holders = nullptr;  // a storage's identity; null if torch does not have it
   PyObject* storage_of_buffer = nullptr;
+  PyObject* watch_storage = nullptr;    // a storage: a weak reference, which does not free itself
+  PyObject* storage_is_gone = nullptr;  // such a reference
+  PyObject* unwatch_storage = nullptr;  // the same
   PyObject* empty = nullptr;           // a dtype and a device
   PyObject* raise_changed = nullptr;   // of a saved tensor: name of its type, shape, version, expected version
-  int64_t holders_alone = 0;           // what `storage_holders` tells where one tensor holds the storage
+  int64_t holders_alone = 0;           // the value of `storage_holders` if only one tensor holds the storage
 };
 
 inline TensorInterface tensors;
@@ -88,7 +95,7 @@ inline PyObject* get(PyObject* descriptor, PyObject* object) {
   return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
 }
 
-// −1: a Python error. Both take over the reference that they are given.
+// −1: a Python error. Both functions consume the reference.
 inline int is_true(PyObject* owned) {
   const Owned result(owned);
   return result ? PyObject_IsTrue(result.get()) : -1;
@@ -104,11 +111,11 @@ void* slot(Function* function) {
   return reinterpret_cast<void*>(function);
 }
 
-// The type that a specification describes, as a name of the module: a reference for good, or null.
+// Creates a type and adds it to the module. Returns a reference that is never released, or null.
 inline PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
   PyObject* const type = PyType_FromSpec(&spec);
   if (type == nullptr) return nullptr;
-  Py_INCREF(type);  // one for the caller, for good
+  Py_INCREF(type);  // for the caller
   if (PyModule_AddObject(module, name, type) < 0) {
     Py_DECREF(type);
     return nullptr;

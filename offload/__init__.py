@@ -1,6 +1,6 @@
 """offload: train models whose saved tensors do not fit in device memory.
 
-`offload.enable(model)`, then train as before: the same losses to the last bit, less memory.
+Call `offload.enable(model)`, then train as before: losses are bit-identical, and training needs less memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names when they are asked for: planning a trace or running a command needs no torch."""
+    """Import public names at first use: planning a trace or running a command needs no torch."""
     home = "offload._core" if name == "_core" else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
@@ -75,5 +75,5 @@ def _not_built() -> ImportError:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not; a module of the package that was imported is none."""
+    """Return the public names, loaded or not, without the imported modules of the package."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

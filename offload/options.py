@@ -1,4 +1,4 @@
-"""What a caller may ask of `offload.enable`, checked: every mistake is an error that says what to write instead."""
+"""Checks the arguments of `offload.enable`. Every error message says what to write instead."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Options:
 
     memory_limit: int | None
     max_slowdown: float | None
-    n_tensors: int | None  # None: by plan
-    lookahead_nodes: int | None  # None: by each tensor's own time
+    n_tensors: int | None  # None: automatic mode
+    lookahead_nodes: int | None  # None: computed for each tensor
     min_tensor_bytes: int
     exclude: tuple[str, ...]
     host_limit: int
@@ -60,17 +60,15 @@ def check_options(
     Raises
     ------
     ValueError
-        An argument is wrong or contradicts another; the message says what to write instead.
+        An argument is wrong or conflicts with another one; the message says what to write instead.
     OSError
         `spill_dir` cannot hold the spill file.
     """
     if lb is not None and n_tensors is None:
-        raise ValueError("lb goes with n_tensors: write n_tensors=-1 (all tensors) beside it, or leave lb out")
+        raise ValueError("lb needs n_tensors: add n_tensors=-1 (all tensors), or remove lb")
     for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
         if value is not None and n_tensors is not None:
-            raise ValueError(
-                f"{name} and n_tensors contradict each other: the one plans, the other is by hand; drop one"
-            )
+            raise ValueError(f"use {name} (automatic) or n_tensors (manual), not both")
     if memory_limit is None and max_slowdown is None and n_tensors is None:
         max_slowdown = MAX_SLOWDOWN_DEFAULT
     smallest_bytes = parse_bytes(min_tensor_bytes, "min_tensor_bytes")
@@ -108,7 +106,7 @@ def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int
 
 
 def device_bytes(device: torch.device) -> int:
-    """All memory of a device: of the GPU, or the RAM that this process may use."""
+    """Return the size of a device's memory: of the GPU, or the RAM that this process may use."""
     return device_of(device).total_bytes()
 
 
@@ -139,8 +137,8 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
         return "cheap" if recompute == "cheap" else "auto"
     if recompute is not None:
         raise ValueError(
-            f"recompute={recompute!r} and n_tensors contradict each other: the one plans, the other is by hand; "
-            "drop one, or write recompute=False"
+            f"recompute={recompute!r} needs the automatic mode, and n_tensors is the manual one: remove one of them, "
+            "or write recompute=False"
         )
     return None
 
@@ -171,12 +169,12 @@ def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int
 
 
 def default_host_limit(root: Path = Path("/")) -> int:
-    """This process's share of the smaller of half of the available RAM and what its control groups leave, in bytes.
+    """Return this process's share of half of the available RAM or, if less, of the unused cgroup limit, in bytes.
 
     Parameters
     ----------
     root
-        Where ``proc`` and ``sys`` are.
+        Folder that contains ``proc`` and ``sys``.
     """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read(root / "proc/meminfo").splitlines():
@@ -210,7 +208,7 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
 
 
 def default_spill_dir() -> str:
-    """A folder for temporary files that is on a disk where there is one: a tmpfs would be RAM again."""
+    """Return a folder for temporary files, preferably on a disk: a tmpfs is in RAM."""
     candidates = [os.environ.get("OFFLOAD_SPILL_DIR"), tempfile.gettempdir(), "/var/tmp"]
     usable = [path for path in candidates if path and Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)]
     on_disk = [path for path in usable if not is_in_memory(path)]
@@ -220,7 +218,7 @@ def default_spill_dir() -> str:
 
 
 def is_in_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is on a tmpfs, so that spilling there frees nothing."""
+    """Whether a folder is on a tmpfs: a spill file there frees no memory."""
     mounts = []
     for line in _read("/proc/self/mounts").splitlines():
         _, mount_point, kind, *_ = line.split()
@@ -231,6 +229,6 @@ def is_in_memory(path: str | os.PathLike[str]) -> bool:
 
 
 def free_disk_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes an unprivileged process may still allocate on the disk that holds `path`."""
+    """Return the bytes that an unprivileged process can still allocate on the disk of `path`."""
     about = os.statvfs(path)
     return about.f_bavail * about.f_frsize

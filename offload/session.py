@@ -47,11 +47,11 @@ log = logging.getLogger("offload")
 _NO_PLAN_YET = (
     "handle.plan is None: the first training step of a shape is profiled, and its plan is made when the second begins"
 )
-_NO_PLAN = 'handle.plan is None: n_tensors is by hand; enable without it, or with lb="auto", for a plan'
+_NO_PLAN = 'handle.plan is None: n_tensors is the manual mode; for a plan, enable without it, or with lb="auto"'
 
 
 class Session:
-    """The handle that `offload.enable` returns. Also a context manager: disabled on leaving."""
+    """The handle that `offload.enable` returns. As a context manager it disables offload at the end of the block."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, options: Options, engine: Engine, asked: Mapping[str, Any]
@@ -72,11 +72,11 @@ class Session:
             always=registry.profile_listener() is not None,
         )
 
-    # -- what the user calls ------------------------------------------------------------------------------------------
+    # -- public -------------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """The device that is swapped from: where the model was at its latest training forward."""
+        """The device whose memory is saved: that of the model at its latest training forward."""
         return self._enabled.on_device.device
 
     @contextmanager
@@ -86,8 +86,8 @@ class Session:
         Parameters
         ----------
         *inputs
-            The batch, for a step that calls parts of the model and not the model itself: the shapes of its tensors
-            tell then which schedule applies. Otherwise the first forward inside tells.
+            The batch. Give it if the step calls parts of the model and not the model itself: the schedule is then
+            chosen by the shapes of these tensors. Otherwise the first forward inside the block determines it.
 
         Examples
         --------
@@ -109,13 +109,13 @@ class Session:
             yield
 
     def report(self) -> Report:
-        """What has been moved since `enable`, what has not and why."""
+        """Return what has been swapped since `enable`, and what has not and why."""
         run_pending_callbacks()
         return make_report(self._enabled, self._feeds, self._remarks)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest signature; None, and said in the log once, before its second step and by hand."""
+        """The plan of the latest signature. None before its second step and with `n_tensors`; logged once."""
         planned = self._on_device.latest()
         plan = planned.plan if planned is not None else None
         if plan is None and not self._told_of_plan:
@@ -124,15 +124,15 @@ class Session:
         return plan
 
     def trace(self) -> Trace:
-        """The latest signature's step as it was profiled, with the durations and the link measured since.
+        """Return the profiled step of the latest signature, with the durations and the link measured since.
 
         Raises
         ------
         RuntimeError
-            No step has been profiled: none is over yet, or the engine works by hand.
+            No step has been profiled: the first one is not over, or `n_tensors` is given.
         """
         if not isinstance(self._controller, PlanController):
-            raise RuntimeError("n_tensors is by hand and profiles nothing; enable without it for a trace")
+            raise RuntimeError("n_tensors is the manual mode and profiles nothing; for a trace, enable without it")
         planned = self._controller.latest()
         if planned is None:
             raise RuntimeError(
@@ -142,7 +142,7 @@ class Session:
         return replace(planned.trace(), link=Link(found.out_bandwidth, found.in_bandwidth, found.latency))
 
     def postfix(self) -> dict[str, str]:
-        """What a progress bar may show: peak memory so far, bytes swapped out and seconds stalled since `enable`.
+        """Return values for a progress bar: peak memory so far, bytes swapped out and seconds stalled since `enable`.
 
         Examples
         --------
@@ -159,10 +159,10 @@ class Session:
 
     @contextmanager
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-        """Explain what is inside, should it run out of memory: in a note on the exception and on a page.
+        """If the code inside runs out of memory, explain why: in a note on the exception and on a page.
 
-        `step`, the model's forward, and backward where it brings a tensor back add the note by themselves; this covers
-        all of backward and the optimizer too. Before Python 3.11, whose exceptions take no notes, the note is logged.
+        `step`, the model's forward, and a load in backward add the note without this. This method also covers the rest
+        of backward and the optimizer. Before Python 3.11 exceptions have no notes; the note is logged instead.
 
         Parameters
         ----------
@@ -184,11 +184,10 @@ class Session:
             raise
 
     def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
-        """Record what happens from now on and write it as a timeline: when compute ran and waited, when bytes moved.
+        """Record a step and write a timeline: when compute ran and waited, and when bytes were copied.
 
-        In a `with` block the recording ends with the block, so put one training step inside. Without one it covers the
-        next step: it ends when the second forward pass from now on begins, or at `disable`. A recorded step is slower;
-        it computes the same.
+        In a `with` block the recording ends with the block, so put one training step inside. Otherwise the next step is
+        recorded, until the second forward pass from now on begins, or until `disable`. Recording slows the step down.
 
         Parameters
         ----------
@@ -203,7 +202,7 @@ class Session:
         Raises
         ------
         ValueError
-            The path ends in something else, or a recording is under way already.
+            The path has another ending, or a recording is under way.
         OSError
             The file cannot be written.
 
@@ -226,7 +225,7 @@ class Session:
         return self._recording
 
     def disable(self) -> None:
-        """Undo `enable`. Graphs made while it was on can still be differentiated."""
+        """Undo `enable`. Backward still works for graphs that were created before."""
         if self._enabled.is_enabled:
             self._enabled.disable()
 
@@ -241,11 +240,11 @@ class Session:
 
     def __repr__(self) -> str:
         model = self._model()
-        name = type(model).__name__ if model is not None else "a model that is gone"
+        name = type(model).__name__ if model is not None else "a freed model"
         state, asked = make_verdict(self._enabled).state(), wish(self._options)
         return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
 
-    # -- what the package asks ----------------------------------------------------------------------------------------
+    # -- used inside the package --------------------------------------------------------------------------------------
 
     def _model(self) -> nn.Module | None:
         return self._enabled.model
@@ -300,38 +299,40 @@ def enable(
     spill_dir: str | os.PathLike[str] | None = None,
     recompute: Literal["auto", "cheap", False] | None = None,
 ) -> Session:
-    """Swap the tensors that `model` saves for backward out of device memory while it trains.
+    """Swap the tensors that `model` saves for backward out of device memory during training.
 
     Parameters
     ----------
     model
-        On one device, ``cpu`` or ``cuda``; where it is moved later, the engine follows. Its parameters and buffers are
-        never moved.
+        On one device, ``cpu`` or ``cuda``. It may be moved later. Its parameters and buffers are never swapped.
     memory_limit
-        The fastest step that fits: bytes, a string such as ``"12GiB"``, or, as a float, a fraction of the device. Hard.
-        It counts the tensors on the device: parameters, gradients, optimizer state, inputs, temporaries, what is saved.
+        Limit on the memory of the device: bytes, a string such as ``"12GiB"``, or a float as a fraction of the device.
+        The fastest plan within it is used. All tensors on the device count: parameters, gradients, optimizer state,
+        inputs, temporaries, saved tensors.
     max_slowdown
-        The least memory within this slowdown of the unswapped step, as a fraction. The default, with 0.05, where
-        nothing is asked for. Beside `memory_limit`: the least memory within both.
+        Limit on the slowdown of steps, as a fraction. The plan that needs the least memory within it is used. Default:
+        0.05 without `memory_limit` and `n_tensors`. With `memory_limit`, both conditions must hold.
     n_tensors
-        By hand: storages to swap per step, longest-lived first: −1 all, 0 none (nothing is wrapped at all).
+        Manual mode: number of storages to swap per step, longest-lived first. −1 swaps all, 0 disables offload.
     lb
-        Lead: backward nodes between the start of a copy-in and its use, at least 1; 4 if not given. ``"auto"``: the
-        first step is profiled, and each tensor starts as late as it can without a stall; one that would be used again
-        before it has left stays. A peak above the device's memory is a warning.
+        With `n_tensors`: a copy-in starts this many (at least 1) backward nodes before the tensor is used; 4 if not
+        given. ``"auto"``: the first step is profiled, and each copy-in starts as late as possible without a stall;
+        tensors that are needed before they could be swapped out are kept. A warning is issued if the peak would exceed
+        the device's memory.
     min_tensor_bytes
-        Smaller storages stay. Bytes, or a string such as ``"1MiB"``.
+        Smaller storages are not swapped. Bytes, or a string such as ``"1MiB"``.
     exclude
-        Names of submodules, as in ``model.named_modules()``, whose saved tensors stay, and are not recomputed either.
+        Names of submodules, as in ``model.named_modules()``, whose saved tensors are neither swapped nor recomputed.
     host_limit
-        Most host memory that this process pins (CUDA), in bytes or as a string. Default: the smaller of half of the
-        available RAM and what the control group leaves, divided by the processes of this run on this machine.
+        Maximum host memory that this process pins (GPU only), in bytes or as a string. Default: half of the available
+        RAM or, if less, the unused part of the control group's limit, divided by the number of this job's processes on
+        this machine.
     spill_dir
-        Folder of the spill file. Default: the folder for temporary files on the CPU, no disk tier on CUDA.
+        Folder of the spill file. Default: a folder for temporary files on the CPU; no file on a GPU.
     recompute
-        ``"auto"``, the default where a plan is made: also drop tensors and recompute them in backward, where that is
-        faster than swapping them and a trial step has shown that it gives the same bits. ``"cheap"``: the same without
-        matrix products, convolutions and attention. ``False``: swap alone.
+        ``"auto"``, the default without `n_tensors`: tensors are dropped and recomputed in backward if that is better
+        than swapping them and a trial step has shown that the result has the same bits. ``"cheap"``: the same, but
+        matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
 
     Returns
     -------
@@ -341,10 +342,10 @@ def enable(
     Raises
     ------
     ValueError, OSError
-        An argument is wrong, contradicts another or does not fit the machine; nothing is enabled then. A
-        `memory_limit` that no plan keeps is refused by the model's second forward: an `InfeasibleLimitError`.
+        An argument is wrong, conflicts with another one or does not fit the machine; nothing is enabled then. If no
+        plan stays within `memory_limit`, the model's second forward raises an `InfeasibleLimitError`.
     RuntimeError
-        The CUDA driver refuses.
+        A call of the CUDA driver failed.
 
     Examples
     --------
@@ -375,25 +376,25 @@ def enable(
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """The session of a model on which `enable` is in force; None where it is not."""
+    """Return the session of an enabled model; None if it is not enabled."""
     enabled = registry.find(model)
     owner = enabled.owner if enabled is not None else None
     return owner if isinstance(owner, Session) else None
 
 
 def watch(session: Session, feed: Feed) -> None:
-    """Show in the session's report what a loader counts."""
+    """Add a loader's counts to the session's report."""
     session._feeds.append(feed)
 
 
 def remark(session: Session, text: str) -> None:
-    """Show a note in the session's report, once."""
+    """Add a note to the session's report, once."""
     if text not in session._remarks:
         session._remarks.append(text)
 
 
 def disable(model: nn.Module) -> None:
-    """Undo `enable` on this model; nothing happens where it is not enabled."""
+    """Undo `enable` on this model. Does nothing if it is not enabled."""
     session = session_of(model)
     if session is not None:
         session.disable()

@@ -13,23 +13,27 @@ The whole suite (`pytest` without a path) runs in three processes, where pytest-
 another number, `-n 0` for none. A file's tests stay together: they share what its fixtures build.
 """
 
+import gc
 import json
 import os
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+gc.disable()  # while modules are imported and tests collected; on again in pytest_runtestloop
 # The tensors here are small: a second thread would only spin, and keep the copies and the next process waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+import torch  # noqa: E402
 
 TALLY = pytest.StashKey[dict]()
 PASSED = pytest.StashKey[Counter]()
 STARTED = pytest.StashKey[float]()
 FIGURES = pytest.StashKey[dict]()
+MODULES = pytest.StashKey[int]()
 PROCESSES = 3  # of which one often waits: for a child, a lock, a time limit
 
 
@@ -79,6 +83,7 @@ def pytest_configure(config):
     config.stash[PASSED] = Counter()
     config.stash[STARTED] = time.monotonic()
     config.stash[FIGURES] = {}
+    config.stash[MODULES] = 0
 
 
 @pytest.hookimpl(trylast=True)
@@ -103,7 +108,25 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_inside and config.getoption("--device") != "sim" else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop():
+    gc.enable()
+
+
+def freeze_imports(stash):
+    """What imports left behind never dies: the collector need not look at it, nor the interpreter as it ends.
+
+    Before each test, since torch and the frameworks import large parts of themselves when these are first used.
+    """
+    if len(sys.modules) > stash[MODULES]:
+        stash[MODULES] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    freeze_imports(item.config.stash)
     is_there = torch.cuda.is_available() or item.config.getoption("--device") == "sim"
     if item.get_closest_marker("gpu") is None or is_there:
         return

@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 
 from offload.control import controller as controlling
-from offload.control import planned_step
 from offload.control.controller import PlanController
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase, SignatureState
@@ -100,7 +99,7 @@ class Executor:
 
     def __init__(self, schedule: Any, *_: object) -> None:
         self.schedule = schedule
-        self._measured = self.plant.measure(schedule.plan, is_reference=type(self) is ReferenceStep)
+        self._measured = self.plant.measure(schedule.plan, is_reference=schedule.is_serial)
 
     def measured(self, _: int) -> Measured:
         """What the step took."""
@@ -109,10 +108,6 @@ class Executor:
     def late_packs(self, *_: object) -> dict[int, float]:
         """None is late."""
         return {}
-
-
-class ReferenceStep(Executor):
-    """A reference step."""
 
 
 class Engine:
@@ -172,11 +167,10 @@ def run(
     planned = PlannedStep(LIMITS, profile, believed, HeldBytes(0, 0))
     state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
     model = torch.nn.Identity()
-    executors = {"MeteredExecutor": Executor, "ReferenceExecutor": ReferenceStep, "Stopwatch": mock.Mock}
+    executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor, "Stopwatch": mock.Mock}
     with (
         mock.patch.object(Executor, "plant", plant, create=True),
         mock.patch.multiple(controlling, **executors),
-        mock.patch.object(planned_step, "ReferenceExecutor", ReferenceStep),
     ):
         for number in range(steps):
             if then is not None:

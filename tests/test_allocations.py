@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 from torch.autograd.profiler import profile, record_function
 
@@ -182,3 +183,34 @@ def test_a_thread_that_is_not_recorded_is_noticed():
     thread.join()
     assert watched.stop()
     assert not watched.complete
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("entry", ["__enter__", "__exit__"])
+def test_an_interrupt_as_a_node_begins_leaves_a_record_that_can_be_stopped(monkeypatch, entry):
+    watched = begun()
+    with monkeypatch.context() as patch:
+        patch.setattr(record_function, entry, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watched.node(1)
+    assert watched.stop()
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_an_interrupt_as_the_record_ends_leaves_no_profiler_on(monkeypatch):
+    watched = begun()
+    with monkeypatch.context() as patch:
+        patch.setattr(record_function, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watched.stop()
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def begun():
+    watched = StepAllocations(CPU)
+    watched.begin()
+    watched.node(0)
+    return watched

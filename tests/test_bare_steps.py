@@ -6,11 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_planned_training import assert_equal, batch, enabled, make, train
+from test_planned_training import assert_equal, batch, enabled, train
+from test_planned_training import make as make_blocks
 from torch import nn
 
 from offload.control.limits import LIMITS
 from offload.plan import Link
+
+
+def make():
+    return make_blocks(blocks=3)
 
 
 @pytest.fixture(autouse=True)

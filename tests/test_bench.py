@@ -41,9 +41,8 @@ def bits(bench: Any, family: str, contestant: Any) -> tuple[list[tuple[str, str]
     return [(step.loss, step.gradients) for step in steps], figures
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[pytest.mark.long] if each != "gpt" else []) for each in FAMILIES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> None:
     contestants = bench["contestants"]
     expected, _ = bits(bench, family, contestants.PLAIN)

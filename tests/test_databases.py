@@ -31,7 +31,8 @@ import offload
 from offload.control import enabled_model
 from offload.runtime import hooks
 
-QUICK_SHARE = 3  # every third operator and module
+QUICK_SHARE = 6  # every sixth operator and module
+LONG_SHARE = 3  # with `--long` every third
 QUICK_SAMPLES = 3
 PLAIN_RUNS_MAX = 200
 DTYPES = (torch.float64, torch.complex128)
@@ -194,13 +195,11 @@ def watched(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(enabled_model, "StepHooks", WatchedRound)
-    gc.freeze()
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     gc.enable()
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
@@ -209,10 +208,15 @@ def pytest_generate_tests(metafunc):
     differentiable = [op for op in op_db if op.supports_autograd]
     for argument, entries in (("op", differentiable), ("info", module_db)):
         if argument in metafunc.fixturenames:
-            chosen = [
-                entry for entry in entries if everything or zlib.crc32(entry.formatted_name.encode()) % QUICK_SHARE == 0
+            numbers = {entry.formatted_name: zlib.crc32(entry.formatted_name.encode()) for entry in entries}
+            chosen = [entry for entry in entries if everything or numbers[entry.formatted_name] % LONG_SHARE == 0]
+            marked = [
+                entry
+                if everything or numbers[entry.formatted_name] % QUICK_SHARE == 0
+                else pytest.param(entry, marks=pytest.mark.long)
+                for entry in chosen
             ]
-            metafunc.parametrize(argument, chosen, ids=[entry.formatted_name for entry in chosen])
+            metafunc.parametrize(argument, marked, ids=[entry.formatted_name for entry in chosen])
 
 
 @pytest.fixture

@@ -69,8 +69,8 @@ def refused(model, kind, message):
         ({"n_tensors": -1, "lb": 2.0}, "lb must be at least 1 backward node.* not 2.0"),
         ({"n_tensors": -1, "lb": "soon"}, "lb must be .*\"auto\", not 'soon'"),
         ({"n_tensors": -1, "lb": True}, "lb must be .* not True"),
-        ({"lb": 4}, r"lb goes with n_tensors: write n_tensors=-1"),
-        ({"lb": "auto"}, r"lb goes with n_tensors: write n_tensors=-1"),
+        ({"lb": 4}, r"lb needs n_tensors: add n_tensors=-1"),
+        ({"lb": "auto"}, r"lb needs n_tensors: add n_tensors=-1"),
         ({"min_tensor_bytes": 0}, "min_tensor_bytes: .*positive size such as"),
         ({"min_tensor_bytes": -1}, "min_tensor_bytes: .*positive size such as"),
         ({"min_tensor_bytes": "12GB!"}, "min_tensor_bytes: .*'?12GB!'?.*|min_tensor_bytes: .*positive size such as"),
@@ -458,7 +458,7 @@ def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path, caplog, 
             leaf.grad = None
         out.sum().backward()
         assert torch.equal(leaf.grad, expected)
-        assert "a read ahead of need failed, and is repeated: [Errno 5]" in caplog.text
+        assert "a prefetch failed; the tensor is read again on demand: [Errno 5]" in caplog.text
         del out
         handle._engine.drain()
         assert handle._engine.live_records == 0
@@ -517,4 +517,4 @@ assert handle.plan is None
     assert ran.stdout.split() == ["True", "False"]
     not_yet, by_hand = ran.stderr.splitlines()
     assert "its plan is made when the second begins" in not_yet
-    assert "n_tensors is by hand" in by_hand
+    assert "n_tensors is the manual mode" in by_hand

@@ -119,6 +119,7 @@ def test_image_classifier_in_two_processes():
     assert "process 1 of 2" in text
 
 
+@pytest.mark.long
 def test_char_gpt():
     offloaded = output_of("char_gpt", "--quick")
     plain = output_of("char_gpt", "--quick", "--plain")

@@ -59,6 +59,7 @@ for moment in ("cold", "profiling", "planned"):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.long
 def test_what_does_not_work_says_what_to_call_first() -> None:
     script = f"""{BEGIN}
 handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
@@ -83,6 +84,7 @@ assert torch.equal(torch.export.export(model, (x,), strict=True).module()(x), pl
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.long
 def test_a_forward_of_the_module_s_own_is_exported_too() -> None:
     """One that was put on the instance, as accelerate does: a function, or a partial."""
     script = """

@@ -145,5 +145,5 @@ def test_wrong_arguments():
         offload.Prefetcher(3)
     with pytest.raises(ValueError, match="is a Prefetcher already"):
         offload.Prefetcher(offload.Prefetcher([]))
-    with pytest.raises(ValueError, match="knows cpu and cuda devices, not meta"):
+    with pytest.raises(ValueError, match="supports cpu and cuda devices, not meta"):
         offload.Prefetcher([], device="meta")

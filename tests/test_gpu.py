@@ -33,6 +33,7 @@ POISON = 0xDB
 # A processor computes what runs on the simulated one.
 IN_FLIGHT_BYTES_MAX = 8 * MIB if is_simulated else device_of(torch.device(KIND)).in_flight_bytes_max
 SLEEP_CYCLES = 50_000_000  # some 30 ms
+LONG_IF_SIMULATED = pytest.mark.long if is_simulated else pytest.mark.gpu  # what a processor takes its time for
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -271,7 +272,11 @@ def test_a_model_that_is_moved_is_followed(options: dict[str, Any]) -> None:
     assert_same(steps(lambda model: offload.enable(model, min_tensor_bytes=1, **options)), steps(lambda model: None))
 
 
-STEP_MODELS = [(family, "float32") for family in ("gpt", "resnet", "unet", "lstm", "vit")] + [("gpt", "bfloat16")]
+STEP_MODELS = [
+    ("gpt", "float32"),
+    ("gpt", "bfloat16"),
+    *(pytest.param(family, "float32", marks=LONG_IF_SIMULATED) for family in ("resnet", "unet", "lstm", "vit")),
+]
 
 
 @pytest.mark.parametrize(("family", "dtype"), STEP_MODELS)
@@ -413,9 +418,9 @@ def test_a_small_host_limit(has_disk: bool, tmp_path: Path, caplog: pytest.LogCa
 
     options = {"n_tensors": -1, "lb": 4, "host_limit": "8MiB", "spill_dir": tmp_path if has_disk else None}
     with caplog.at_level(logging.WARNING, "offload"):
-        found = train(lambda: mlp(1024, 24), (256, 1024), options, check=check)  # 1 MiB a layer
+        found = train(lambda: mlp(256, 24), (1024, 256), options, check=check)  # 1 MiB a layer
     assert any("raise host_limit" in record.getMessage() for record in caplog.records) == (not has_disk)
-    assert_same(found, train(lambda: mlp(1024, 24), (256, 1024)))
+    assert_same(found, train(lambda: mlp(256, 24), (1024, 256)))
 
 
 # -- refusals and ends ------------------------------------------------------------------------------
@@ -486,6 +491,7 @@ def train_both_ways() -> None:
         assert_same(train(make, shape, options, steps=10), train(make, shape, steps=10))
 
 
+@LONG_IF_SIMULATED
 def test_two_processes_share_one_device(tmp_path: Path) -> None:
     folders = [str(Path(__file__).parent), str(Path(offload.__file__).parents[1])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}

@@ -140,10 +140,10 @@ def test_a_part_that_fails_is_named(tmp_path: Path, suite: Any) -> None:
     late = suite.run_part(part, work=tmp_path, seconds_left=1.0, paths=[])
     assert (outcome.status, outcome.reason) == ("failed", "exit status 1")
     assert "no such thing" in outcome.stderr
-    assert (late.status, late.reason) == ("failed", "no time was left for it")
+    assert (late.status, late.reason) == ("failed", "no time left")
     assert suite.summarize([outcome], tmp_path, {}, strict=False) == ["broken"]
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path, suite: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert suite.main(["--out", str(tmp_path), "--only", "driver,speed"]) == 2
-    assert "no part speed; there are build, driver" in capsys.readouterr().err
+    assert "unknown part speed; known parts: build, driver" in capsys.readouterr().err

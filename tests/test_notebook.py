@@ -24,6 +24,7 @@ def printed(notebook) -> str:
     return "\n".join(str(output.get("text", "")) for output in outputs)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_cell_runs(notebook, tmp_path, monkeypatch):
     need("ipykernel")

@@ -37,9 +37,9 @@ def limit(left_bytes):
     resource.setrlimit(resource.RLIMIT_AS, (mapped + left_bytes,) * 2)
 
 torch.set_num_threads(1)
-model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.Tanh())))
+model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())))
 handle = offload.enable(model, {options})
-x = torch.randn(8192, 512)
+x = torch.randn(65536, 64)
 model(x).sum().backward()  # the step that is recorded moves everything; threads, pools and code are there from then on
 limit(80 << 20)
 try:
@@ -168,7 +168,7 @@ def test_the_training_goes_on_after_a_smaller_batch() -> None:
     except RuntimeError:
         del x
         freed = offload.recover()
-    model(torch.randn(256, 512)).sum().backward()
+    model(torch.randn(2048, 64)).sum().backward()
     print("went on", handle.report().swapped.tensors, sorted(freed))
     """
     assert re.search(r"went on \d+ \['cpu'\]", run_out(body))

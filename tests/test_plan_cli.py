@@ -219,10 +219,10 @@ def test_without_scipy_it_says_how_to_install_from_the_checkout(trace, path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lb", "2"], "--lb goes with --n-tensors"),
-        (["--n-tensors", "2", "--max-slowdown", "0.1"], "--n-tensors and --max-slowdown contradict each other"),
-        (["--n-tensors", "3", "--memory-limit", "1GiB"], "--n-tensors and --memory-limit contradict each other"),
-        (["--exact"], "--exact goes with --memory-limit"),
+        (["--lb", "2"], "--lb needs --n-tensors"),
+        (["--n-tensors", "2", "--max-slowdown", "0.1"], "use --max-slowdown (automatic) or --n-tensors (manual)"),
+        (["--n-tensors", "3", "--memory-limit", "1GiB"], "use --memory-limit (automatic) or --n-tensors (manual)"),
+        (["--exact"], "--exact needs --memory-limit"),
         (["--n-tensors", "-2"], "n_tensors: -2"),
     ],
 )

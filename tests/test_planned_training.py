@@ -15,8 +15,8 @@ from live_bytes import Peak, tell_blocks_of_all
 from torch import nn
 
 import offload
-from offload.control.controller import PlanController
 from offload.control.limits import LIMITS
+from offload.control.phase import Phase
 from offload.control.planned_step import _with_earlier_prefetches, _without_slowing
 from offload.plan import InfeasibleLimitError, Link, simulate
 from offload.plan.trace import Trace
@@ -105,7 +105,9 @@ def plain_run(rows, first_watched=2):
     return results, peak + held_bytes(model, optimizer)
 
 
-@pytest.mark.parametrize("fraction", [0.6, 0.4, 0.3])
+@pytest.mark.parametrize(
+    "fraction", [pytest.param(0.6, marks=pytest.mark.long), 0.4, pytest.param(0.3, marks=pytest.mark.long)]
+)
 def test_memory_limit_is_kept(fraction, tmp_path):
     rows = [512] * 6
     expected, plain_peak = plain_run(rows)
@@ -183,9 +185,9 @@ def test_a_fraction_is_of_the_device(tmp_path):
         ({"max_slowdown": -0.1}, "max_slowdown is a fraction"),
         ({"max_slowdown": math.nan}, "max_slowdown is a fraction"),
         ({"max_slowdown": "5%"}, "max_slowdown is a fraction"),
-        ({"memory_limit": "1GiB", "n_tensors": 3}, "contradict"),
-        ({"max_slowdown": 0.1, "n_tensors": -1}, "contradict"),
-        ({"max_slowdown": 0.1, "lb": 2}, "lb goes with n_tensors"),
+        ({"memory_limit": "1GiB", "n_tensors": 3}, "not both"),
+        ({"max_slowdown": 0.1, "n_tensors": -1}, "not both"),
+        ({"max_slowdown": 0.1, "lb": 2}, "lb needs n_tensors"),
     ],
 )
 def test_wrong_knobs(knobs, message):
@@ -197,9 +199,9 @@ def test_wrong_knobs(knobs, message):
 
 def test_several_lengths_and_a_ragged_batch_stall_in_their_first_steps_only(tmp_path):
     rows = [256, 384, 512, 256, 384, 512, 100] * 2
-    model, optimizer = make()
+    model, optimizer = make(blocks=3)
     expected, _ = train(model, optimizer, rows)
-    model, optimizer = make()
+    model, optimizer = make(blocks=3)
     with enabled(model, max_slowdown=0.1, spill_dir=tmp_path, recompute=False) as handle:
         results, _ = train(model, optimizer, rows)
         report = handle.report()
@@ -274,8 +276,8 @@ def test_evaluation_and_accumulation_in_between(tmp_path):
             optimizer.zero_grad()
         return losses
 
-    expected = run(*make())
-    model, optimizer = make()
+    expected = run(*make(blocks=3))
+    model, optimizer = make(blocks=3)
     with enabled(model, max_slowdown=0.1, spill_dir=tmp_path) as handle:
         assert_equal(run(model, optimizer), expected)
         assert handle.report().profiled_steps == 1
@@ -310,7 +312,7 @@ def test_memory_limit_is_kept_while_gradients_accumulate(tmp_path):
         results, peak = run(model, optimizer)
         assert_equal(results, expected)
         assert peak <= limit
-        assert handle.plan.swaps
+        assert handle.plan.swaps or handle.plan.recomputes
 
 
 def test_trace_is_that_of_the_step(tmp_path):
@@ -419,7 +421,7 @@ def test_by_hand_there_is_no_plan():
     model, _ = make()
     with offload.enable(model, n_tensors=3) as handle:
         assert handle.plan is None
-        with pytest.raises(RuntimeError, match="by hand"):
+        with pytest.raises(RuntimeError, match="manual mode"):
             handle.trace()
 
 
@@ -443,14 +445,29 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
 
 
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e6, 1e6))
-    model, optimizer = make()
-    with caplog.at_level(logging.INFO, "offload"), enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
+    monkeypatch.setattr("offload.control.controller.measured_link", lambda engine, link: Link(1e6, 1e6))
+    model, optimizer = make(blocks=3)
+    options = {"max_slowdown": 10.0, "spill_dir": tmp_path, "recompute": False}
+    with caplog.at_level(logging.INFO, "offload"), enabled(model, **options) as handle:
         train(model, optimizer, [512] * 12)
         assert "copy-out is slower than planned" in caplog.text
         assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e6, 1e6)
         assert 1 <= handle._on_device.latest().replans <= LIMITS.replans
         assert caplog.text.count("planning again") <= LIMITS.replans
+
+
+def test_steady_steps_are_measured_now_and_then(tmp_path):
+    model, optimizer = make(blocks=3)
+    with enabled(model, memory_limit="1GiB", spill_dir=tmp_path) as handle:
+        handle._controller._limits = replace(LIMITS, steady_measured_every=4, tolerance=math.inf, faster_link=math.inf)
+        train(model, optimizer, [512] * 6)
+        (state,) = handle._controller._states.values()
+        assert state.phase is Phase.STEADY
+        before = handle.report()
+        train(model, optimizer, [512] * 16)
+        after = handle.report()
+        assert len(after.steps_measured) - len(before.steps_measured) == 16 // 4
+        assert after.unmeasured_steps - before.unmeasured_steps == 16 - 16 // 4
 
 
 def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, monkeypatch):
@@ -479,7 +496,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
     monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3))
-    monkeypatch.setattr(PlanController, "_measured_link", lambda self, link: Link(1e12, 1e12))
+    monkeypatch.setattr("offload.control.controller.measured_link", lambda engine, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [512] * 2)
@@ -534,7 +551,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_plan_of_a_script(tmp_path, steps):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(steps=steps))
@@ -551,6 +568,57 @@ def test_plan_of_a_script(tmp_path, steps):
         assert row["peak_bytes"] <= about["options"][0]["peak_bytes"]
     assert about["options"][0]["disk_bytes"] == 0
     assert about["options"][-1]["disk_bytes"] > 0
+
+
+WITH_RECIPES = """
+import torch
+from torch import nn
+
+import offload
+
+layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+model = nn.Sequential(*layers)
+offload.enable(model, min_tensor_bytes="4KiB"{options})
+for step in range({steps}):
+    model(torch.randn(512, 64)).square().mean().backward()
+    print("step", step)
+"""
+SLOW = ["--out-bandwidth", "1MB/s", "--in-bandwidth", "1MB/s"]
+
+
+def plan_of(script, text, *words):
+    script.write_text(text)
+    command = [sys.executable, "-m", "offload", "plan", "--json", *SLOW, *words, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("wish", [(), ("--max-slowdown", "0.05")])
+def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish):
+    script = tmp_path / "train.py"
+    about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *wish)
+    assert about["recomputes"]
+    assert "step 1" in printed  # the trial step
+    assert "step 2" not in printed
+    alone, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), "--no-recompute", *wish)
+    assert alone["recomputes"] == []
+    assert "step 1" not in printed
+    assert about["peak_bytes"] < alone["peak_bytes"]
+
+
+def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
+    assert plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""))[0]["recomputes"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [(1, ""), (3, ", recompute=False"), (3, ", n_tensors=1")],
+)
+def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):
+    about, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=steps, options=options))
+    assert about["recomputes"] == []
+    assert "step 1" not in printed
 
 
 def test_plan_of_a_script_that_trains_nothing(tmp_path):

@@ -175,6 +175,7 @@ def test_a_script_ends_well_after_its_first_step():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_plan_of_a_script_that_disables_its_model(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -256,7 +257,10 @@ def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
         gc.enable()
 
 
-@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise SystemExit(7)", 7), ("raise KeyboardInterrupt", -2)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), pytest.param("raise SystemExit(7)", 7, marks=pytest.mark.long), ("raise KeyboardInterrupt", -2)],
+)
 def test_a_script_that_ends_within_the_profiled_step_ends_as_others_do(end, status):
     script = f"""
 import torch, offload
@@ -284,3 +288,21 @@ def test_models_that_are_gone_are_no_matter_to_optimizers():
     kept.clear()
     gc.collect()
     optimizer.step()
+
+
+def test_what_runs_after_backward_is_none_of_the_step():
+    """Another network's step between two of this one, as an adversary's: it leaves nothing, and needs no plan."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 64)) for _ in "ab"]
+    found = []
+    for other in (None, layers[1]):
+        torch.manual_seed(1)
+        with offload.enable(layers[0], memory_limit="1KiB", min_tensor_bytes="64KiB"):
+            layers[0](torch.randn(512, 64)).square().mean().backward()
+            if other is not None:
+                other(torch.randn(8192, 64)).square().mean().backward()
+            with pytest.raises(offload.InfeasibleLimitError) as raised:
+                layers[0](torch.randn(512, 64))
+        found.append(raised.value.least_limit_bytes)
+        layers[0].zero_grad()
+    assert found[1] == found[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("signals_worker.py")
-SIGNALS = 20
+SIGNALS = 10
 SIGNALS_LONG = 400
 # The signal that comes, and how the model is enabled: by default, by a plan that swaps, and by hand.
 CASES = {

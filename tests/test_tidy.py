@@ -158,6 +158,16 @@ def test_nothing_is_swallowed_or_printed(path):
             assert is_front, f"{path}:{node.lineno}: the library never prints"
 
 
+def own_references(tree):
+    """A module's own kinds of weak references, by name."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).partition("[")[0] in REFERENCES for base in node.bases)
+    }
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_python_code_runs_where_its_exceptions_are_lost(path):
     """The handler of a signal may raise in any Python code, and Python drops what is raised as an object dies.
@@ -166,6 +176,7 @@ def test_no_python_code_runs_where_its_exceptions_are_lost(path):
     the standard library's containers and references that have such callbacks.
     """
     tree = ast.parse(path.read_text())
+    references = REFERENCES | own_references(tree)
     for node in ast.walk(tree):
         where = f"{path}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -174,22 +185,11 @@ def test_no_python_code_runs_where_its_exceptions_are_lost(path):
         assert ast.unparse(node) != "gc.callbacks" if isinstance(node, ast.Attribute) else True, where
         assert named not in RUN_PYTHON_CODE, f"{where}: {named} runs Python code when an object dies"
         if isinstance(node, ast.ClassDef):
-            references = [base for base in node.bases if ast.unparse(base).partition("[")[0] in REFERENCES]
-            assert not references or not [each for each in node.body if isinstance(each, ast.FunctionDef)], where
-        if isinstance(node, ast.Call) and _makes_reference(node, tree):
+            is_reference = any(ast.unparse(base).partition("[")[0] in REFERENCES for base in node.bases)
+            assert not (is_reference and any(isinstance(each, ast.FunctionDef) for each in node.body)), where
+        if isinstance(node, ast.Call) and ast.unparse(node.func).partition("[")[0] in references:
             given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
             assert all(ast.unparse(each).endswith(".append") for each in given), f"{where}: a callback in Python"
-
-
-def _makes_reference(call, tree):
-    """Whether this makes a weak reference, or one of this module's own kinds of them."""
-    own = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).partition("[")[0] in REFERENCES for base in node.bases)
-    }
-    return ast.unparse(call.func).partition("[")[0] in REFERENCES | own
 
 
 def test_names_are_nouns():

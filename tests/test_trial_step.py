@@ -105,12 +105,12 @@ def test_a_plan_that_waits_is_followed_by_one_trial_and_a_joint_plan(trials, tmp
     assert dict(report.rows())["slow profiling steps"].startswith("1; trial steps of recomputation: 1;")
 
 
-def test_nothing_is_tried_where_swapping_hides_everything(trials, tmp_path):
+def test_nothing_is_tried_where_swapping_hides_everything(trials, tmp_path, monkeypatch):
     trials.link = FAST
+    monkeypatch.setattr("offload.control.controller.measured_link", lambda engine, link: link)
     limit = int(0.6 * peak_of_plain_steps())
     model = make()
     with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
-        handle._controller._measured_link = lambda link: link
         train(model, 2)
         if handle.plan.expected_seconds <= 1.01 * handle.plan.compute_seconds:
             assert not trials
@@ -147,7 +147,7 @@ def test_memory_within_a_slowdown_is_lower_with_recipes(trials, tmp_path):
     for recompute in (False, "auto"):
         model = make()
         with offload.enable(
-            model, max_slowdown=0.05, min_tensor_bytes=SMALLEST, spill_dir=tmp_path, recompute=recompute
+            model, max_slowdown=1.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path, recompute=recompute
         ) as handle:
             train(model, 4)
             peaks[recompute] = handle.plan.peak_bytes

@@ -44,6 +44,8 @@ HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
 _LINK = ("out_bandwidth", "in_bandwidth", "latency")
+_NOISE = 0.01  # relative; a smaller gain is not worth a trial step
+_PROFILES_MAX = 8  # read before the trial step is over; then the plan is shown without it
 _INFEASIBLE = 3
 _REFUSED = 2
 
@@ -71,33 +73,36 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "trace",
         metavar="TRACE.json | train.py [ARGUMENT …]",
-        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first step is profiled",
+        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first steps tell what to plan",
     )
-    wish = parser.add_argument_group("the wish")
+    wish = parser.add_argument_group("goal")
     wish.add_argument(
-        "--memory-limit", type=_argument(parse_bytes, "--memory-limit"), metavar="8GiB", help="fastest step that fits"
+        "--memory-limit",
+        type=_argument(parse_bytes, "--memory-limit"),
+        metavar="8GiB",
+        help="the fastest plan within this limit",
     )
     wish.add_argument(
         "--max-slowdown",
         type=_argument(_slowdown, "--max-slowdown"),
         metavar="0.05",
-        help="least memory within this slowdown",
+        help="the plan of least memory within this slowdown",
     )
-    wish.add_argument("--n-tensors", type=int, metavar="N", help="by hand: how many tensors; -1 all, 0 none")
-    wish.add_argument("--lb", type=_lead, metavar="K", help="by hand: lead in backward nodes, or auto (the default)")
+    wish.add_argument("--n-tensors", type=int, metavar="N", help="manual mode: number of tensors; -1 all, 0 none")
+    wish.add_argument("--lb", type=_lead, metavar="K", help="manual mode: lead in backward nodes, or auto (default)")
     wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
     wish.add_argument(
         "--no-recompute",
         dest="recompute",
         action="store_false",
-        help="plan by swapping alone, where the trace tells how tensors are recomputed",
+        help="swap only, if the trace contains recipes",
     )
-    link = parser.add_argument_group("the link", "by default the one that the trace was recorded with")
+    link = parser.add_argument_group("link", "default: the link with which the trace was recorded")
     for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
         link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
     latency = _argument(lambda text, name: parse_seconds(text, name, zero=True), "--latency")
     link.add_argument("--latency", type=latency, metavar="10us", help="of every copy")
-    shown = parser.add_argument_group("what is shown")
+    shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="the plan as JSON")
     shown.add_argument("--explain", action="store_true", help="every tensor, in words")
     shown.add_argument("--plot", type=Path, metavar="plan.html", help="write a page: memory and lanes over the step")
@@ -128,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
 def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     """Run a training script until its `offload.enable` has profiled a step, and print what can be planned for it.
 
+    If the plan would wait for copies, the next step is the trial step of recomputation, and the plan may recompute.
+
     Parameters
     ----------
     args : argparse.Namespace
@@ -146,24 +153,37 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))
     shown: list[int] = []
+    profiled: list[tuple[Trace, Link, int]] = []  # the step that the trial step follows
     standard_output = sys.stdout
 
     def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
         with redirect_stdout(standard_output):
-            shown.append(_show(args, trace, _link(args, link), host_bytes_max))
+            shown.append(_show(args, trace, link, host_bytes_max))
+
+    def listen(trace: Trace, link: Link, host_bytes_max: int, may_try: bool) -> int | None:
+        link = _link(args, link)
+        if may_try:
+            room = None if profiled else _trial_bytes(args, trace, link)
+            if profiled or room is not None:
+                profiled.append((trace, link, host_bytes_max))
+            if 1 < len(profiled) <= _PROFILES_MAX or room is not None:
+                return room  # of other models, or the same one again: the first one's trial step is due
+        show(*(profiled[0] if len(profiled) > 1 and may_try else (trace, link, host_bytes_max)))
         raise SystemExit(shown[0])
 
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [args.trace, *script_args], str(Path(args.trace).resolve().parent)
     output = redirect_stdout(sys.stderr) if args.json else nullcontext()  # a machine reads one document
     try:
-        with output, listen_to_profiles(show):
+        with output, listen_to_profiles(listen):
             runpy.run_path(args.trace, run_name="__main__")
     except SystemExit as end:
-        if not shown:
+        if not shown and not profiled:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
         sys.argv, sys.path[0] = before
+    if not shown and profiled:  # the script ends before a trial step
+        show(*profiled[0])
     if not shown:
         problem = "finished no training step under offload.enable; call offload.enable(model) before its training loop"
         return _refuse(ValueError(f"{args.trace} {problem}"))
@@ -203,6 +223,23 @@ def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: in
     return 0
 
 
+def _trial_bytes(args: argparse.Namespace, trace: Trace, link: Link) -> int | None:
+    """Return the most that a trial step may take; None where recomputation could not improve the plan asked for."""
+    if not args.recompute or args.exact or args.n_tensors is not None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = _plan(args, trace, link)[0]
+    except (InfeasibleLimitError, ValueError):
+        return None  # to be told when the plan is shown
+    if args.memory_limit is not None and args.max_slowdown is None:
+        could_improve = plan.expected_seconds > (1 + _NOISE) * plan.compute_seconds
+    else:
+        could_improve = plan.peak_bytes > (1 + _NOISE) * least_feasible_limit(trace)
+    return (args.memory_limit or plan.peak_bytes) if could_improve else None
+
+
 def _refuse(error: Exception) -> int:
     print(f"offload plan: {error}", file=sys.stderr)
     return _REFUSED
@@ -235,14 +272,14 @@ def options(trace: Trace, link: Link, *, recompute: bool = True) -> list[tuple[s
 def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str]:
     """Return the plan that the arguments ask for, and its name."""
     if args.lb is not None and args.n_tensors is None:
-        raise ValueError("--lb goes with --n-tensors; write --n-tensors N --lb K, or neither")
+        raise ValueError("--lb needs --n-tensors; write --n-tensors N --lb K, or neither")
     for name, wish in (("--memory-limit", args.memory_limit), ("--max-slowdown", args.max_slowdown)):
         if args.n_tensors is not None and wish is not None:
-            raise ValueError(f"--n-tensors and {name} contradict each other; write one of them")
+            raise ValueError(f"use {name} (automatic) or --n-tensors (manual), not both")
     if args.exact and (args.memory_limit is None or args.n_tensors is not None or args.max_slowdown is not None):
-        raise ValueError("--exact goes with --memory-limit alone; write --memory-limit 8GiB --exact")
+        raise ValueError("--exact needs --memory-limit and no other goal; write --memory-limit 8GiB --exact")
     if args.exact and args.recompute and has_recipes(trace):
-        raise ValueError("--exact proves plans that swap alone; write --exact --no-recompute")
+        raise ValueError("--exact works for swap-only plans; write --exact --no-recompute")
     if args.n_tensors is not None:
         lead: int | Literal["auto"] = "auto" if args.lb is None else args.lb
         return manual_plan(trace, link, args.n_tensors, lead), "by hand"

@@ -1,1 +1,1 @@
-"""Conveniences for training loops that have no framework."""
+"""Helpers for training loops without a framework."""

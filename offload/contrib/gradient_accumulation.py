@@ -1,4 +1,4 @@
-"""One optimizer step from several small batches.
+"""Gradient accumulation: one optimizer step for several small batches.
 
 It wraps an optimizer and does not use the engine.
 """
@@ -15,32 +15,33 @@ from torch.optim import Optimizer
 
 
 class GradAccumulator(Optimizer):
-    """Stands in for an optimizer whose step acts on every N-th call only.
+    """Wraps an optimizer and steps it only at every N-th call of `step`.
 
-    The gradient of a group of batches is that of the mean over all items of the group, whatever the size of each batch:
-    four batches of 16 give what one of 64 gives, within float rounding (batch statistics, as in BatchNorm, aside).
+    N batches form a group. The gradient of a group is that of the mean over all its items, also if its batches differ
+    in size: four batches of 16 give the same gradient as one batch of 64, within float rounding. Batch statistics, as
+    in BatchNorm, are an exception.
 
     Parameters
     ----------
     optimizer
-        Any but those that need a closure. Its state and state_dict stay as they are.
+        Any optimizer that needs no closure. Its state and state_dict do not change.
     steps
-        Batches to a group, at least 1.
+        Number of batches in a group, at least 1.
     max_norm
-        Clip the gradient of the whole group to this norm right before the optimizer's step. None: do not.
+        Clip the gradient of the whole group to this norm right before the optimizer's step. None: no clipping.
     scaler
-        A `torch.amp.GradScaler`, which this object then scales, steps and updates with: do not call it yourself.
+        A `torch.amp.GradScaler`. This object calls it to scale, step and update; do not call it yourself.
 
     Raises
     ------
     ValueError
-        `steps` is not at least 1, `max_norm` is not positive, or there is no optimizer to wrap.
+        `steps` is less than 1, `max_norm` is not positive, or `optimizer` is not an optimizer.
 
     Notes
     -----
-    A learning rate scheduler takes this object or the optimizer; step it where `stepped` is true. Under
-    DistributedDataParallel, run forward and backward of all but the last batch of a group (`is_last`) in
-    ``model.no_sync()``; items are then counted per process.
+    A learning rate scheduler takes this object or the optimizer; step it if `stepped` is true. With
+    DistributedDataParallel, run forward and backward in ``model.no_sync()`` for all batches of a group but the last
+    (`is_last`); items are then counted per process.
 
     Examples
     --------
@@ -66,8 +67,8 @@ class GradAccumulator(Optimizer):
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        # Not Optimizer.__init__: parameters and state are the wrapped optimizer's. The base is there for the isinstance
-        # checks of learning rate schedulers.
+        # Does not call Optimizer.__init__, because parameters and state belong to the wrapped optimizer. Optimizer is a
+        # base class only because learning rate schedulers check for it.
         if isinstance(optimizer, GradAccumulator):
             raise ValueError("the optimizer is a GradAccumulator already; wrap the optimizer once, with steps=N")
         if not isinstance(optimizer, Optimizer):
@@ -84,25 +85,25 @@ class GradAccumulator(Optimizer):
         self._stepped = False
         self._calls = 0  # of `step` in this group
         self._items = 0
-        self._items_expected = 0  # were all batches of the group like its first one
+        self._items_expected = 0  # items of the group if all its batches had the size of the first one
         self._is_scaled = False
 
-    # -- the loop's calls ---------------------------------------------------------------------------------------------
+    # -- for the training loop ----------------------------------------------------------------------------------------
 
     def scale(self, loss: Tensor, items: int) -> Tensor:
-        """The loss to call backward on: this batch's share in its group.
+        """Return the loss to call backward on: multiplied by the share of this batch in its group.
 
         Parameters
         ----------
         loss
-            The mean over the batch's items.
+            The mean over the items of the batch.
         items
-            How many those are: rows, or tokens where the mean is over tokens. At least 1.
+            Number of items: rows, or tokens if the mean is over tokens. At least 1.
 
         Raises
         ------
         ValueError, RuntimeError
-            `items` is no count; or this is the second call before `step`.
+            `items` is not a positive integer, or `scale` was already called before this `step`.
         """
         if isinstance(items, bool) or not isinstance(items, int) or items < 1:
             raise ValueError(f"items must be the count that the loss is the mean of, at least 1, not {items!r}")
@@ -119,7 +120,7 @@ class GradAccumulator(Optimizer):
         return share if self.scaler is None else self.scaler.scale(share)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Count one batch; with the last one of its group, correct, clip and step.
+        """Count one batch. After the last one of a group, correct and clip the gradients and step the optimizer.
 
         Raises
         ------
@@ -129,7 +130,7 @@ class GradAccumulator(Optimizer):
             A closure is given.
         """
         if closure is not None:
-            raise ValueError("GradAccumulator.step takes no closure: it cannot run several batches anew")
+            raise ValueError("GradAccumulator.step takes no closure: it cannot run several batches again")
         if not self._is_scaled:
             raise RuntimeError(
                 "step() without a loss: write optimizer.scale(loss, items=len(batch)).backward() before it"
@@ -141,12 +142,12 @@ class GradAccumulator(Optimizer):
             self._act()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, if the group is complete; within a group they stay."""
+        """Clear the gradients if the group is complete; within a group, do nothing."""
         if self._items == 0:
             self.optimizer.zero_grad(set_to_none)
 
     def flush(self) -> bool:
-        """Step with what the last, ragged group has, and clear the gradients. Returns whether there was anything.
+        """Step the optimizer for an incomplete last group and clear the gradients. Return whether there was one.
 
         Raises
         ------
@@ -155,7 +156,7 @@ class GradAccumulator(Optimizer):
         """
         if self._is_scaled:
             raise RuntimeError(
-                "flush() between scale() and step(): call step() for that batch first, or reset() where it failed"
+                "flush() between scale() and step(): call step() for that batch first, or reset() if it failed"
             )
         if self._calls == 0:
             return False
@@ -164,14 +165,14 @@ class GradAccumulator(Optimizer):
         return True
 
     def reset(self) -> None:
-        """Drop the group as far as it has come, with its gradients: after a batch that failed."""
+        """Discard the current group and its gradients, for example after a batch that failed."""
         self._calls = self._items = 0
         self._is_scaled = False
         self.zero_grad()
 
     @property
     def stepped(self) -> bool:
-        """Whether the last `step` or `flush` stepped the optimizer; false too where the scaler found an overflow."""
+        """Whether the last `step` or `flush` stepped the optimizer. False if the scaler found an overflow."""
         return self._stepped
 
     @property
@@ -199,39 +200,39 @@ class GradAccumulator(Optimizer):
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() >= before  # it lowers its scale where it has skipped a step
+        return self.scaler.get_scale() >= before  # the scaler lowers its scale if it has skipped a step
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    # -- the optimizer's face -----------------------------------------------------------------------------------------
+    # -- interface of an optimizer ------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """That of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """That of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's."""
+        """That of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, key for key. An incomplete group is not in it, as no gradient is."""
+        """Return the state_dict of the wrapped optimizer. It contains no gradients, so no incomplete group."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what the wrapped optimizer, or this object, has saved."""
+        """Load a state_dict of the wrapped optimizer or of this object."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Hand on to the wrapped optimizer."""
+        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class GradAccumulator(Optimizer):
         return f"GradAccumulator(steps={self.steps}, {self.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        # What torch keeps on every optimizer besides: tables of hooks, marks of schedulers.
+        # Other attributes that torch keeps on every optimizer: dictionaries of hooks, marks of schedulers.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -26,28 +26,28 @@ Batch = TypeVar("Batch")
 
 
 class Prefetcher(Generic[Batch]):
-    """Gives a loader's batches on the device, each copied while the step before it computes.
+    """Yields a loader's batches on the device; each is copied while the previous step computes.
 
-    On an accelerator the next batch is asked for, staged in pinned memory and sent on a stream of its own before the
-    current one is handed out. On the CPU there is nothing to copy: batches pass through, and only the time that the
-    loader takes is counted. No thread is started; give the DataLoader `num_workers` where loading itself takes long.
+    On an accelerator, before a batch is returned, the next one is read from the loader, staged in pinned memory, and
+    its copy is queued on a separate stream. On the CPU batches are returned unchanged, and only the time of the loader
+    is measured. No thread is started; use `num_workers` of the DataLoader if loading itself is slow.
 
     Parameters
     ----------
     loader
-        Any iterable of batches: tensors, or tuples, lists and dictionaries of them. What is no tensor stays as it is;
-        what has a method ``to``, such as a BatchEncoding, is moved with it, without overlap.
+        Any iterable of batches: tensors, or tuples, lists and dictionaries of them. Other values are returned
+        unchanged; objects with a method ``to``, such as a BatchEncoding, are moved with it, without overlap.
     device
-        Where to. Default: the handle's device, else the current CUDA device, else the CPU.
+        Target device. Default: the handle's device, else the current CUDA device, else the CPU.
     handle
-        What `offload.enable` returned: its report then says how long steps waited for data.
+        The handle that `offload.enable` returned. Its report then says how long steps waited for data.
 
     Notes
     -----
-    *Ordering*: a batch may be used on the stream that is current when it is handed out. The loader is one batch ahead
-    on CUDA, so that a loader which draws from torch's generator draws one batch earlier than without.
+    *Ordering*: a batch may be used on the stream that is current when it is returned. On CUDA the loader is one batch
+    ahead. So a loader that uses torch's generator draws its random numbers one batch earlier than without a Prefetcher.
 
-    An exception of the loader reaches the caller in place of the batch that it belongs to.
+    An exception in the loader is raised when its batch is requested.
 
     Examples
     --------
@@ -75,7 +75,9 @@ class Prefetcher(Generic[Batch]):
         self.loader = loader
         self.device = torch.device(device)
         if not is_known(self.device):
-            raise ValueError(f"Prefetcher knows cpu and cuda devices, not {self.device}; move batches there yourself")
+            raise ValueError(
+                f"Prefetcher supports cpu and cuda devices, not {self.device}; move batches there yourself"
+            )
         self.feed = Feed()
         if handle is not None:
             watch(handle, self.feed)
@@ -117,7 +119,7 @@ class Prefetcher(Generic[Batch]):
             conveyor.close()
 
     def _ask(self, source: Iterator[Batch], conveyor: Conveyor) -> Callable[[], Batch] | None:
-        """What gives the loader's next batch, or raises what the loader raised for it; None at the end."""
+        """Return a function that returns the next batch or raises the loader's exception; None at the end."""
         started = time.perf_counter()
         try:
             batch = next(source)
@@ -148,7 +150,7 @@ class Prefetcher(Generic[Batch]):
 
 
 class Parcel:
-    """A batch on its way: its tensors on the device, and when they will be there."""
+    """A batch whose copy is under way: its tensors on the device, and the event of the copy's end."""
 
     def __init__(self, batch: Any, stream: torch.Stream, arrived: torch.Event) -> None:
         self.batch = batch
@@ -157,10 +159,11 @@ class Parcel:
 
 
 class Conveyor:
-    """Copies batches to one accelerator on a stream of its own.
+    """Copies batches to one accelerator on a separate stream.
 
-    Targets belong to the compute stream, which waits for a copy before it may use *or free* its target; a copy begins
-    when the compute stream has passed the point where its target was allocated, as its memory may have had a reader.
+    Targets are allocated on the compute stream, which waits for a copy before it uses *or frees* the target. A copy
+    waits for the work that was queued on the compute stream when its target was allocated, because that work may still
+    read the memory.
     """
 
     def __init__(self, device: torch.device, feed: Feed) -> None:
@@ -173,10 +176,10 @@ class Conveyor:
         self._measured: deque[tuple[torch.Event, torch.Event]] = deque()
 
     def send(self, batch: Any) -> Parcel:
-        """Begin to copy a batch."""
+        """Queue the copy of a batch."""
         compute = self._torch.current_stream(self._device)
-        # torch's pinned cache, not the engine's slabs: it keeps a block until the copy that reads it has ended, and
-        # batches are of one size, so that its rounding to powers of two is paid once and not for every tensor.
+        # Uses torch's cache of pinned memory, not the engine's slabs. It keeps a block until the copy that reads it has
+        # ended. Its rounding to powers of two wastes little memory here, because batches have one size.
         staged = tree_map(self._stage, batch)
         targets = tree_map(self._target, staged)
         self._stream.wait_stream(compute)
@@ -184,13 +187,13 @@ class Conveyor:
             arrived = self._torch.Event(enable_timing=True)
             try:
                 tree_map(self._copy, targets, staged)
-            finally:  # also where a copy could not be queued: those before it still write
+            finally:  # also if a copy could not be queued: the copies before it are under way
                 arrived.record(self._stream)
                 self._on_the_way = Parcel(targets, compute, arrived)
         return self._on_the_way
 
     def receive(self, parcel: Parcel) -> Any:
-        """The batch, ready for the current stream."""
+        """Return the batch, ready for the current stream."""
         compute = self._torch.current_stream(self._device)
         asked = self._torch.Event(enable_timing=True)
         asked.record(compute)
@@ -206,7 +209,7 @@ class Conveyor:
         return parcel.batch
 
     def close(self) -> None:
-        """No copy may write to memory that has been given away: the compute stream waits for a batch nobody took."""
+        """Make the compute stream wait for a batch that was not received: its copy must not write to freed memory."""
         if self._on_the_way is not None:
             self._on_the_way.stream.wait_event(self._on_the_way.arrived)
             self._on_the_way = None

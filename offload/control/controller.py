@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from statistics import median
 from typing import Protocol
 
 from torch import nn
@@ -19,30 +18,28 @@ from torch import nn
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
+from offload.control.profile_listener import ProfileListener, tell_profile, tell_recipes
 from offload.control.promise import SlowdownPromise
 from offload.control.signature import Signature
 from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
-from offload.control.wanted_plan import measured_link, wanted_plan
+from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
-from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profiler
-from offload.runtime.activations import MeteredExecutor, ReferenceExecutor
+from offload.runtime.activations import MeteredExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.engine import Engine
 from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, SwapOnDemand
-from offload.runtime.schedule import Schedule, StepOrder, serial_schedule
+from offload.runtime.schedule import Schedule, StepOrder
 from offload.runtime.weak import weak_callback
 
-__all__ = ["Controller", "PlanController", "ProfileListener"]
+__all__ = ["Controller", "PlanController"]
 
 log = logging.getLogger("offload")
 
 _KEPT = "kept by plan"
-
-# Called with every profiled step before it is planned: its trace, the link, the limit on host memory in bytes.
-ProfileListener = Callable[[Trace, Link, int], None]
+_MORE_HELD = "more memory is in use before a step"
 
 
 class Controller(Protocol):
@@ -99,6 +96,7 @@ class PlanController:
     ) -> None:
         self._options = options
         self._engine = engine
+        self._on_cpu = engine.device.type == "cpu"
         self._counts = counts
         self._on_recorded = on_recorded
         self._measure_link = measure_link
@@ -106,7 +104,7 @@ class PlanController:
         self._make_trial = make_trial
         self._on_profile = on_profile
         self._limits = limits
-        self._promise = SlowdownPromise(options, limits, on_cpu=engine.device.type == "cpu")
+        self._promise = SlowdownPromise(options, limits, engine)
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
@@ -135,12 +133,14 @@ class PlanController:
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.forget(signature)
                 return self._record(state, model, held())
+            if planned.trial_bytes is not None:
+                return self._requested_trial(state, planned)
             self._judge(state, planned, held)
             if state.phase is not Phase.PLANNING:
-                return self._follow(signature, planned)
+                return self._follow(signature, state, planned)
             self._plan(planned, held())
             state.enter(Phase.MEASURING)
-            return self._trial(state, planned) or self._follow(signature, planned)
+            return self._trial(state, planned) or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
@@ -179,51 +179,35 @@ class PlanController:
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
         """Move a planned signature to the phase that its measured steps and the held memory call for."""
+        limit_bytes = self._options.memory_limit
+        if state.phase is Phase.STEADY and not planned.executors:  # nothing was measured since
+            if limit_bytes is not None and planned.exceeds(limit_bytes, held()):
+                state.enter(Phase.PLANNING, _MORE_HELD)
+            return
         planned.read_measurements(self._counts)
         planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
-        limit_bytes = self._options.memory_limit
         if planned.plan is None:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
-            state.enter(Phase.PLANNING, "more memory is in use before a step")
+            state.enter(Phase.PLANNING, _MORE_HELD)
         elif state.phase is Phase.TRIAL:
             if planned.trial is None:
                 has_proven = planned.recipes is not None and planned.recipes.recompute
                 state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
-        elif self._is_off(planned):
+        elif self._promise.needs_plan(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
         elif self._promise.is_open(planned):
             state.enter(Phase.MEASURING)
-        elif planned.is_measured or not self._measures(planned):
+        elif planned.is_measured or not self._measures(state, planned):
             without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
-    def _is_off(self, planned: PlannedStep) -> bool:
-        """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
-        if not planned.is_measured:
-            return False
-        link = measured_link(self._engine, planned.link)
-        if planned.swap_seconds:
-            link = replace(link, swap_seconds=median(planned.swap_seconds))
-        if self._promise.applies(planned):
-            return self._promise.is_broken(planned, link)
-        if planned.replans >= self._limits.replans:
-            return False
-        reasons = planned.reasons_to_replan(link)
-        if reasons:
-            planned.replans += 1
-            planned.link = link
-            log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
-        return bool(reasons)
-
-    def _follow(self, signature: object, planned: PlannedStep) -> StepObserver:
+    def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
-        if self._promise.wants_reference(planned):
-            return self._reference(signature, planned)
-        planned.plan_steps += 1
-        about = self._about(signature, planned.schedule)
-        if not self._measures(planned):
+        is_reference = self._promise.begin_reference(planned, self._counts)
+        about = self._about(signature, planned.serial if is_reference else planned.schedule)
+        if not is_reference and not self._measures(state, planned):
             self._counts.unmeasured_steps += 1
             return ScheduleExecutor(*about)
         assert planned.weights is not None
@@ -231,28 +215,17 @@ class PlanController:
         planned.executors.append(executor)
         return executor
 
-    def _reference(self, signature: object, planned: PlannedStep) -> StepObserver:
-        """Begin a step that waits for each copy at once."""
-        assert planned.plan is not None
-        assert planned.weights is not None
-        planned.frontier.begun += 1
-        self._counts.reference_steps += 1
-        schedule = serial_schedule(planned.profile.order, planned.plan, planned.profile.members)
-        about = self._about(signature, schedule)
-        executor = ReferenceExecutor(*about, Stopwatch(self._engine), planned.weights)
-        planned.executors.append(executor)
-        return executor
-
     def _trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver | None:
         """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
         plan = planned.plan
         assert plan is not None
-        if planned.recipes is not None or planned.trial is not None:
+        has_had_one = planned.recipes is not None or planned.trial is not None
+        if has_had_one or not is_worth_a_trial(plan, self._options, self._limits):
             return None
-        if not is_worth_a_trial(plan, self._options, self._limits):
-            return None
-        room = self._options.memory_limit or plan.peak_bytes
-        trial = self._make_trial(self._engine, planned.profile.order, plan.trace.base_bytes, room)
+        return self._begin_trial(state, planned, self._options.memory_limit or plan.peak_bytes)
+
+    def _begin_trial(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:
+        trial = self._make_trial(self._engine, planned.profile.order, planned.trace().base_bytes, room)
         if isinstance(trial, str):
             planned.recipes = Recipes(reason=trial)
             log.info("nothing is recomputed: %s", trial)
@@ -262,6 +235,15 @@ class PlanController:
         state.enter(Phase.TRIAL)
         return trial
 
+    def _requested_trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
+        """Run the trial step that the listener asked for, then tell it the recipes."""
+        trial = self._begin_trial(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
+        self._tell_recipes(planned)
+        return trial or SwapOnDemand()
+
+    def _tell_recipes(self, planned: PlannedStep) -> None:
+        tell_recipes(self._on_profile, planned, self._options, self._counts, on_cpu=self._on_cpu)
+
     def _about(
         self, signature: object, schedule: Schedule | None
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
@@ -269,8 +251,10 @@ class PlanController:
         # A weak callback: the controller keeps the last executors, which must not keep the store alive.
         return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
 
-    def _measures(self, planned: PlannedStep) -> bool:
-        return self._engine.device.type == "cpu" or planned.steps <= self._limits.device_measured_steps
+    def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
+        if not self._on_cpu:
+            return planned.steps <= self._limits.device_measured_steps
+        return state.phase is not Phase.STEADY or planned.steps % self._limits.steady_measured_every == 0
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -312,7 +296,7 @@ class PlanController:
 
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()
-        if self._engine.device.type == "cpu" and isinstance(signature, Signature):
+        if self._on_cpu and isinstance(signature, Signature):
             return replace(held, state=held.state + signature.input_bytes)
         return held
 
@@ -362,11 +346,9 @@ class PlanController:
                 link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
-        self._latest = state.planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
+        self._latest = state.planned = planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
         state.enter(Phase.PLANNING)
-        if self._on_profile is not None:
-            on_cpu = self._engine.device.type == "cpu"
-            self._on_profile(profile.trace, link, 0 if on_cpu else self._options.host_limit)
+        tell_profile(self._on_profile, planned, self._options, on_cpu=self._on_cpu)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
@@ -378,6 +360,7 @@ class PlanController:
             for state in self._states.values():
                 if state.planned is not None:
                     state.planned.read_measurements(self._counts)
+                    self._tell_recipes(state.planned)
             return self._latest
 
     @property

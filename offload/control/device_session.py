@@ -15,19 +15,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from offload.control.controller import PlanController, ProfileListener
+from offload.control.controller import PlanController
 from offload.control.limits import Limits
 from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
+from offload.control.profile_listener import ProfileListener
 from offload.control.trial import MakeTrial
 from offload.options import Options
 from offload.plan import Link
-from offload.profiling.model_state import HeldMemory
+from offload.profiling.model_state import HeldMemory, ModelState
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine, has_storage
+from offload.runtime.engine import Engine
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat.compiled import has_compiled_parts
-from offload.torch_compat.modules import is_sharded, state_tensors
 from offload.torch_compat.tensors import has_own_bytes
 
 __all__ = ["DeviceSession"]
@@ -77,22 +77,17 @@ class DeviceSession:
         self.counts = Counts()
         self.controller: ManualController | PlanController
         self.held: HeldMemory | None = None
-        self.devices = {device}  # of the model's parameters and buffers, at the latest look
+        self.state = ModelState(model)
         self._explain = explain
         self._pid = os.getpid()
         self._model = weakref.ref(model)
         self._local = threading.local()
-        self._parameters: set[int] = set()
-        self._is_sharded = False  # parameters are gathered for forward, and again for backward
-        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
-        # that became a parameter since is seen at the next forward.
-        self._unheld: set[int] = set()
         self._warned: set[type] = set()
         fixed = options.n_tensors == 0 or (options.n_tensors is not None and options.lookahead_nodes is not None)
         if fixed and on_profile is None:
             self.controller = ManualController(options, engine, self.counts, on_recorded, limits)
         else:
-            self.held = HeldMemory(model, engine)
+            self.held = HeldMemory(self.state, engine)
             self.controller = PlanController(
                 options, engine, self.counts, on_recorded, link, self.held.look, make_trial, on_profile, limits
             )
@@ -136,24 +131,25 @@ class DeviceSession:
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
-        if storage_id in self._parameters:
+        if storage_id in self.state.storages:
             return "parameter"
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
         if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
-            if storage_id in self._unheld:
+            if storage_id in self.state.not_held:
                 return None
-            self.refresh_parameters()
-            if storage_id in self._parameters:
+            self.state.expire()
+            self.state.look()
+            if storage_id in self.state.storages:
                 return "parameter"
-            if len(self._unheld) >= UNHELD_MAX:
-                self._unheld.clear()
-            self._unheld.add(storage_id)
+            if len(self.state.not_held) >= UNHELD_MAX:
+                self.state.not_held.clear()
+            self.state.not_held.add(storage_id)
         return None
 
     def holds_state(self, storage_id: int) -> bool:
         """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
-        return storage_id in self._parameters and not self._is_sharded
+        return storage_id in self.state.storages and not self.state.is_sharded
 
     def has_compiled_parts(self) -> bool:
         """Whether a part of the model is compiled; it may have become so since the last step."""
@@ -189,14 +185,3 @@ class DeviceSession:
             yield
         finally:
             self._local.excluded -= 1
-
-    def refresh_parameters(self) -> None:
-        """Look up which storages are parameters and buffers now, and where they are."""
-        model = self._model()
-        if model is None:
-            return
-        parameters, buffers = state_tensors(model)
-        held = [*parameters, *buffers]
-        self._is_sharded = is_sharded(model)
-        self._parameters = {Engine.identity(tensor) for tensor in held if has_storage(tensor)}
-        self.devices = {tensor.device for tensor in held}

@@ -274,6 +274,7 @@ class EnabledModel:
         self.on_device.counts.steps += 1
         model = self.model
         assert model is not None  # its forward is running
+        self.on_device.state.expire()
         signature = self._signature(args, kwargs)
         observer = self.on_device.controller.observer(signature, model)
         self.on_device.counts.attribute_misses(self.on_device.engine.misses, isinstance(observer, ScheduleExecutor))
@@ -285,9 +286,10 @@ class EnabledModel:
             hooks.remove()
             self.on_device.counts.bare_steps += 1
         else:
-            self.on_device.refresh_parameters()
-            if len(self.on_device.devices) > 1:
-                self._tell_where(self.on_device.devices)
+            state = self.on_device.state
+            state.look()
+            if len(state.devices) > 1:
+                self._tell_where(set(state.devices))
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_backward, entry.nbytes) for entry in order.entries.values()]
@@ -299,7 +301,7 @@ class EnabledModel:
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         # Of what is no tensor, what chooses a branch and comes in few values.
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor | bool | None)]
+        given = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor | bool | None)]
         leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
         kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
         return Signature(
@@ -307,3 +309,9 @@ class EnabledModel:
             kinds=(*kinds, torch.is_autocast_enabled(self.on_device.device.type)),
             input_bytes=sum(leaf.nbytes for leaf in leaves if has_storage(leaf)),
         )
+
+
+def _leaves(values: tuple[Any, ...]) -> list[Any]:
+    """As `tree_leaves`, which is slow, where most inputs are tensors and no trees."""
+    plain = all(each is None or isinstance(each, Tensor | bool) for each in values)
+    return list(values) if plain else tree_leaves(values)

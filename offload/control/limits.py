@@ -35,6 +35,8 @@ class Limits:
         slowed one.
     device_measured_steps
         Steps that are measured on an accelerator, where every mark is an event.
+    steady_measured_every
+        On the CPU, of the steady steps of a plan, one in so many is measured.
     manual_measured_steps
         Steps that are measured in the manual mode; after them one in `recheck_steps`.
     tolerance
@@ -63,6 +65,7 @@ class Limits:
     measurements: int = 5
     measurements_before_judging: int = 3
     device_measured_steps: int = 8
+    steady_measured_every: int = 16
     manual_measured_steps: int = 5
     tolerance: float = 0.05
     faster_link: float = 0.25

@@ -18,10 +18,10 @@ from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resi
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profile
-from offload.runtime.activations import ActivationBytes, MeteredExecutor, ReferenceExecutor
+from offload.runtime.activations import ActivationBytes, MeteredExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.executor import Measured
-from offload.runtime.schedule import Schedule, planned_schedule
+from offload.runtime.schedule import Schedule, planned_schedule, serial_schedule
 from offload.units import format_seconds
 
 __all__ = ["PlannedStep", "most"]
@@ -43,8 +43,8 @@ class PlannedStep:
         The link to plan with, as calibrated or as the engine's own copies showed it.
     held
         The most bytes that model, gradients and optimizers took before a step.
-    plan, schedule
-        What its steps follow; None until the first plan is made.
+    plan, schedule, serial
+        What its steps follow, and its reference steps; None until the first plan is made.
     incomplete_profiles
         Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
     steps, plan_steps, replans
@@ -55,7 +55,8 @@ class PlannedStep:
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
-        Measured in the last steps: the duration of each node, of the step, of the hooks per swap, of recomputation.
+        Measured in the last steps: the duration of each node, of the step, of the hooks per swapped or dropped tensor,
+        of recomputation.
     recompute_factors
         How many times as long as in the trial step recomputation has taken since, by tensor id.
     computed_seconds
@@ -76,6 +77,8 @@ class PlannedStep:
         The trial step that is under way.
     recipes
         What the trial step has proven; None before it.
+    trial_bytes
+        The most bytes that the trial step may take which a listener has asked for; None if none has, or after it.
     """
 
     limits: Limits
@@ -85,6 +88,7 @@ class PlannedStep:
     incomplete_profiles: int = 0
     plan: Plan | None = None
     schedule: Schedule | None = None
+    serial: Schedule | None = None
     steps: int = 0
     plan_steps: int = 0
     frontier: Frontier = field(init=False)
@@ -104,6 +108,7 @@ class PlannedStep:
     refusal: InfeasibleLimitError | None = None
     trial: TrialObserver | None = None
     recipes: Recipes | None = None
+    trial_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self.frontier = Frontier(self.limits)
@@ -136,7 +141,9 @@ class PlannedStep:
         if seconds is not None:
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
-        return trace if self.recipes is None else self.recipes.added_to(trace, self.recompute_factors)
+        if self.recipes is None:
+            return trace
+        return self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
@@ -150,6 +157,7 @@ class PlannedStep:
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
+        self.serial = serial_schedule(self.profile.order, plan, self.profile.members)
         self.plan_steps = self.frontier.begun = 0
         self.step_seconds.clear()
         self.computed_seconds.clear()
@@ -188,7 +196,7 @@ class PlannedStep:
             measured = executor.measured(len(self.profile.trace.nodes))
             if measured is None:
                 unread.append(executor)
-            elif isinstance(executor, ReferenceExecutor):
+            elif executor.schedule.is_serial:
                 self.frontier.add_reference(measured.node_seconds, self.step_seconds)
                 row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)
                 counts.steps_measured.append(row)
@@ -204,9 +212,10 @@ class PlannedStep:
         plan = self.plan
         assert plan is not None
         # Hooks recompute: nodes do not include it, their own time does.
-        if plan.swaps:
+        moved = len(plan.swaps) + len(plan.recomputes)
+        if moved:
             in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
-            self.swap_seconds.append(in_hooks / len(plan.swaps))
+            self.swap_seconds.append(in_hooks / moved)
         tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
         if tried and measured.hook_seconds:  # on the CPU
             self.recompute_seconds.append(recompute_seconds)
@@ -227,8 +236,11 @@ class PlannedStep:
         return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
 
     def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:
-        owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
         assert self.plan is not None
+        if not self.plan.swaps:  # nothing can be late
+            self.late, self.late_tensors = {}, 0
+            return
+        owner = {index: tensor for tensor, indices in self.profile.members.items() for index in indices}
         swapped = {swap.id for swap in self.plan.swaps}
         self.late = {}
         for index, seconds in measured.waits.items():
@@ -268,6 +280,8 @@ def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
     """Subtract `slowed`, the time that copies added, in proportion to each duration; at most half of their total."""
+    if slowed <= 0:
+        return tuple(seconds)
     total = sum(seconds)
     share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
     return tuple(each * share for each in seconds)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from statistics import median
 
 from offload.control.limits import Limits
 from offload.control.planned_step import PlannedStep
+from offload.control.wanted_plan import measured_link
 from offload.options import Options
 from offload.plan import Link, least_feasible_limit, make_plan
+from offload.runtime.counters import Counts
+from offload.runtime.engine import Engine
 
 __all__ = ["SlowdownPromise"]
 
@@ -22,17 +26,18 @@ class SlowdownPromise:
     ----------
     options
         What the caller asked for.
-    on_cpu
-        Whether the session's device is the CPU. On an accelerator copies do not slow the computation, and only the
-        first steps are measured: there `max_slowdown` is kept as the plan predicts it.
     limits
         Bounds and tolerances.
+    engine
+        Has copied. On an accelerator copies do not slow the computation, and only the first steps are measured: there
+        `max_slowdown` is kept as the plan predicts it.
     """
 
-    def __init__(self, options: Options, limits: Limits, *, on_cpu: bool) -> None:
+    def __init__(self, options: Options, limits: Limits, engine: Engine) -> None:
         self._options = options
         self._limits = limits
-        self._on_cpu = on_cpu
+        self._engine = engine
+        self._on_cpu = engine.device.type == "cpu"
 
     def applies(self, planned: PlannedStep) -> bool:
         """Whether the plan's steps are to be compared with reference steps."""
@@ -44,15 +49,41 @@ class SlowdownPromise:
         """Whether it is not known yet that the plan may stay."""
         return self.applies(planned) and not planned.frontier.is_settled
 
-    def wants_reference(self, planned: PlannedStep) -> bool:
-        """Whether the step that begins is to be a reference step."""
+    def begin_reference(self, planned: PlannedStep, counts: Counts) -> bool:
+        """Count the step that begins; True where it is to be a reference step."""
+        if self._wants_reference(planned):
+            planned.frontier.begun += 1
+            counts.reference_steps += 1
+            return True
+        planned.plan_steps += 1
+        return False
+
+    def needs_plan(self, planned: PlannedStep) -> bool:
+        """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
+        if not planned.is_measured:
+            return False
+        link = measured_link(self._engine, planned.link)
+        if planned.swap_seconds:
+            link = replace(link, swap_seconds=median(planned.swap_seconds))
+        if self.applies(planned):
+            return self._is_broken(planned, link)
+        if planned.replans >= self._limits.replans:
+            return False
+        reasons = planned.reasons_to_replan(link)
+        if reasons:
+            planned.replans += 1
+            planned.link = link
+            log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
+        return bool(reasons)
+
+    def _wants_reference(self, planned: PlannedStep) -> bool:
         if not self.applies(planned):
             return False
         if planned.frontier.is_settled:
             return planned.steps % self._limits.recheck_steps == 0
         return planned.frontier.is_due(planned.plan_steps)
 
-    def is_broken(self, planned: PlannedStep, link: Link) -> bool:
+    def _is_broken(self, planned: PlannedStep, link: Link) -> bool:
         """Whether another plan is due, for the link as measured; where none is, the best one so far stays."""
         frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
         assert plan is not None

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from offload import _core
-from offload.control.controller import ProfileListener
 from offload.control.enabled_model import EnabledModel
+from offload.control.profile_listener import ProfileListener
 from offload.runtime.weak import WeakReferences, run_pending_callbacks
 
 __all__ = ["enabled_models", "find", "is_unused", "listen_to_profiles", "profile_listener", "register"]

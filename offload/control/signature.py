@@ -6,13 +6,12 @@ Plans are kept per signature.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Signature"]
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """The shapes and kinds of the model's inputs, and the mode.
 
     Attributes
@@ -27,7 +26,6 @@ class Signature:
 
     shapes: tuple[tuple[int, ...], ...]
     kinds: tuple[object, ...]
-
     input_bytes: int = 0
 
     def is_within(self, other: Signature) -> bool:

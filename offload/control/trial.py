@@ -130,13 +130,17 @@ class Recipes:
         """What the recomputations of a plan took in the trial step, in seconds."""
         return sum(self.recompute[row.id].seconds for row in plan.recomputes)
 
-    def added_to(self, trace: Trace, factors: Mapping[int, float]) -> Trace:
-        """The trace with the recipes of its tensors; those in `factors` take so many times as long."""
+    def added_to(self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0) -> Trace:
+        """The trace with the recipes of its tensors; those in `factors` take so many times as long.
+
+        `hook_seconds` is what the hooks of each dropped tensor take besides, of all its entries together.
+        """
         if not self.recompute:
             return trace
         rows = dict(self.recompute)
         for tensor_id, factor in factors.items():
             rows[tensor_id] = replace(rows[tensor_id], seconds=factor * rows[tensor_id].seconds)
+        rows = {tensor_id: replace(row, seconds=row.seconds + hook_seconds) for tensor_id, row in rows.items()}
         tensors = (replace(tensor, recompute=rows.get(tensor.id)) for tensor in trace.tensors)
         return replace(trace, tensors=tuple(tensors))
 

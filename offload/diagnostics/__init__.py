@@ -1,1 +1,1 @@
-"""Explanations for people: reports, timelines, out-of-memory notes, the machine's check-up."""
+"""Reports, timelines, out-of-memory notes and recovery."""

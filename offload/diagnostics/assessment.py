@@ -1,6 +1,6 @@
-"""From what a session has planned and measured to the verdict of its report.
+"""Builds the verdict of a report from the plan and the measurements of a session.
 
-Reads what was measured; measures and changes nothing.
+It only reads.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from offload.units import format_bytes, parse_bytes, round_up_bytes
 
 __all__ = ["Subject", "assess", "weigh_process", "wish"]
 
-_SLOWER = 0.10  # than predicted by more is not on plan
-_MORE = 0.05  # in memory than planned by more, and by more than _MORE_BYTES
+_SLOWER = 0.10  # relative; a step that is slower than predicted by more than this is a problem
+_MORE = 0.05  # relative; more memory than planned by more than this and by _MORE_BYTES is a problem
 _MORE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a verdict is about: one session."""
+    """The session that a verdict is about."""
 
     controller: ManualController | PlanController
     options: Options
@@ -42,11 +42,11 @@ class Subject:
     counts: Counts
     is_disabled: bool = False
     left_to_checkpoint: bool = False
-    problems: Iterable[str] = ()  # that others have found
+    problems: Iterable[str] = ()  # found elsewhere
 
 
 def wish(options: Options) -> str:
-    """What was asked of `offload.enable`, as it is written there."""
+    """Return the goal arguments of `offload.enable` as they are written in the call."""
     if options.n_tensors is not None:
         lead = '"auto"' if options.lookahead_nodes is None else options.lookahead_nodes
         return f"n_tensors={options.n_tensors}" + (f", lb={lead}" if options.n_tensors else "")
@@ -61,7 +61,7 @@ def wish(options: Options) -> str:
 
 
 def assess(subject: Subject) -> Verdict:
-    """The verdict on the planned steps of a session, as far as they are known."""
+    """Return the verdict on the planned steps of a session, as far as they are known."""
     options, controller, counts = subject.options, subject.controller, subject.counts
     verdict = Verdict("no step", str(subject.engine.device), wish(options), subject.is_disabled)
     if options.n_tensors == 0:
@@ -78,7 +78,7 @@ def assess(subject: Subject) -> Verdict:
 
 
 def weigh_process(verdict: Verdict) -> Verdict:
-    """The verdict with the process's resident set, where its malloc keeps what the engine frees."""
+    """Return the verdict with the process's resident set added, if malloc keeps memory that the engine frees."""
     name = allocator.current()
     if torch.device(verdict.device).type != "cpu" or not verdict.tensors_swapped or allocator.recycles(name):
         return verdict
@@ -115,7 +115,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
             return replace(verdict, kind="unplanned", reason=reason)
         return replace(verdict, kind="profiling", reason="the first step is not over yet")
     trace = planned.plan.trace if planned.plan is not None else planned.trace()
-    # Of the steps whose time is told beside it, where there are any: a neighbour may have slowed those before.
+    # Uses the steps whose times the verdict gives, if there are any: other programs may have slowed earlier ones.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
     measured, references = planned.frontier.compute_seconds, len(planned.frontier.references)
@@ -127,7 +127,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
         tensors=len(trace.tensors),
     )
     refusal = planned.refusal
-    if refusal is None and planned.plan is None:  # what an optimizer holds beside it is not known yet
+    if refusal is None and planned.plan is None:  # the optimizer's state is not known yet
         return replace(verdict, kind="profiling", reason="the next step of this shape follows a plan")
     if planned.profile.knows_temporaries:
         verdict = replace(verdict, step_bytes_unswapped=max(unswapped_bytes(trace), default=0))
@@ -178,7 +178,7 @@ def _nothing_can_move(counts: Counts) -> str:
 
 
 def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
-    """What keeps planned steps from being as they were planned."""
+    """Yield the reasons why planned steps differ from the plan."""
     if not (verdict.tensors_swapped or verdict.tensors_recomputed):
         return
     engine, counts = subject.engine, subject.counts
@@ -196,7 +196,7 @@ def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
         yield f"{format_bytes(found - planned)} more activations in memory than planned"
     seconds, predicted = verdict.step_seconds, verdict.step_seconds_planned
     if verdict.steps_measured < LIMITS.measurements_before_judging:
-        return  # a neighbour may have slowed one
+        return  # other programs may have slowed one step
     if seconds is not None and predicted and seconds > (1 + _SLOWER) * predicted:
         yield f"the step is {100 * (seconds / predicted - 1):.0f} % slower than predicted"
 

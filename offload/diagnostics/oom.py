@@ -1,6 +1,6 @@
-"""Explains running out of memory where it happens: what is held, what could still move, what to type.
+"""Explains an out-of-memory error: what uses the memory, what else could be swapped, and which arguments to use.
 
-The session calls this when a step ends in an out-of-memory error.
+The session calls this when a step fails with an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ log = logging.getLogger("offload")
 _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _MIN_TENSOR_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
-# Why a saved tensor stayed where no setting would move it; for the other reasons one would.
+# Reasons for keeping a saved tensor that no argument changes. For all other reasons, other arguments would swap it.
 _FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage", "pinning failed"}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What an explanation asks about: one session, and what its present step has saved so far.
+    """The session that an explanation is about, and what its current step has saved so far.
 
     Parameters
     ----------
     model
-        The enabled model, while it lives.
+        The enabled model; None after it was freed.
     engine, options
-        The session's.
+        Those of the session.
     swapped
-        What has been swapped out since the last forward began.
+        Tensors swapped out since the last forward began.
     kept
-        What autograd saved since then and stayed, by reason.
+        Tensors saved since then and kept, by reason.
     dropped
-        What has been dropped since then, to be recomputed in backward.
+        Tensors dropped since then, to be recomputed in backward.
     """
 
     model: nn.Module | None
@@ -65,7 +65,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to type or to do, and what it would bring."""
+    """A command or an action, and its effect."""
 
     line: str
     why: str
@@ -73,9 +73,9 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a step ran out of memory.
+    """Explains why a step ran out of memory.
 
-    `str` is what the exception's note says; `html` is the same as a page.
+    `str` returns the text of the exception's note, `html` a page with the same content.
     """
 
     error: str
@@ -91,11 +91,11 @@ class Explanation:
 
     @property
     def movable_bytes(self) -> int:
-        """Of what was saved in this step and stayed: bytes that another setting would move."""
+        """Bytes saved in this step and kept that other arguments would swap."""
         return _movable_bytes(self.kept)
 
     def saved_rows(self) -> list[tuple[str, str, str]]:
-        """What autograd saved in this step: reason, amount, and whether it can move."""
+        """Return what autograd saved in this step: reason, amount, and whether it can be swapped."""
         rows = [("swapped out", _words(self.swapped), "moved")] if self.swapped.tensors else []
         rows += [("dropped", _words(self.dropped), "recomputed in backward")] if self.dropped.tensors else []
         for reason, count in sorted(self.kept.items(), key=lambda item: -item[1].nbytes):
@@ -116,7 +116,7 @@ class Explanation:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """A self-contained page that says the same, with a picture of the memory."""
+        """Return a self-contained page with the same content and a picture of the memory."""
         return oom_page.render(
             where=self.where,
             error=self.error,
@@ -129,17 +129,17 @@ class Explanation:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a device or on the host."""
+    """Whether an exception is an out-of-memory error, on a device or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
 
 
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
-    """Explain an out-of-memory error in a note on the exception (in the log before Python 3.11) and, asked to, a page.
+    """Explain an out-of-memory error in a note on the exception (before Python 3.11: the log), and optionally a page.
 
-    Any other exception, and one that was explained before, is left alone. Never raises: the caller's exception is what
-    matters.
+    Other exceptions, and those explained before, are not changed. Never raises an exception, so that the caller's is
+    not lost.
     """
     if not is_out_of_memory(error):
         return
@@ -164,14 +164,14 @@ def _note(error: BaseException, text: str) -> None:
 
 
 def explain(error: BaseException, subject: Subject) -> Explanation:
-    """Why `error`, an out-of-memory error, came.
+    """Return the explanation of an out-of-memory error.
 
     Parameters
     ----------
     error
-        As it was caught, with its traceback.
+        The exception, with its traceback.
     subject
-        The session whose step it was.
+        The session whose step failed.
     """
     engine = subject.engine
     asked = asked_bytes(str(error))
@@ -195,7 +195,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
 
 
 def asked_bytes(message: str) -> int | None:
-    """How much an out-of-memory error says was asked for; None where it does not say."""
+    """Return the size of the failed allocation from an error's message; None if it is not there."""
     match = re.search(r"[Tt]ried to allocate ([0-9.]+) ?(bytes|B|KiB|MiB|GiB|TiB)?", message)
     if match is None:
         match = re.search(r"Unable to allocate ([0-9.]+) (bytes|B|KiB|MiB|GiB|TiB)", message)
@@ -205,8 +205,11 @@ def asked_bytes(message: str) -> int | None:
     return int(float(match[1].rstrip(".")) * (1024 ** (units.index(match[2]) + 1) if match[2] in units else 1))
 
 
+_UNPACKS = (StepHooks.unpack_swapped.__code__, StepHooks.unpack_failed.__code__)
+
+
 def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
-    """Where in a training step a traceback ends: forward, backward, optimizer or elsewhere; with the module's name."""
+    """Return where in a training step a traceback ends: forward (with the module), backward, optimizer or elsewhere."""
     names = {id(module): name for name, module in model.named_modules()} if model is not None else {}
     where = "the caller's own code, outside of the model (the loss, the batch, an evaluation)"
     while traceback is not None:
@@ -214,8 +217,8 @@ def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         module = frame.f_globals.get("__name__", "")
         holder = frame.f_locals.get("self")
         is_backward = module == "torch.autograd" and frame.f_code.co_name in ("backward", "grad")
-        # The second: a GPU's backward runs in a thread without a caller.
-        if is_backward or frame.f_code is StepHooks.unpack_swapped.__code__:
+        # The second condition: a GPU's backward runs in a separate thread, without the frame of torch.autograd.
+        if is_backward or frame.f_code in _UNPACKS:
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":
             where = "the optimizer's step"
@@ -281,7 +284,7 @@ def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options,
 
 
 def _processes_to_end(memory: DeviceMemory) -> list[Process]:
-    """The least of this user's processes whose memory covers what is short; none where that is not known or enough."""
+    """Return the fewest processes of this user that hold enough memory; none if that is unknown or impossible."""
     short = memory.short_bytes
     own = sorted((each for each in memory.processes if each.can_be_ended), key=lambda each: each.nbytes)
     if not short or sum(each.nbytes for each in own) < short:
@@ -296,7 +299,7 @@ def _processes_to_end(memory: DeviceMemory) -> list[Process]:
 
 
 def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> Remedy | None:
-    """The call of `offload.enable` that moves more than the present one; None where there is no such call."""
+    """Return the call of `offload.enable` that swaps more than the current one; None if there is none."""
 
     def stayed(*reasons: str) -> int:
         return sum(kept[reason].nbytes for reason in reasons if reason in kept)
@@ -330,9 +333,9 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
 
 
 def _limit_to_plan(memory: DeviceMemory, options: Options) -> str | None:
-    """The `memory_limit` that the device has room for, less a margin for fragments; None where planning has no say."""
+    """Return a `memory_limit` that fits the device, with a margin for fragmentation; None on the CPU."""
     if not memory.is_accelerator:
-        return None  # a process holds more than its tensors
+        return None  # a process uses more memory than its tensors
     room = 0.95 * (memory.total_bytes - memory.foreign_bytes)
     if options.memory_limit is not None:
         room = min(room, 0.9 * options.memory_limit)

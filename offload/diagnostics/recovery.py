@@ -1,6 +1,6 @@
-"""After running out of memory in a notebook: gives back what the dead step still holds.
+"""Frees what a failed step still holds, after an out-of-memory error in a notebook.
 
-Leaves enabled models enabled.
+Models stay enabled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger("offload")
 
 
 def recover() -> dict[str, int]:
-    """Give back the memory that an exception left behind, so that the next cell can run.
+    """Free the memory that the last exception keeps alive, so that the next cell can run.
 
-    A notebook keeps the last exception, its traceback keeps every frame, and the frames keep the step's tensors. This
-    forgets that exception, collects garbage, waits for copies under way and empties the caches of torch and of every
-    enabled engine. Models stay enabled; tensors that the notebook's own variables hold stay as they are.
+    A notebook keeps the last exception; its traceback keeps every frame, and the frames keep the step's tensors. This
+    function drops that exception, collects garbage, waits for copies under way and empties the caches of torch and of
+    every enabled engine. Models stay enabled. Tensors in variables of the notebook are not freed.
 
     Returns
     -------
     dict of str to int
-        By device, bytes that are free again: ``"cpu"`` and, where CUDA is in use, ``"cuda:0"`` and so on.
+        Freed bytes by device: ``"cpu"`` and, if CUDA is in use, ``"cuda:0"`` and so on.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def _held(device: torch.device) -> int:
 
 
 def _forget_exceptions() -> None:
-    """Drop what the interpreter and IPython keep of the last exception, and what its frames hold."""
+    """Drop the interpreter's and IPython's references to the last exception, and clear its frames."""
     kept = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):

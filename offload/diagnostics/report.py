@@ -1,7 +1,4 @@
-"""What was moved, what was not and why.
-
-Sessions count here, and people read it as a table or as a dictionary.
-"""
+"""The report: what was swapped, what was not and why, as a table or as a dictionary."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ LATE_SECONDS = 1e-3
 
 @dataclass
 class Feed:
-    """What a loader gave, and how long the step waited for it."""
+    """Counts of the batches that a loader returned, and how long steps waited for them."""
 
     batches: int = 0
-    late_batches: int = 0  # those the step waited for, `LATE_SECONDS` or more
+    late_batches: int = 0  # those for which a step waited `LATE_SECONDS` or more
     empty_batches: int = 0
     host_wait_seconds: float = 0.0
     device_wait_seconds: float = 0.0
@@ -31,12 +28,12 @@ class Feed:
 
     @property
     def wait_seconds(self) -> float:
-        """In the loader, and on the device for a copy that had not arrived."""
+        """Time spent in the loader, and waiting on the device for copies that had not ended."""
         return self.host_wait_seconds + self.device_wait_seconds
 
     @classmethod
     def total(cls, feeds: Iterable[Feed]) -> Feed:
-        """The sum of what several loaders counted."""
+        """Return the sum of several loaders' counts."""
         result = cls()
         for feed in feeds:
             for about in fields(cls):
@@ -44,11 +41,11 @@ class Feed:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers; seconds and bytes."""
+        """Return all fields as numbers, in seconds and bytes."""
         return {**asdict(self), "wait_seconds": self.wait_seconds}
 
     def notes(self) -> Iterator[str]:
-        """What a user should hear of."""
+        """Yield notes for the user."""
         if self.empty_batches:
             yield (
                 f"{self.empty_batches} of {self.batches} batches had no rows: the device had nothing to compute; "
@@ -63,60 +60,60 @@ class Feed:
 
 @dataclass(frozen=True)
 class Report:
-    """What a session has done so far: `str` for people, in a notebook as a page, `to_dict` for machines.
+    """What a session has done so far: `str` returns a table, `to_dict` a dictionary; a notebook shows a page.
 
-    It begins with a verdict on planned steps. What follows counts over all steps since `enable`, the profiled ones too.
+    It begins with a verdict on planned steps. The other figures cover all steps since `enable`, also profiled ones.
 
     Attributes
     ----------
     verdict : Verdict
-        What a planned step needs and takes, and without offload.
+        Memory and time of a planned step, and the same without offload.
     steps : int
         Forward passes in training mode.
     device : str
-        Where the model is, such as ``"cuda:0"``.
+        Device of the model, such as ``"cuda:0"``.
     tier : str
-        Where swapped tensors go.
+        The memory or file to which tensors are swapped.
     allocator : str
-        Which malloc serves the process and what that means (CPU); torch's own (CUDA).
+        CPU: the malloc of the process and its effect. CUDA: torch's allocator.
     swapped : Count
         Storages swapped out, and their bytes.
     kept : dict of str to Count
-        Saved tensors that stayed, by reason, and their bytes.
+        Saved tensors that were kept, by reason, and their bytes.
     deduplicated : Count
-        Saved tensors whose storage was being swapped already, and their bytes.
+        Saved tensors whose storage was already swapped, and their bytes.
     store : dict of str to float
-        The swap store's own counters: bytes, seconds, numbers of copies.
+        Counters of the swap store: bytes, seconds, numbers of copies.
     misses : int
-        Storages that were loaded when backward asked for them, in all steps; in a profiled step all are.
+        Storages that were loaded on demand, in all steps; in a profiled step all are.
     prefetched : int
-        Storages that began to come back ahead of need.
+        Storages whose copy-in was started before backward needed them.
     loaded_late : int
-        Of scheduled steps: storages that backward asked for before they had begun to come back.
+        In scheduled steps: storages that backward needed before their copy-in was started.
     prefetched_late : int
-        Of measured steps: prefetched storages that backward had to wait for.
+        In measured steps: prefetched storages for which backward had to wait.
     unmeasured_steps : int
-        Scheduled steps that were not measured: on a CUDA device and by hand all but the first few.
+        Scheduled steps that were not measured: on a CUDA device and with `n_tensors`, all but the first few.
     profiled_steps : int
         Steps that were profiled, which is slow: the first one of each shape.
     trial_steps : int
-        Steps that proved how tensors can be recomputed, which is slow: at most one of each shape.
+        Trial steps of recomputation, which are slow: at most one for each profile of a shape.
     reference_steps : int
         Steps that waited for each copy at once, which is slow: they tell what a step takes without swapping.
     recomputed : Count
         Storages that were dropped and recomputed in backward, and their bytes.
     recompute_seconds : float
-        How long that took, in seconds.
+        Time of the recomputation, in seconds.
     borrowed_steps : int
         Steps that followed the plan of a larger shape.
     bare_steps : int
         Steps without hooks, because the plan swaps nothing.
     steps_measured : tuple of StepRecord
-        The last measured steps, the profiled ones too, oldest first.
+        The last measured steps, also profiled ones, oldest first.
     notes : tuple of str
-        What a user should know.
+        Notes for the user.
     feed : Feed
-        What `offload.Prefetcher` gave.
+        Counts of `offload.Prefetcher`.
     """
 
     verdict: Verdict
@@ -145,7 +142,7 @@ class Report:
     feed: Feed = field(default_factory=Feed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers and strings; seconds, bytes, bytes per second."""
+        """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
         store = self.store
         return {
             "verdict": self.verdict.to_dict(),
@@ -188,11 +185,11 @@ class Report:
         return "\n".join([str(self.verdict), "", *lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """The same for a notebook: the verdict with bars, the details folded; it loads nothing."""
+        """Return HTML for a notebook: the verdict with bars, the details folded. It loads no resources."""
         return report_page.render(self.verdict, self.rows(), self.notes)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The details: name and words."""
+        """Return the details: name and text."""
         about = self.to_dict()
         in_time = f"{self.prefetched - self.prefetched_late}" + (" as far as measured" if self.unmeasured_steps else "")
         rows = [
@@ -219,7 +216,7 @@ class Report:
         return rows
 
     def _measured(self) -> Iterator[tuple[str, str]]:
-        """How the figures of the verdict are known."""
+        """Yield how the figures of the verdict were measured."""
         count = self.verdict.steps_measured
         if count:
             of = "step" if self.verdict.kind == "by hand" else "planned step"

@@ -1,6 +1,6 @@
-"""From one enabled model to its report: what it counted, its verdict, and what there is to say about it.
+"""Builds the report of one enabled model: its counts, its verdict and notes.
 
-Reads the session and changes nothing.
+It only reads the session.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["make_report", "make_verdict", "tier"]
 
 
 def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[str]) -> Report:
-    """The report of an enabled model; `feeds` are what its loaders counted, `remarks` what others want to be said."""
+    """Return the report of an enabled model. `feeds`: counts of its loaders; `remarks`: further notes."""
     here = enabled.on_device
     here.engine.collect()
     counts = here.counts
@@ -55,7 +55,7 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
 
 
 def make_verdict(enabled: EnabledModel) -> Verdict:
-    """What a planned step needs and takes, as far as it is known by now."""
+    """Return the verdict on planned steps, as far as it is known."""
     here = enabled.on_device
     return assess(
         Subject(
@@ -71,7 +71,7 @@ def make_verdict(enabled: EnabledModel) -> Verdict:
 
 
 def tier(here: DeviceSession) -> str:
-    """What is below the device, in words."""
+    """Return a text for the tier below the device."""
     spill_dir = here.options.spill_dir
     if here.device.type == "cpu":
         return f"disk ({spill_dir})"

@@ -1,6 +1,6 @@
-"""Watches one training step while it runs: when modules compute, when they wait, when bytes move, how much is there.
+"""Records one training step for a timeline: when modules compute and wait, when bytes are copied, and memory in use.
 
-While a step is recorded, its hooks replace the plain ones.
+A recorded step uses the hooks of this module.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["StepRecording", "WatchedRound"]
 
 COPIES_MAX = 100_000
 MARKS_MAX = 1_000_000
-WAIT_SECONDS_MIN = 50e-6  # less is the engine's own work, not a wait
+WAIT_SECONDS_MIN = 50e-6  # a shorter time in a hook is not a wait, but work of the engine
 
 
 class Clock:
-    """Moments of the compute stream: the host's time on the CPU, events on a GPU, which computes what it is told later.
+    """Takes times of the compute stream: on the CPU the host's clock, on a GPU events, because work is queued there.
 
-    A GPU's moments are known after `resolve`, in seconds of `time.perf_counter`.
+    On a GPU the times are known after `finish`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,15 +50,15 @@ class Clock:
         self.start = time.perf_counter() if self._device.is_accelerator else self._anchor
 
     def now(self) -> Any:
-        """This moment, to be given to `seconds` later."""
+        """Return a mark of this moment, for `seconds`."""
         return self._device.mark()
 
     def finish(self) -> None:
-        """Wait until every moment has come."""
+        """Wait until the device has reached every mark."""
         self._device.synchronize()
 
     def seconds(self, moment: Any) -> float:
-        """Seconds from the start, once that moment has come."""
+        """Return the time of a mark, in seconds from the start. Call `finish` first."""
         found = self._device.seconds_since(self._anchor, [moment])
         assert found is not None  # `finish` has waited
         return found[0]
@@ -66,7 +66,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Mark:
-    """One moment: what begins or ends then."""
+    """One moment, and what starts or ends then."""
 
     # forward (of the model begins); enter, exit (of a module); pack, packed; unpack, unpacked; backward end; optimizer,
     # optimizer end
@@ -78,7 +78,7 @@ class _Mark:
 
 
 class WatchedRound(StepHooks):
-    """Hooks that note when they pack and unpack."""
+    """Hooks that record when they pack and unpack."""
 
     def __init__(self, policy: Policy, recording: StepRecording) -> None:
         super().__init__(policy)
@@ -86,7 +86,7 @@ class WatchedRound(StepHooks):
         self._module_of: dict[int, str] = {}
 
     def pack(self, tensor: Tensor) -> Packed:
-        """What the graph node shall hold instead of `tensor`; noted."""
+        """Pack a tensor, and record it."""
         recording = self._recording
         module = recording.running_module()
         recording.mark("pack", module)
@@ -98,10 +98,10 @@ class WatchedRound(StepHooks):
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
-        """The tensor that `pack` was given, as it was; noted."""
+        """Unpack a tensor, and record it."""
         recording = self._recording
         node = current_node()
-        if node is None:  # somebody looks at grad_fn's attributes outside of backward
+        if node is None:  # code outside of backward reads grad_fn's attributes
             return super().unpack(packed)
         recording.backward_runs()
         module = self._module_of.get(id(packed), "")
@@ -114,20 +114,20 @@ class WatchedRound(StepHooks):
 
 
 class StepRecording:
-    """One recorded step; `offload.Session.timeline` makes it. Also a context manager: written when it is left.
+    """One recorded step; `offload.Session.timeline` creates it. As a context manager it is written at the end.
 
     Parameters
     ----------
     model
-        Whose modules are named.
+        The model; its modules are named.
     engine
-        Whose copies are shown.
+        The engine; its copies are shown.
     device
-        Where it computes.
+        The device of the model.
     tier
-        What is below, in words.
+        Text for the tier below the device.
     path
-        Where to write: ``.html`` for people, ``.json`` for Perfetto.
+        Output file: ``.html`` for a page, ``.json`` for Perfetto.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class StepRecording:
     # -- what the hooks and the session report ----------------------------------------------------------------------
 
     def step_hooks(self, policy: Policy) -> StepHooks | None:
-        """A forward pass begins: hooks that note what they do, None where the recording has ended."""
+        """Return recording hooks for a forward pass that begins; None if the recording has ended."""
         self.forward_begins()
         return WatchedRound(policy, self) if self.is_on else None
 
@@ -182,7 +182,7 @@ class StepRecording:
         self.mark("forward")
 
     def mark(self, kind: str, name: str = "", recomputed: tuple[float, int] = (0.0, 0)) -> None:
-        """Note this moment; `recomputed` are the seconds and bytes of a hook that ends."""
+        """Record this moment. `recomputed`: seconds and bytes of recomputation in a hook that ends."""
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
             engine.collect_dropped()
@@ -191,15 +191,15 @@ class StepRecording:
             self._marks.append(_Mark(kind, self._clock.now(), name, memory, recomputed))
 
     def running_module(self) -> str:
-        """Name of the innermost module that runs in this thread now."""
+        """Return the name of the innermost module that is running in this thread."""
         return running_module(self._names)
 
     def name_ticket(self, ticket_id: int, module: str) -> None:
-        """Say whose bytes a ticket moves."""
+        """Record which module saved the bytes of a ticket."""
         self._tickets[ticket_id] = module
 
     def backward_runs(self) -> None:
-        """Backward runs in this thread; have its end noted."""
+        """Called when backward runs in this thread: its end will be recorded."""
         if self.is_on and not self._backward_noted:
             self._backward_noted = True
             call_at_end_of_backward(self._backward_ends)
@@ -223,7 +223,7 @@ class StepRecording:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """End the recording and write it; nothing happens the second time."""
+        """End the recording and write it. A second call does nothing."""
         if not self.is_on:
             return
         self.mark("end")
@@ -262,7 +262,7 @@ class StepRecording:
         )
 
     def _compute(self, times: list[float]) -> list[Span]:
-        """The innermost module in forward, the graph node that last asked for a tensor in backward, the optimizer."""
+        """Return compute spans: the innermost module in forward, the last node to unpack in backward, the optimizer."""
         spans: list[Span] = []
         running: list[str] = []
         node, since = "", 0.0
@@ -277,7 +277,7 @@ class StepRecording:
                     running.pop()
             elif mark.kind == "forward":
                 since = at
-            elif mark.kind == "pack" and mark.name not in ("", *running[-1:]):  # a graph, whose modules have no hooks
+            elif mark.kind == "pack" and mark.name not in ("", *running[-1:]):  # a compiled graph
                 spans.append(Span("compute", "forward", mark.name, since, at))
                 since = at
             elif mark.kind in ("unpack", "backward end", "end"):
@@ -291,7 +291,7 @@ class StepRecording:
         return merged(spans)
 
     def _waits(self, times: list[float]) -> list[Span]:
-        """Hooks that wait or recompute. What a recipe reads is there first, so it runs at the end of its hook."""
+        """Return hooks that wait or recompute. A recipe runs at the end of its hook, after its inputs are loaded."""
         spans = []
         for (at, mark), (until, after) in itertools.pairwise(zip(times, self._marks, strict=True)):
             ends = {"pack": "packed", "unpack": "unpacked"}.get(mark.kind)

@@ -1,6 +1,6 @@
-"""The one table for terminals: by rich on a terminal, and aligned plain text for pipes, logs and where rich is missing.
+"""Writes tables: with rich on a terminal, otherwise, or without rich, as aligned plain text.
 
-Commands print their tables with it.
+All commands print their tables with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Cell", "write_table"]
 Cell = str | tuple[str, str]  # text, or text and its style: "bold", "green", …
 
 _PIPED_COLUMNS = 80
-_SHORT, _NARROWEST = 16, 8  # up to where a column gives way last, and as narrow as one gets
+_SHORT, _NARROWEST = 16, 8  # columns up to the first width are narrowed last; the second is the minimum width
 _GAP = "  "
 
 
@@ -25,9 +25,9 @@ def write_table(out: TextIO, rows: Sequence[Sequence[Cell]], *, head: Sequence[s
     Parameters
     ----------
     out : text file
-        Where to. A terminal gets colours and its whole width; anything else gets plain text of at most 80 columns.
+        Output. On a terminal, colours and its whole width are used; otherwise plain text of at most 80 columns.
     rows : sequence of sequence of str or (text, style)
-        One cell a column; a row without any cells is an empty line.
+        One cell per column; a row without cells is an empty line.
     head : sequence of str, optional
         Names of the columns.
 
@@ -46,7 +46,7 @@ def write_table(out: TextIO, rows: Sequence[Sequence[Cell]], *, head: Sequence[s
 
 
 def _write_rich(out: TextIO, rows: Sequence[Sequence[Cell]], head: Sequence[str]) -> bool:
-    """Write by rich; False where it is not installed, or where nothing that shows colours reads."""
+    """Write with rich. False if rich is not installed or the output is not a terminal with colours."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -75,7 +75,7 @@ def _plain(rows: Sequence[Sequence[str]], head: Sequence[str], width: int) -> It
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    """The lines of a cell; spaces that open it indent them all."""
+    """Return the lines of a cell. Leading spaces indent all of them."""
     indent = cell[: len(cell) - len(cell.lstrip())]
     return (
         [cell] if len(cell) <= width else textwrap.wrap(cell, width, subsequent_indent=indent, break_on_hyphens=False)
@@ -83,7 +83,7 @@ def _wrap(cell: str, width: int) -> list[str]:
 
 
 def _widths(rows: Sequence[Sequence[str]], head: Sequence[str], width: int) -> list[int]:
-    """How wide the columns are: heads are wrapped first, then sentences, then long words; short values stay whole."""
+    """Return the widths of the columns. Heads are wrapped first, then sentences, then long words; not short values."""
     columns = list(zip(*rows, strict=True)) or [()] * len(head)
     heads = head or [""] * len(columns)
     cells = [max(map(len, column), default=0) for column in columns]

@@ -1,6 +1,6 @@
-"""One recorded step as spans on lanes and memory over time, and its form for Perfetto.
+"""One recorded step as spans on lanes and memory over time, and its conversion for Perfetto.
 
-Pure: `offload.diagnostics.step_recording` fills it, `offload.diagnostics.html.timeline` draws it.
+`step_recording` creates it, `html.timeline` draws it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LANES = ("compute", "recompute", "waiting", "copy out", "copy in", "disk")
 
 
 class Span(NamedTuple):
-    """Something that took time: on which lane, of which kind, called what, from when to when, moving how much.
+    """A span of time on a lane: its kind, name, start, end and bytes.
 
     `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"recompute"``, ``"wait"``, ``"out"``, ``"in"``,
     ``"spill"`` or ``"fill"``; times are seconds from the start of the recording.
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes at one moment: in use on the device, swapped activations in its memory, the same without offload."""
+    """Bytes at one moment: in use on the device; activations on it that can be swapped; the same without offload."""
 
     at: float
     in_use: int
@@ -42,20 +42,20 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What one training step did.
+    """The record of one training step.
 
     Parameters
     ----------
     device, tier : str
-        What computed, and what is below it.
+        The device, and the tier below it.
     memory_label : str
-        What `in_use` of the samples counts.
+        What `in_use` of the samples means.
     seconds : float
         Length of the recording.
     spans : tuple of Span
-        Of all lanes; those of one lane in order.
+        Spans of all lanes; those of one lane in order.
     memory : tuple of MemorySample
-        In order.
+        Samples in order of time.
 
     Examples
     --------
@@ -76,7 +76,7 @@ class StepTimeline:
         return [span for span in self.spans if span.lane == lane]
 
     def busy_seconds(self, lane: str) -> float:
-        """How long something was under way on a lane."""
+        """Return the total time in which a lane was busy."""
         total, until = 0.0, 0.0
         for span in sorted(self.on(lane), key=lambda each: each.start):
             total += max(span.end - max(span.start, until), 0.0)
@@ -88,7 +88,7 @@ class StepTimeline:
         return sum(span.nbytes for span in self.spans if span.kind == kind)
 
     def summary(self) -> list[str]:
-        """What it shows, in sentences."""
+        """Return sentences that summarize the step."""
         waited = self.busy_seconds("waiting")
         share = waited / self.seconds if self.seconds else 0.0
         lines = [f"{format_seconds(self.seconds)} on {self.device}; swaps go to {self.tier}."]
@@ -160,7 +160,7 @@ def merged(spans: Sequence[Span], gap_seconds: float = 0.0) -> list[Span]:
 
 
 def without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
-    """What is left of `spans` outside of `holes`; both in order, and neither overlapping among themselves."""
+    """Return the parts of `spans` outside `holes`. Both must be sorted and free of overlaps."""
     left: list[Span] = []
     first = 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""What a planned step needs and takes, in three lines that are understood without the manual.
+"""The verdict: memory, time and state of planned steps, in three lines.
 
 A session fills in the figures, and a report begins with the text.
 """
@@ -15,70 +15,71 @@ __all__ = ["Kind", "Verdict"]
 
 Kind = Literal["off", "no step", "profiling", "planned", "nothing to swap", "by hand", "refused", "unplanned"]
 
-_SAME = 0.005  # figures that differ by less are the same in words
-_SHORT = 1e-4  # seconds; a wait of less is not worth a word
+_SAME = 0.005  # relative; a smaller difference is not mentioned
+_SHORT = 1e-4  # seconds; a shorter wait is not mentioned
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a planned step needs and takes; the profiled one, which is slower and needs less memory, is not counted.
+    """Memory and time of planned steps. Profiled steps, which are slower and need less memory, are not counted.
 
-    Where several shapes were trained, it is about the one with most steps. None: not known.
+    If several shapes were trained, it describes the one with the most steps. None: not known.
 
     Attributes
     ----------
     kind : str
-        ``"planned"``; ``"nothing to swap"``: the plan keeps every tensor; ``"by hand"``: `n_tensors`; ``"profiling"``:
-        no planned step yet; ``"refused"``: no plan keeps `memory_limit`; ``"unplanned"``: the steps never run twice in
-        the same way; ``"no step"``; ``"off"``: ``n_tensors=0``.
+        ``"planned"``; ``"nothing to swap"``: the plan keeps every tensor; ``"by hand"``: `n_tensors` is given;
+        ``"profiling"``: no planned step yet; ``"refused"``: no plan stays within `memory_limit`; ``"unplanned"``: no
+        two steps are alike; ``"no step"``; ``"off"``: ``n_tensors=0``.
     device : str
-        Where the model is.
+        Device of the model.
     wish : str
-        What was asked of `offload.enable`, as it is written there.
+        The goal arguments of `offload.enable`, as they are written in the call.
     is_disabled : bool
-        Whether the engine is off by now.
+        Whether offload has been disabled.
     activation_bytes : int or None
         Activations in memory at the peak of a step, measured: the most in one of the last measured steps.
         Activations are the tensors saved for backward that could be swapped.
     activation_bytes_planned : int or None
-        The same as the plan predicts it.
+        The same, as predicted by the plan.
     activation_bytes_unswapped : int or None
-        The same with nothing swapped, as the recorded step saved them.
+        The same without swaps, from the recorded step.
     step_bytes_planned, step_bytes_unswapped : int or None
-        Everything on the device at the peak of a step, as the plan predicts it with its swaps and without: parameters,
+        All memory on the device at the peak of a step, as predicted with the plan's swaps and without: parameters,
         gradients, optimizer state, temporaries and activations.
     reference_steps : int
         Steps that waited for each copy at once, whose computation `compute_seconds` is; 0: it is estimated.
     steps_measured : int
-        How many steps the three figures below are the medians of; of the present plan.
+        Number of measured steps of the current plan; the three figures below are their medians.
     step_seconds : float or None
-        Forward and backward, without the optimizer, as measured, in seconds.
+        Measured time of forward and backward, without the optimizer, in seconds.
     step_seconds_planned : float or None
-        The same as the plan predicts it.
+        The same, as predicted by the plan.
     compute_seconds : float or None
-        About what they take without offload: the computation of measured steps, between the engine's hooks.
+        Approximate time without offload: the computation of measured steps, outside the engine's hooks.
     tensors, tensors_swapped, tensors_recomputed : int
-        How many tensors of a step could be swapped, how many are, and how many are dropped and recomputed instead.
+        Number of tensors of a step that could be swapped, that are swapped, and that are recomputed instead.
     recompute_seconds : float
-        How long the plan has a step recompute, in seconds.
+        Planned time of recomputation per step, in seconds.
     late_tensors : int
-        How many of them the last measured step waited for when it needed them.
+        Number of tensors for which the last measured step waited.
     late_seconds : float
-        How long it waited for them in all, in seconds.
+        Total time of these waits, in seconds.
     late_seconds_planned : float
-        How long the plan has a step wait for copies, in seconds.
+        Planned time per step of waits for copies, in seconds.
     is_removed : bool
-        Whether the hooks are off, because there is nothing to swap.
+        Whether the hooks have been removed because there is nothing to swap.
     limit_bytes, least_limit_bytes : int or None
-        Where the limit was refused: what was asked for, and the least that a plan can keep.
+        If no plan stays within the limit: the limit, and the smallest possible one.
     reason : str
-        Why nothing is swapped, or no step is planned.
+        Why nothing is swapped or planned.
     problems : tuple of str
-        What is wrong.
+        Problems of the planned steps.
     process_bytes, process_bytes_peak : int or None
-        Resident set of this process, now and at most, where it cannot follow: it is more than what the tensors take.
+        Resident set of this process, now and at its peak, if malloc keeps freed memory, so that the resident set does
+        not shrink with the tensors.
     process_reason : str
-        Why it cannot.
+        Why malloc keeps it.
     """
 
     kind: Kind
@@ -112,12 +113,12 @@ class Verdict:
     process_reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers and strings; seconds and bytes."""
+        """Return all fields as numbers and strings, in seconds and bytes."""
         about = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**about, "problems": list(self.problems)}
 
     def rows(self) -> list[tuple[str, str]]:
-        """The three lines, name and words; a fourth one where the process's resident set cannot follow."""
+        """Return the three lines as name and text; a fourth one if malloc keeps freed memory."""
         rows = [("memory", self.memory()), ("time", self.time()), ("state", self.state())]
         if self.process_bytes is not None and self.process_bytes_peak is not None:
             words = alike_bytes([self.process_bytes, self.process_bytes_peak])
@@ -131,7 +132,7 @@ class Verdict:
         return "\n".join(f"{name:<{width}}  {words}" for name, words in rows)
 
     def memory(self) -> str:
-        """How much activations and the whole step take, and without offload."""
+        """Return the line on memory: activations and the whole step, with and without offload."""
         if self.kind == "off":
             return "as without offload"
         found, is_measured = self.activation_bytes, self.activation_bytes is not None
@@ -151,7 +152,7 @@ class Verdict:
         return "; ".join(parts) or "not known yet"
 
     def time(self) -> str:
-        """How long a step takes, was predicted to take, and about takes without offload."""
+        """Return the line on time: measured, predicted, and approximately without offload."""
         if self.kind == "off":
             return "as without offload"
         measured, predicted, compute = self.step_seconds, self.step_seconds_planned, self.compute_seconds
@@ -170,7 +171,7 @@ class Verdict:
         return ", ".join(parts) or "no planned step has been measured yet"
 
     def state(self) -> str:
-        """Whether all goes as planned, and what is wrong if not."""
+        """Return the line on the state: whether steps are as planned, and what is wrong if not."""
         return "; ".join([*self._state(), *self.problems, *(["disabled now"] if self.is_disabled else [])])
 
     def _state(self) -> Iterator[str]:
@@ -206,7 +207,7 @@ class Verdict:
 
 
 def _compared(found: int | None, without: int, words: Callable[[int], str], where: str, how: str) -> str:
-    """One figure beside what it is without offload; `how` it is known, where it differs."""
+    """Return one figure compared with that without offload. `how`: how it is known, if that differs."""
     if found is None:
         return f"{words(without)}{where} without offload"
     if abs(found - without) <= _SAME * without:
@@ -215,6 +216,6 @@ def _compared(found: int | None, without: int, words: Callable[[int], str], wher
 
 
 def _change(found: float, base: float) -> str:
-    """By how much one figure is above or below the other, in parentheses."""
+    """Return the relative difference of two figures, in parentheses."""
     percent = round(100 * (found / base - 1)) if base else 0
     return f" ({percent:+d} %)" if percent else " (±0 %)"

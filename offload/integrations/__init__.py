@@ -1,1 +1,1 @@
-"""One thin file for each framework; importing one imports its framework, and no other does."""
+"""One module for each framework. Only this module imports the framework."""

@@ -20,12 +20,12 @@ from offload.session import Session
 
 
 class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
-    """Swaps what `model.fit` saves for backward; the model is as before when `fit` ends, also with an exception.
+    """Enables offload during `model.fit`. The model is restored when `fit` ends, also with an exception.
 
     Parameters
     ----------
     **options
-        The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
+        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
         `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
@@ -37,10 +37,10 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
 
     Notes
     -----
-    An exception in a step, in a validation or in another callback undoes everything at once. One from a data set or
-    from another callback's `on_train_begin` does at the next call of the model or of offload, once the frame of `fit`
-    is gone, or at the next `fit` with this callback; in a notebook, which keeps the last exception and its frames, so
-    does `offload.recover()`.
+    An exception in a step, in a validation or in another callback disables offload at once. After an exception in a
+    data set, or in another callback's `on_train_begin`, offload is disabled when the frame of `fit` has been freed, at
+    the next call of the model or of offload; or at the next `fit` with this callback. A notebook keeps the last
+    exception and its frames alive; call `offload.recover()` to free them.
 
     Examples
     --------
@@ -67,13 +67,13 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
         self._fit: Callable[[], Any] = _nothing
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Enable the engine and wrap `model.train_function`."""
+        """Enable offload and wrap `model.train_function`."""
         model = self.model
         fit = sys._getframe(1).f_locals.get("self")  # the list of callbacks lives as long as `fit` runs
         current = getattr(model.train_function, "callback", None)
         if current is not None:
             is_of_this_fit = current._fit() is fit
-            current.undo()  # an earlier `fit` ended outside of its steps; or this one will, by the error below
+            current.undo()  # an earlier `fit` failed outside its steps, or this one fails with the error below
             if is_of_this_fit:
                 raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
         self.undo()
@@ -89,21 +89,21 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
             call_when_dead(fit, partial(_undo_if_alive, weakref.ref(self), weakref.ref(handle)))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Undo it."""
+        """Disable offload."""
         self.undo()
 
 
 class LMSCallback(OffloadCallback):
-    """`OffloadCallback` under the name and with the arguments of TensorFlow Large Model Support.
+    """`OffloadCallback` with the name and the arguments of TensorFlow Large Model Support.
 
     Parameters
     ----------
     n_tensors
-        Storages to swap, longest-lived first; −1 all, 0 none.
+        Number of storages to swap, longest-lived first; −1 swaps all, 0 none.
     lb
-        Lead: backward nodes between the start of a copy-in and its use, at least 1.
+        A copy-in starts this many backward nodes before the tensor is used; at least 1.
     **options
-        More knobs of `offload.enable`.
+        Further arguments of `offload.enable`.
     """
 
     def __init__(self, n_tensors: int = -1, lb: int = 1, **options: Any) -> None:
@@ -111,7 +111,7 @@ class LMSCallback(OffloadCallback):
 
 
 def _nothing() -> None:
-    """In place of a weak reference."""
+    """Stands for a dead weak reference."""
 
 
 def _as_module(model: Any) -> nn.Module:

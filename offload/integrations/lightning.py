@@ -13,14 +13,14 @@ from offload.integrations.switch import CallWrapper, Switched
 
 
 class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
-    """Swaps what `training_step` saves for backward; everything is as before when `fit` ends, also with an exception.
+    """Enables offload during `Trainer.fit`. Everything is restored when `fit` ends, also with an exception.
 
     Works with automatic and manual optimization, `accumulate_grad_batches` and the DDP strategy.
 
     Parameters
     ----------
     **options
-        The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
+        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
         `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
@@ -39,16 +39,16 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
         self._begin("a Lightning OffloadCallback", options)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Enable the engine and wrap the strategy's step; the model is on its device by now."""
+        """Enable offload and wrap the strategy's step. The model is already on its device."""
         handle = self._switch.turn_on(pl_module)
-        # The batch tells the step's shape: training_step may call parts of the module and never its forward.
+        # The batch determines the step's shape: training_step may call parts of the module and not its forward.
         step = CallWrapper(trainer.strategy, "training_step", lambda args: handle.step(*args), self.undo)
         self._wrappers.append(step)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Undo it: Lightning does not call `teardown` then."""
+        """Disable offload: after an exception Lightning does not call `teardown`."""
         self.undo()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Undo it."""
+        """Disable offload."""
         self.undo()

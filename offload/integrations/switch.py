@@ -25,14 +25,14 @@ KNOBS = tuple(name for name in inspect.signature(enable).parameters if name != "
 
 
 class Switch:
-    """Turns the engine on for one model and off again; the report outlives the run.
+    """Enables and disables offload for one model. The report remains available after the run.
 
     Parameters
     ----------
     owner
-        How the user calls the object that has the switch; for messages.
+        Name of the object that uses the switch, for messages.
     options
-        Knobs of `offload.enable`.
+        Arguments of `offload.enable`.
     """
 
     def __init__(self, owner: str, options: Mapping[str, Any]) -> None:
@@ -52,16 +52,16 @@ class Switch:
         return self._handle
 
     def report(self) -> Report:
-        """What the current run, or the last one, has moved."""
+        """Return the report of the current run, or of the last one."""
         return self.handle.report()
 
     def turn_on(self, model: nn.Module) -> Session:
-        """Enable the engine.
+        """Enable offload.
 
         Raises
         ------
         ValueError
-            It is enabled on this model already, or an option is wrong.
+            Offload is already enabled on this model, or an option is wrong.
         """
         if session_of(model) is not None:
             raise ValueError(
@@ -73,7 +73,7 @@ class Switch:
         return self._handle
 
     def turn_off(self) -> None:
-        """Disable what this switch has enabled; nothing where it is off."""
+        """Disable offload if this switch has enabled it."""
         if self.is_on:
             self.is_on = False
             self.handle.disable()
@@ -84,9 +84,9 @@ class Switch:
 
 
 class CallWrapper:
-    """Stands in for a method, or a function kept as an attribute, of one object.
+    """Replaces a method, or a function attribute, of one object until `undo` is called.
 
-    Undone by `undo`, or by `on_error` when a call raises: frameworks do not tell their callbacks of every exception.
+    If a call raises an exception, `on_error` is called: frameworks do not report every exception to their callbacks.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CallWrapper:
             raise
 
     def undo(self) -> None:
-        """Give the object its own back, unless somebody else has replaced this meanwhile."""
+        """Restore the original, unless other code has replaced this wrapper meanwhile."""
         target = self._target()
         if target is None or vars(target).get(self._name) is not self:
             return
@@ -126,14 +126,14 @@ class CallWrapper:
 
 
 def nothing_around(args: tuple[Any, ...]) -> AbstractContextManager[None]:
-    """For a call that only may raise."""
+    """Return an empty context, for a call whose exceptions are the only interest."""
     return nullcontext()
 
 
 class Switched:
-    """What every framework's callback has of ours: its session, its report, and the way back.
+    """The part that the callbacks of all frameworks share: session, report, and undo.
 
-    Comes before the framework's own class among the bases.
+    Put it before the framework's class in the list of bases.
     """
 
     _switch: Switch
@@ -149,12 +149,12 @@ class Switched:
         return self._switch.handle
 
     def report(self) -> Report:
-        """What the current run, or the last one, has moved."""
+        """Return the report of the current run, or of the last one."""
         run_pending_callbacks()
         return self._switch.report()
 
     def undo(self) -> None:
-        """Unwrap what is wrapped and disable the engine; nothing where that has been done."""
+        """Remove all wrappers and disable offload. Does nothing if that has been done."""
         for wrapper in self._wrappers:
             wrapper.undo()
         self._wrappers.clear()

@@ -23,16 +23,16 @@ CHECKPOINTING_REMARK = (
 
 
 class OffloadTrainerMixin:
-    """Makes a Trainer swap what its loss saves for backward, from the beginning to the end of `train`.
+    """Enables offload in a Trainer for the duration of `train`.
 
-    Put it before the Trainer among the bases. Everything is undone when `train` ends, however it ends.
+    Put it before the Trainer in the list of bases. Offload is disabled when `train` ends, also with an exception.
 
     Parameters
     ----------
     *args, **kwargs
-        The Trainer's.
+        Arguments of the Trainer.
     offload
-        Knobs of `offload.enable`, as a dictionary.
+        Arguments of `offload.enable`, as a dictionary.
 
     Raises
     ------
@@ -58,7 +58,7 @@ class OffloadTrainerMixin:
         return self._offload.handle
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with the engine on."""
+        """Train with offload enabled."""
         refuse_other_offloading(self.args)  # type: ignore[attr-defined]
         self._is_training_run = True
         try:
@@ -68,10 +68,10 @@ class OffloadTrainerMixin:
             self._offload.turn_off()
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """The Trainer's own context, and a step of the engine inside it."""
+        """Return the Trainer's own context with a step of the engine inside."""
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
         if self._is_training_run and torch.is_grad_enabled():
-            # Not before: the model may be made, moved and wrapped by `train` itself.
+            # Not earlier, because `train` itself may create, move and wrap the model.
             if not self._offload.is_on:
                 turn_on(self._offload, self.model, self.args)  # type: ignore[attr-defined]
             stack.enter_context(self._offload.handle.step())
@@ -79,16 +79,17 @@ class OffloadTrainerMixin:
 
 
 class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
-    """Makes any Trainer swap what its model saves for backward.
+    """Enables offload in any Trainer, without a subclass.
 
-    A loss that is computed outside of the model is covered too. An exception in a step, in the data loader, in an
-    evaluation or in another callback undoes everything; what comes between those, such as a keyboard interrupt, or out
-    of another callback's `on_train_begin`, is undone when the next `train` begins. The mixin undoes that as well.
+    It also covers a loss that is computed outside the model. An exception in a step, in the data loader, in an
+    evaluation or in another callback disables offload at once. After any other exception, such as a keyboard interrupt
+    between these calls or an error in another callback's `on_train_begin`, offload is disabled when the next `train`
+    begins; the mixin disables it at once in these cases too.
 
     Parameters
     ----------
     **options
-        The knobs of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
+        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
         `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
@@ -104,15 +105,15 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         self._begin("an OffloadTrainerCallback", options)
-        self._state: Any = None  # of the run that this is on for
+        self._state: Any = None  # the TrainerState of the current run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Enable the engine and wrap the Trainer's step."""
+        """Enable offload and wrap the Trainer's step."""
         trainer = _calling_trainer()
         current = getattr(vars(trainer).get("training_step"), "callback", None)
         if current is not None:
             is_of_this_run = current._state is state
-            current.undo()  # an earlier run ended outside of its steps; or this one will, by the error below
+            current.undo()  # an earlier run failed outside its steps, or this one fails with the error below
             if is_of_this_run:
                 raise ValueError("the Trainer has OffloadTrainerCallback twice; keep one of them")
         self.undo()
@@ -122,17 +123,17 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         step = CallWrapper(trainer, "training_step", lambda _: handle.step(), self.undo)
         step.callback = self  # type: ignore[attr-defined]
         self._wrappers.append(step)
-        # What else may raise while the Trainer runs, other callbacks among it.
+        # Other methods that may raise an exception during training, including those that call other callbacks.
         for name in ("get_batch_samples", "evaluate", "save_model"):
             self._wrappers.append(CallWrapper(trainer, name, nothing_around, self.undo))
         self._wrappers.append(CallWrapper(trainer.callback_handler, "call_event", nothing_around, self.undo))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Undo it."""
+        """Disable offload."""
         self.undo()
 
     def undo(self) -> None:
-        """Unwrap the Trainer and disable the engine; nothing where that has been done."""
+        """Unwrap the Trainer and disable offload. Does nothing if that has been done."""
         super().undo()
         self._state = None
 
@@ -141,7 +142,7 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
 
 
 def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
-    """Enable the engine, and have its report say what these arguments mean for it."""
+    """Enable offload and add a note to its report if gradient checkpointing is on."""
     handle = switch.turn_on(model)
     if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
         remark(handle, CHECKPOINTING_REMARK)
@@ -149,30 +150,30 @@ def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
 
 
 def refuse_other_offloading(args: Any) -> None:
-    """Check that nobody else moves the same tensors.
+    """Check that nothing else moves the same tensors.
 
     Raises
     ------
     ValueError
-        Somebody does, or the model would run on several devices of one process.
+        The Trainer offloads activations itself, or it would run the model on several devices in one process.
     """
     name = type(args).__name__
     if _argument(args, "activation_offloading"):
         raise ValueError(
-            f"{name}(activation_offloading=True) swaps the same tensors, and autograd listens to the innermost of two "
-            "only: set activation_offloading=False, or leave offload out"
+            f"{name}(activation_offloading=True) swaps the same tensors, and autograd calls only the innermost "
+            "saved-tensor hooks: set activation_offloading=False, or do not use offload"
         )
     for knob in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         chosen = _argument(args, knob)
         if isinstance(chosen, dict) and chosen.get("offload"):
             raise ValueError(
-                f'{name}({knob}={{"offload": True}}) moves the same tensors itself, on the compute stream: leave that '
-                "entry out, or leave offload out"
+                f'{name}({knob}={{"offload": True}}) moves the same tensors itself, on the compute stream: remove that '
+                "entry, or do not use offload"
             )
     if args.n_gpu > 1:
         raise ValueError(
-            f"the Trainer would use DataParallel over {args.n_gpu} GPUs of one process, and offload knows one device "
-            "per process: run torchrun --nproc_per_node=N, or set CUDA_VISIBLE_DEVICES to one device"
+            f"the Trainer would use DataParallel over {args.n_gpu} GPUs of one process, and offload supports one "
+            "device per process: run torchrun --nproc_per_node=N, or set CUDA_VISIBLE_DEVICES to one device"
         )
 
 

@@ -15,20 +15,27 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from offload.plan.drop_set import DropSet
+from offload.plan.joint_step import JointSteps
 from offload.plan.local_search import Neighbourhood, SearchBudget, improve
 from offload.plan.placement import Step, SwapPlacement
-from offload.plan.recompute import recomputed
 from offload.plan.simulate import Link, unswapped_bytes
 from offload.plan.swap_search import ROUNDING, fastest_placement, minimal_set, rankings
 from offload.plan.trace import SavedTensor, Trace
 
-__all__ = ["JointPlacement", "fastest_joint"]
+__all__ = ["JointPlacement", "fastest_joint", "small_share"]
 
 _ALL_SETS_MAX = 8  # candidates; 256 sets
 _EXHAUSTIVE_MAX = 8  # tensors that may be swapped; up to this number, every set of swaps is tried
-_PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors, and for fewer tensors too
+_PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors; fewer take as much, but see `small_share`
+_SMALL = 10_000  # tensors times nodes; a smaller step is probed for less
 _PREFIX_SHARE = 0.2  # of the budget, for each order
 _FLIP_SHARE = 0.8  # of the remaining budget; the rest is used to improve the swaps of the best set
+_POLISH_SHARE = 0.25  # of what the search for the set has used, at most
+_PATIENCE = 16  # sets tried per candidate without a gain before the search ends
+_PATIENCE_GAP = 0.01  # at this gap; it grows and falls with the gap
+_PATIENCE_FACTORS = (0.1, 2.0)  # within these bounds
+_CLOSE = 0.005  # a gap at which no further order is tried
+_GAIN = 1e-4  # relative; a smaller one counts as none
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
 _RANKINGS = 3  # number of rankings whose minimal sets are tried as swaps of a changed set
 _NEAR = 0.1  # share of the nodes: a tensor within this distance of a stall counts as close to it
@@ -99,7 +106,7 @@ def fastest_joint(
     search = _JointSearch(trace, link, limit_bytes, target_seconds)
     if not search.candidates or start.step_seconds <= target_seconds:
         return start
-    best = start
+    best, begin_seconds = start, budget.seconds
     if guess:
         best = search.placed(search.grown(guess), best.step_seconds, budget) or best
     if len(search.candidates) <= _ALL_SETS_MAX:
@@ -107,13 +114,22 @@ def fastest_joint(
     else:
         share = _PREFIX_SHARE * budget.seconds
         for order in search.orders():
+            if best.step_seconds <= target_seconds * (1 + _CLOSE):
+                break
             part = SearchBudget(share)
             best = search.prefixes(best, order, part)
             budget.seconds -= share - part.seconds
         flips = SearchBudget(_FLIP_SHARE * budget.seconds)
         budget.seconds -= flips.seconds
         best = search.flips(best, flips)
-    return best if best is start else search.polished(best, budget)
+        budget.seconds += flips.seconds
+    polish = SearchBudget(min(budget.seconds, _POLISH_SHARE * (begin_seconds - budget.seconds)))
+    return best if best is start else search.polished(best, polish)
+
+
+def small_share(trace: Trace) -> float:
+    """Return the share of the usual time that a quick search is worth: less than 1 for a small step."""
+    return min(1.0, len(trace.tensors) * len(trace.nodes) / _SMALL)
 
 
 class _JointSearch:
@@ -130,7 +146,8 @@ class _JointSearch:
             if tensor.recompute and tensor.bytes and tensor.last_forward < last and tensor.first_backward > first
         ]
         self.random = random.Random(0)
-        self._probe_seconds = _PROBE_SECONDS * max(1.0, len(trace.tensors) / 1000)
+        self._steps = JointSteps(trace, link)
+        self._probe_seconds = _PROBE_SECONDS * max(1.0, len(trace.tensors) / 1000) * small_share(trace)
 
     def grown(self, order: Iterable[int]) -> frozenset[int]:
         """Return the tensors that can be dropped within the limit if they are added one by one in this order."""
@@ -187,7 +204,8 @@ class _JointSearch:
         """Make small changes that do not slow down the step; after many without gain, start again near the best set."""
         seen = {best.dropped}
         current, idle = best, 0
-        while budget.seconds > 0 and best.step_seconds > self.target_seconds:
+        useless, known_seconds = 0, best.step_seconds  # sets tried since the last gain, and the step time after it
+        while budget.seconds > 0 and best.step_seconds > self.target_seconds and useless < self._patience(best):
             budget.seconds -= 3e-5
             idle += 1
             if idle > _IDLE_MAX:
@@ -196,12 +214,21 @@ class _JointSearch:
             if dropped in seen:
                 continue
             seen.add(dropped)
+            useless += 1
             found = self._adapted(current, dropped, current.step_seconds, budget)
             if found is not None:
                 idle = 0 if found.step_seconds < current.step_seconds else idle
                 current = found
                 best = current if current.step_seconds < best.step_seconds else best
+                if best.step_seconds < known_seconds * (1 - _GAIN):
+                    useless, known_seconds = 0, best.step_seconds
         return best
+
+    def _patience(self, best: JointPlacement) -> float:
+        """Return how many sets may be tried without a gain: the more, the further the best one is from the target."""
+        gap = best.step_seconds / self.target_seconds - 1 if self.target_seconds else 1.0
+        low, high = _PATIENCE_FACTORS
+        return _PATIENCE * len(self.candidates) * min(high, max(low, gap / _PATIENCE_GAP))
 
     def _kicked(self, best: JointPlacement, budget: SearchBudget) -> JointPlacement:
         """Return a placement that differs from `best` by some random changes."""
@@ -226,7 +253,7 @@ class _JointSearch:
 
     def _step(self, dropped: frozenset[int], budget: SearchBudget) -> Step | None:
         """Return the step with a set dropped; None if no plan of it stays within the limit."""
-        step = Step(recomputed(self.trace, dropped), self.link)
+        step = self._steps.step(dropped)
         budget.seconds -= 1.5e-6 * step.node_count + 3e-6 * step.count
         return step if int(step.headroom(range(step.count), self.limit_bytes).min()) >= 0 else None
 

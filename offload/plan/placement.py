@@ -9,9 +9,9 @@ Given the set, few choices remain:
 
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its copy-out has ended.
   If a node needs the memory earlier, the head of the queue is released there and compute waits for its copy-out.
-* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node from which it and the later
-  copy-ins end in time. If its memory is not free from there until `first_backward`, it is queued later: at the first
-  node from which it is.
+* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node at which it can be queued
+  such that it and all later copy-ins end in time. Its memory must be free from that node until `first_backward`. If it
+  is not, the copy-in is queued at the first later node for which it is.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
@@ -35,6 +35,10 @@ _ARRAY_FROM = 40  # if ranges have more nodes than this on average, NumPy slices
 
 Ints = NDArray[np.int64]
 _NO_NODES: Mapping[int, int] = {}
+_BY_TENSOR = (
+    *("ids", "bytes", "packed", "release_min", "first_backward"),
+    *("out_seconds", "in_seconds", "overhead_seconds"),
+)
 
 
 class Stall(NamedTuple):
@@ -59,7 +63,7 @@ class SwapPlacement:
     stalls : tuple of Stall
         Where compute waits, in node order.
     not_before : mapping of int to int
-        For tensors whose prefetch was delayed, by index: the earliest prefetch node that is allowed.
+        The earliest prefetch node that is allowed, by tensor index, for tensors that have one.
     """
 
     step_seconds: float
@@ -83,8 +87,7 @@ class Step:
 
     def __init__(self, trace: Trace, link: Link) -> None:
         tensors = sorted(trace.tensors, key=lambda x: (x.packed, x.id))
-        self.trace, self.link = trace, link
-        self.node_count, self.count = len(trace.nodes), len(tensors)
+        self.link = link
         self.ids = [x.id for x in tensors]
         self.bytes = [x.bytes for x in tensors]
         self.packed = [x.packed for x in tensors]
@@ -94,18 +97,48 @@ class Step:
         self.in_seconds = [link.latency + x.bytes / link.in_bandwidth for x in tensors]
         self.overhead_seconds = [link.overhead_seconds(x.bytes) for x in tensors]
         self.seconds = [node.seconds for node in trace.nodes]
-        self.clock = list(
-            accumulate(self.seconds, initial=0.0)
-        )  # without stalls: each node's start, then the step's end
-        self.copy_in_order = sorted(range(self.count), key=lambda i: (self.first_backward[i], self.ids[i]))
+        self.unswapped_bytes = np.asarray(unswapped_bytes(trace), dtype=np.int64)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.node_count, self.count = len(self.seconds), len(self.ids)
+        # Without stalls: each node's start, then the step's end.
+        self.clock = list(accumulate(self.seconds, initial=0.0))
+        self.copy_in_order = [i for *_, i in sorted(zip(self.first_backward, self.ids, range(self.count), strict=True))]
         self.copy_in_rank = [0] * self.count
         for rank, i in enumerate(self.copy_in_order):
             self.copy_in_rank[i] = rank
-        self.unswapped_bytes = np.asarray(unswapped_bytes(trace), dtype=np.int64)
         self._clock = np.asarray(self.clock)
         self._bytes = np.asarray(self.bytes, dtype=np.int64)
         self._release_min = np.asarray(self.release_min, dtype=np.int64)
         self._first_backward = np.asarray(self.first_backward, dtype=np.int64)
+
+    def with_changes(
+        self, kept: Sequence[int], seconds: list[float], more_bytes: Sequence[int], first_uses: Mapping[int, int]
+    ) -> Step:
+        """Return the step with some of its tensors only.
+
+        Parameters
+        ----------
+        kept : sequence of int
+            The tensors, in copy-out order.
+        seconds : list of float
+            The time of each node.
+        more_bytes : sequence of int
+            Per node, what is added to the resident bytes; all tensors of this step are included in these.
+        first_uses : mapping of int to int
+            `first_backward` of the tensors in which it differs.
+        """
+        step = Step.__new__(Step)
+        step.link, step.seconds = self.link, seconds
+        for name in _BY_TENSOR:
+            values = getattr(self, name)
+            setattr(step, name, [values[i] for i in kept])
+        if first_uses:
+            step.first_backward = [first_uses.get(i, self.first_backward[i]) for i in kept]
+        step.unswapped_bytes = self.unswapped_bytes + np.asarray(more_bytes, dtype=np.int64)
+        step._prepare()
+        return step
 
     @property
     def compute_seconds(self) -> float:

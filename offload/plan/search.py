@@ -16,7 +16,7 @@ from typing import Literal
 
 from offload.plan.bounds import check_limit, cut_bounds, least_feasible_limit
 from offload.plan.joint_bounds import joint_bound
-from offload.plan.joint_search import JointPlacement, fastest_joint
+from offload.plan.joint_search import JointPlacement, fastest_joint, small_share
 from offload.plan.local_search import SearchBudget, improve
 from offload.plan.placement import Step, SwapPlacement
 from offload.plan.recompute import has_recipes
@@ -81,7 +81,7 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
     target = max(bounds.double, step.compute_seconds)
     if recompute and has_recipes(trace):
         bound = joint_bound(trace, limit_bytes, link)
-        best = _fastest_joint(step, limit_bytes, target, bound, bounds.double)
+        best = _fastest_joint(trace, step, limit_bytes, target, bound, bounds.double)
         swaps = best.step.swaps(_prefetch_earlier(best.step, best.placement, limit_bytes))
         return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bound, recomputes=best.dropped)
     placement = _fastest_swaps(step, limit_bytes, target, _budget_seconds(step))
@@ -129,7 +129,7 @@ def least_memory_plan(
     step = Step(trace, link)
     allowed = step.compute_seconds * (1 + max_slowdown) * (1 + ROUNDING)
     recompute = recompute and has_recipes(trace)
-    best = _least_memory(step, allowed, recompute=recompute)
+    best = _least_memory(trace, step, allowed, recompute=recompute)
     plan = make_plan(trace, link, best.step.swaps(best.placement), recomputes=best.dropped if recompute else None)
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
@@ -185,7 +185,7 @@ def manual_plan(
         assert placement is not None  # the limit is above the unswapped peak, and there is no cutoff
         swaps = step.swaps(placement)
     else:
-        swaps = _fixed_lead(step, chosen, lead_nodes, unlimited)
+        swaps = _fixed_lead(trace, step, chosen, lead_nodes, unlimited)
     plan = make_plan(trace, link, swaps)
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         warnings.warn(
@@ -196,8 +196,8 @@ def manual_plan(
     return plan
 
 
-def _fixed_lead(step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: int) -> tuple[Swap, ...]:
-    backward = [k for k, node in enumerate(step.trace.nodes) if node.backward]
+def _fixed_lead(trace: Trace, step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: int) -> tuple[Swap, ...]:
+    backward = [k for k, node in enumerate(trace.nodes) if node.backward]
     position = {k: at for at, k in enumerate(backward)}
     releases = step.releases(chosen, unlimited)
     swaps = []
@@ -210,9 +210,9 @@ def _fixed_lead(step: Step, chosen: Sequence[int], lead_nodes: int, unlimited: i
     return tuple(sorted(swaps))
 
 
-def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacement:
+def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool) -> JointPlacement:
     """Return the placement of least memory within `allowed` seconds: bisect the limit, then try lower limits."""
-    low, high = least_feasible_limit(step.trace), int(step.unswapped_bytes.max(initial=0))
+    low, high = least_feasible_limit(trace), int(step.unswapped_bytes.max(initial=0))
     best = JointPlacement(frozenset(), step, SwapPlacement(step.compute_seconds, (), (), (), ()))
     weight = max(1.0, step.count / 1000)
     floor = low
@@ -223,7 +223,7 @@ def _least_memory(step: Step, allowed: float, *, recompute: bool) -> JointPlacem
         if not recompute or found.step_seconds <= allowed:
             return found
         budget = SearchBudget(_joint_seconds(step, joint_seconds))
-        return fastest_joint(step.trace, step.link, limit, found, allowed, budget, guess=sorted(best.dropped))
+        return fastest_joint(trace, step.link, limit, found, allowed, budget, guess=sorted(best.dropped))
 
     for _ in range(_LIMITS_MAX):
         if high - floor <= max(1, high // 2000):
@@ -257,18 +257,18 @@ def _fastest_swaps(
 
 
 def _fastest_joint(
-    step: Step, limit_bytes: int, target_seconds: float, bound_seconds: float, swap_bound_seconds: float
+    trace: Trace, step: Step, limit_bytes: int, target_seconds: float, bound_seconds: float, swap_bound_seconds: float
 ) -> JointPlacement:
     """Return the fastest placement found, with or without recomputation.
 
     The search begins with a quick swap-only plan. A thorough swap-only search follows unless the result so far is
     faster than any swap-only plan can be. So the result is never slower than the swap-only plan.
     """
-    seconds = _PROBE_SECONDS * max(1.0, step.count / 1000)
+    seconds = _PROBE_SECONDS * max(1.0, step.count / 1000) * small_share(trace)
     quick = _fastest_swaps(step, limit_bytes, target_seconds, seconds, _EXHAUSTIVE_PROBE_MAX)
     best = JointPlacement(frozenset(), step, quick)
     budget = SearchBudget(_joint_seconds(step, _JOINT_SECONDS))
-    best = fastest_joint(step.trace, step.link, limit_bytes, best, bound_seconds, budget)
+    best = fastest_joint(trace, step.link, limit_bytes, best, bound_seconds, budget)
     if best.step_seconds > swap_bound_seconds:
         thorough = _fastest_swaps(step, limit_bytes, target_seconds, _budget_seconds(step))
         if thorough.step_seconds <= best.step_seconds:

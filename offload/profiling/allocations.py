@@ -1,4 +1,4 @@
-"""What torch allocates while a step is recorded: the bytes that no saved tensor accounts for, node by node.
+"""Bytes that torch allocates in each node of a recorded step, without those of saved tensors.
 
 Used during a recorded step only. Torch's profiler reports every allocation on the device, the CPU included.
 """
@@ -20,19 +20,20 @@ log = logging.getLogger("offload")
 _NODE = f"{MARK_PREFIX}node "
 _SAVED = f"{MARK_PREFIX}saved "
 _RELOAD = f"{MARK_PREFIX}reload "
+_NO_NODE = 2**31  # beyond all
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by node, over those that were there at the start; and when what was saved came into being."""
+    """Bytes by node, in addition to those at the start; and the nodes in which saved tensors were allocated."""
 
-    others: list[int]  # most at any moment, of what no saved tensor accounts for
-    gradients: list[int]  # of those: gradients that were there already when the node began
-    produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, where that was seen
+    others: list[int]  # maximum in the node, without saved tensors
+    gradients: list[int]  # the part of it that is gradients allocated before the node began
+    produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, if known
 
 
 class StepAllocations:
-    """Every allocation on `device` during a step, by torch's profiler.
+    """Records every allocation on `device` during a step, with torch's profiler.
 
     It belongs to the thread that starts it, and is not available while another profiler runs in this process.
     """
@@ -44,7 +45,7 @@ class StepAllocations:
         self._events: list[tuple[str, int, int]] = []
 
     def begin(self) -> None:
-        """Watch what this thread allocates from here on."""
+        """Start recording the allocations of this thread."""
         if not self._profile.start():
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
 
@@ -54,18 +55,23 @@ class StepAllocations:
             self._other_threads |= not self._profile.records_this_thread
             self._profile.begin_span(f"{_NODE}{number}")
 
+    def pause(self) -> None:
+        """A backward pass is over: what this thread allocates until the next node is none of the step's."""
+        if self._profile.is_on and self._profile.records_this_thread:
+            self._profile.begin_span(f"{_NODE}{_NO_NODE}")
+
     def saved(self, tensor_id: int) -> None:
-        """A storage was saved; it is alive."""
+        """A storage was saved; it is still allocated."""
         if self._profile.is_on:
             self._profile.mark(f"{_SAVED}{tensor_id}")
 
     def reload(self, *, begins: bool) -> None:
-        """The engine begins, or has ended, to load a saved tensor: what it allocates is memory of that tensor."""
+        """The engine starts or ends loading a saved tensor: allocations in between belong to that tensor."""
         if self._profile.is_on:
             self._profile.mark(f"{_RELOAD}{int(begins)}")
 
     def stop(self) -> bool:
-        """End it. False where that has to wait for the thread that began it."""
+        """Stop recording. False if only the thread that started it can stop it."""
         if not self._profile.is_on:
             self._profile.release()
             return True
@@ -84,14 +90,14 @@ class StepAllocations:
     def footprint(
         self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
     ) -> Footprint:
-        """What none of `saved` accounts for; `places` are the addresses of their storages, by id.
+        """Return the bytes by node that do not belong to `saved`. `places`: addresses of their storages, by id.
 
-        Memory that the engine allocates for reloaded tensors is not counted: the trace counts it as theirs. Gradients
-        are what is alive at the end at one of `gradient_places`.
+        Memory that the engine allocates for reloaded tensors is not counted: the trace counts it with these tensors.
+        Gradients are the allocations that still exist at the end at one of `gradient_places`.
         """
         wanted = {tensor.id: tensor for tensor in saved}
         produced: dict[int, int] = {}
-        owned: dict[int, int] = {}  # number of the allocating event → bytes of it that saved tensors account for
+        owned: dict[int, int] = {}  # number of the allocating event → its bytes that belong to saved tensors
         live: dict[int, tuple[int, int]] = {}  # address → (number of the event, node)
         node = 0
         for number, (kind, which, _) in enumerate(self._events):
@@ -114,7 +120,7 @@ class StepAllocations:
 
     def _others(self, owned: dict[int, int], node_count: int) -> list[int]:
         highest = [0] * node_count
-        charged: dict[int, int] = {}  # address → bytes counted while it lives
+        charged: dict[int, int] = {}  # address → bytes that are counted until it is freed
         node, now, reloading = 0, 0, False
         for number, (kind, which, nbytes) in enumerate(self._events):
             if kind == "node":
@@ -132,7 +138,7 @@ class StepAllocations:
 
 
 def _numbered(kind: str, which: int | str, nbytes: int) -> tuple[str, int, int]:
-    """A mark by its kind and number; an allocation as it is."""
+    """Convert a mark to its kind and number; return an allocation unchanged."""
     for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload")):
         if isinstance(which, str) and which.startswith(prefix):
             return name, int(which.removeprefix(prefix)), 0

@@ -1,4 +1,4 @@
-"""Measures how fast copies are between a device and the tier below it, with the engine itself.
+"""Measures the speed of copies between a device and the tier below it, using the engine.
 
 `calibration.py` caches the result.
 """
@@ -21,27 +21,27 @@ from offload.runtime.engine import Engine
 __all__ = ["LinkRates", "measure"]
 
 BLOCK_BYTES_MIN = 4096
-COPIES_IN_FLIGHT = 2  # a direction
+COPIES_IN_FLIGHT = 2  # per direction
 ROUNDS = 3
 ROUND_SECONDS = 0.1
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
 POLL_SECONDS = 5e-5
-POLL_BYTES_MIN = 4 << 20  # smaller blocks end faster than a sleep does
+POLL_BYTES_MIN = 4 << 20  # copies of smaller blocks take less time than a sleep
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What `measure` found: medians over its rounds.
+    """The result of `measure`: medians over its rounds.
 
     Attributes
     ----------
     out, into, out_both, in_both : float
-        Bytes per second out of and into device memory, while the other direction rests and while it is busy.
+        Bytes per second out of and into device memory, while the other direction is idle and while it is busy.
     latency_seconds : float
-        What a copy takes on top of its bytes.
+        Fixed time per copy, besides the time for its bytes.
     processor_seconds : float
-        What a byte takes of the processors, out and back, in seconds of one.
+        CPU time in seconds for copying one byte out and in.
     """
 
     out: float
@@ -58,9 +58,9 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
     Raises
     ------
     OSError
-        The disk below refuses the copies.
+        Reading or writing the disk failed.
     MemoryError
-        There is no room for even the smallest blocks.
+        There is no room even for the smallest blocks.
     """
     deadline = time.perf_counter() + SECONDS_MAX
     engine = Engine(store, device)
@@ -72,13 +72,13 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
             rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
         traffic.close()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they hold what was swapped out
+        traceback.clear_frames(error.__traceback__)  # they hold swapped storages
         raise
     finally:
         engine.drain()
     columns = list(zip(*rates, strict=True))
     out, _, _, _, into, _, out_both, in_both, _ = map(statistics.median, columns)
-    out_processor, in_processor = min(columns[2]), min(columns[5])  # a neighbour only adds
+    out_processor, in_processor = min(columns[2]), min(columns[5])  # other threads can only add time
     return LinkRates(
         out=out,
         into=into,
@@ -90,7 +90,7 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
 
 
 def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
-    """A tensor whose pages are there and whose bytes do not compress away."""
+    """Return a tensor with resident pages and bytes that do not compress."""
     return torch.arange(nbytes // 8, dtype=torch.int64, device=engine.device).mul_(0x9E3779B97F4A7C1)
 
 
@@ -101,7 +101,7 @@ def _out(engine: Engine, source: torch.Tensor) -> SwappedStorage:
 
 
 def _has_left(slot: SwappedStorage) -> bool:
-    """Whether its copy-out has ended; raises where it failed."""
+    """Whether the copy-out has ended. Raises an OSError if it failed."""
     ticket = slot.record.ticket
     if not ticket.out_done():
         return False
@@ -121,7 +121,7 @@ def _await_all(slots: list[SwappedStorage], has_ended: Callable[[SwappedStorage]
 
 
 def _small_copy_seconds(engine: Engine) -> float:
-    """What one of many queued copies of one page takes, in the slower direction."""
+    """Return the time per copy of one page if many are queued, in the slower direction."""
     outs, ins = [], []
     for _ in range(ROUNDS):
         sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(SMALL_COPIES)]
@@ -142,13 +142,13 @@ def _small_copy_seconds(engine: Engine) -> float:
 
 
 def _affordable(engine: Engine, block_bytes: int) -> int:
-    """The largest block, at most `block_bytes`, that there is room for and that leaves within half a round."""
+    """Return the largest block size, at most `block_bytes`, that fits and whose copy-out takes at most half a round."""
     while True:
         try:
             begun = time.perf_counter()
             _await_all([_out(engine, _filled(engine, block_bytes))], _has_left)
             seconds = time.perf_counter() - begun
-        except MemoryError:  # torch.OutOfMemoryError is not one
+        except MemoryError:  # torch.OutOfMemoryError is not a subclass of it
             if block_bytes <= BLOCK_BYTES_MIN:
                 raise
             seconds = math.inf
@@ -167,7 +167,7 @@ def _other_threads_seconds() -> float:
 
 
 class _Traffic:
-    """Copies of equal blocks, `COPIES_IN_FLIGHT` kept under way in each direction asked for."""
+    """Runs copies of equal blocks, `COPIES_IN_FLIGHT` at a time in each requested direction."""
 
     def __init__(self, engine: Engine, block_bytes: int) -> None:
         self._engine = engine
@@ -178,9 +178,9 @@ class _Traffic:
         engine.drain()
 
     def rates(self, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
-        """Bytes per second out and in, over at least one copy in each direction asked for, 0 for the other.
+        """Return the bytes per second out and in, and the CPU seconds per byte of all threads but this one.
 
-        The third: what a byte took of the processors, beside this thread, in seconds of one.
+        At least one copy is measured in each requested direction; the rate of the other direction is 0.
         """
         begun, processors_begun = time.perf_counter(), _other_threads_seconds()
         leaving = [_out(self._engine, source) for source in self._sources] if out else []
@@ -196,7 +196,7 @@ class _Traffic:
                 if _has_left(leaving[at]):
                     copies[0] += 1
                     last[0] = time.perf_counter()
-                    leaving.pop(at)  # first: the same bytes may have one slot only
+                    leaving.pop(at)  # removed first, because the same bytes can have only one slot
                     leaving.insert(at, _out(self._engine, self._sources[at]))
             for slot in arriving:
                 if _has_arrived(slot):
@@ -218,6 +218,6 @@ class _Traffic:
         )
 
     def close(self) -> None:
-        """Free the blocks below."""
+        """Free the swapped blocks."""
         self._parked.clear()
         self._sources.clear()

@@ -1,39 +1,112 @@
-"""Bytes on the device before a step begins: parameters, gradients, and the state of the optimizers that step them.
+"""A model before a step begins: which storages are parameters and buffers, where they are, and how many bytes.
 
-The planner adds them to what a profiled step allocates.
+The planner adds the bytes of parameters, gradients and optimizer state to what a profiled step allocates. Every step
+asks, so all of it is computed again only where `StateWatch` finds a difference. That reads each module's dictionaries,
+and the storage, its size and the device of each tensor.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from offload._core import StateWatch
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
-from offload.torch_compat.modules import state_tensors
+from offload.torch_compat.modules import is_sharded, state_tensors
 
-__all__ = ["HeldBytes", "HeldMemory"]
+__all__ = ["HeldBytes", "HeldMemory", "ModelState"]
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What is on the device before a step begins, in bytes."""
+    """Bytes in use on the device before a step begins."""
 
     state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
     gradients: int
 
     @property
     def total(self) -> int:
-        """Both."""
+        """The sum of both."""
         return self.state + self.gradients
+
+
+class ModelState:
+    """A model's parameters and buffers, as they were at the last look.
+
+    Attributes
+    ----------
+    storages
+        Identities of their storages.
+    not_held
+        Identities of storages that are none of them.
+    devices
+        Where they are.
+    is_sharded
+        Whether parameters are gathered for forward, and again for backward.
+    nbytes, gradient_bytes
+        Of their storages, and of the gradients', each counted once.
+    changes
+        How often a look found something else than `gradient_bytes` changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._watch = StateWatch()
+        self._lock = threading.RLock()
+        self._is_current = False
+        self.storages: frozenset[int] = frozenset()
+        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
+        # that became a parameter since is seen at the next forward.
+        self.not_held: set[int] = set()
+        self.devices: frozenset[torch.device] = frozenset()
+        self.is_sharded = False
+        self.nbytes = 0
+        self.gradient_bytes = 0
+        self.changes = 0
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, as long as it is alive."""
+        return self._model()
+
+    def expire(self) -> None:
+        """Have the next call of `look` look: a step begins."""
+        self._is_current = False
+
+    def look(self) -> None:
+        """Look at the model, once per step."""
+        model = self._model()
+        if self._is_current or model is None:
+            return
+        with self._lock:
+            # Another one until all is computed: after an interrupt, the next look computes it.
+            watch, self._watch = self._watch, StateWatch()
+            same_tensors, same_gradients = watch.look(model)
+            if not (same_tensors and same_gradients):
+                self._compute(model, gradients_only=same_tensors)
+            self._watch, self._is_current = watch, True
+
+    def _compute(self, model: nn.Module, *, gradients_only: bool) -> None:
+        parameters, buffers = state_tensors(model)
+        self.gradient_bytes = sum(storage_bytes(parameter.grad for parameter in parameters).values())
+        if gradients_only:
+            return
+        held = [*parameters, *buffers]
+        found = storage_bytes(held)
+        self.storages, self.nbytes = frozenset(found), sum(found.values())
+        self.devices = frozenset(tensor.device for tensor in held)
+        self.is_sharded = is_sharded(model)
+        self.changes += 1
 
 
 _listeners: WeakReferences[HeldMemory] = WeakReferences()
@@ -41,10 +114,10 @@ _hooks: list[RemovableHandle] = []
 
 
 def _listen(listener: HeldMemory) -> None:
-    """Have `listener` told of every optimizer's step.
+    """Call `listener.optimizer_steps` before every optimizer step in this process.
 
-    By one hook of the process, for good: torch iterates over its hooks, and one that goes meanwhile, as its model does,
-    is an error of whichever optimizer is stepping.
+    One hook serves all listeners and is never removed. Torch iterates over a dictionary of hooks; if a hook were
+    removed meanwhile, because its model is freed, the optimizer that is stepping would raise an error.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_tell))
@@ -58,52 +131,75 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class HeldMemory:
-    """Looks at one model and at the optimizers that were seen to step its parameters."""
+    """Measures the memory that one model and the optimizers of its parameters use before a step."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, state: ModelState, engine: Engine) -> None:
+        self._state = state
+        self._watch = StateWatch()
         self._engine = engine
+        self._counted = -1  # `changes` of the model's state when `_more_bytes` was counted
+        self._more_bytes = 0  # of optimizer state
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
-        """Have a bound method called before any optimizer steps: backward is over then."""
+        """Call a bound method before any optimizer step. At that time backward is over."""
         self._before_step = weak_callback(call)
 
     def close(self) -> None:
-        """Listen to optimizers no longer."""
+        """Ignore further optimizer steps."""
         self._is_closed = True
 
     def look(self) -> HeldBytes:
-        """What is there now: on an accelerator all that torch has allocated, else what is known of the model."""
-        model = self._model()
-        parameters, buffers = state_tensors(model) if model is not None else ([], [])
-        gradients = _bytes_of(parameter.grad for parameter in parameters)
+        """Return the bytes in use now.
+
+        On an accelerator: all that torch has allocated. On the CPU: the model's parameters, buffers and gradients, the
+        states of its known optimizers, and the engine's resident bytes.
+        """
+        state = self._state
+        state.look()
         device = device_of(self._engine.device)
         if device.is_accelerator:
-            return HeldBytes(device.allocated_bytes() - gradients, gradients)
-        states = [leaf for each in self._optimizers for leaf in tree_leaves(list(each.state.values()))]
-        states = [leaf for leaf in states if isinstance(leaf, Tensor)]  # LBFGS keeps lists of them
-        return HeldBytes(_bytes_of([*parameters, *buffers, *states]) + self._engine.resident.now, gradients)
+            return HeldBytes(device.allocated_bytes() - state.gradient_bytes, state.gradient_bytes)
+        states = [list(each.state.values()) for each in self._optimizers]
+        watch, self._watch = self._watch, StateWatch()  # as in `ModelState.look`
+        if not watch.same_leaves(states) or self._counted != state.changes:
+            found = storage_bytes(_tensors(states, _DEPTH_MAX))
+            self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
+            self._counted = state.changes
+        self._watch = watch
+        return HeldBytes(state.nbytes + self._more_bytes + self._engine.resident.now, state.gradient_bytes)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of an optimizer that is about to step."""
+        """Record an optimizer that is about to step, if it steps parameters of the model."""
         if self._is_closed:
             return
         if self._before_step is not None:
             self._before_step()
-        self._engine.collect()  # backward is over: what its graph held goes before the optimizer needs memory
+        self._engine.collect()  # backward is over: free what its graph held before the optimizer needs memory
         if any(each is optimizer for each in self._optimizers):
             return
-        model = self._model()
+        model = self._state.model
         own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self._optimizers.add(optimizer)
 
 
-def _bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
+_DEPTH_MAX = 16  # of containers in an optimizer's state, which may hold itself; as in `StateWatch`
+
+
+def _tensors(value: object, depth: int) -> Iterator[Tensor]:
+    """The tensors in dictionaries, lists and tuples: LBFGS keeps lists of them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping | list | tuple | deque):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each, depth - 1)
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """Bytes of the tensors' storages, by identity."""
     plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
-    return sum({Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}.values())
+    return {Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}

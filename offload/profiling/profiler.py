@@ -1,6 +1,6 @@
-"""Records one step, forward and backward: what autograd saves, when backward uses it and, for a plan, durations.
+"""Records one step, forward and backward: what autograd saves, when backward uses it, and for a plan durations.
 
-The first step of each signature is recorded; later steps follow the schedule that is made from the record.
+The first step of each signature is recorded; later steps follow a schedule that is computed from the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload.runtime.recomputation import Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import call_when_dead
-from offload.torch_compat.autograd import current_node
+from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
 from offload.torch_compat.tensors import StorageWatch
@@ -32,13 +32,14 @@ _ROOT = "forward"
 
 
 class Recorder:
-    """Takes down one forward pass and the backward pass over it: the order of events alone.
+    """Records only the order of events of one forward pass and the backward pass over it.
 
-    Everything moves, and comes back on demand.
+    Every tensor that can be swapped is swapped, and loaded on demand.
     """
 
     caps_in_flight = True
     cursor = None
+    copies = None
     reason = ""
     recomputation: Recomputation | None = None
 
@@ -49,36 +50,36 @@ class Recorder:
 
     @property
     def finished(self) -> bool:
-        """Whether backward has asked for something."""
+        """Whether backward has unpacked a tensor."""
         return bool(self.order.uses)
 
     def watches(self, pack_index: int) -> bool:
-        """Every unpack is told."""
+        """Every unpack is reported."""
         return True
 
     def begin(self) -> None:
         """A hook begins."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Nothing stays that can move."""
+        """Not called: nothing that can be swapped is kept."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Everything moves."""
+        """Record the storage. Nothing is kept."""
         self.order.entries[pack_index] = PackEntry(pack_index, nbytes, packed=self._node)
         return None
 
     def need(self, pack_index: int) -> int:
-        """The later saved, the sooner needed, as a guess."""
+        """A guess: tensors that are saved later are needed sooner."""
         return 2**32 - pack_index
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave."""
+        """The copy-out of a storage has been started."""
         self._slots[pack_index] = weakref.ref(slot)
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Another view of a storage saved before."""
+        """Another view of a storage was saved."""
         first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
             self.order.duplicates[pack_index] = first
@@ -92,8 +93,8 @@ class Recorder:
         """Backward asks for the tensor of this pack."""
         node = current_node()
         if node is None:
-            return  # somebody looks at grad_fn's attributes outside of backward
-        identity = (node.name(), id(node))  # not the node: it would be kept alive
+            return  # code outside of backward reads grad_fn's attributes
+        identity = (node.name(), id(node))  # not the node itself, which would keep it alive
         if identity != self._autograd_node:
             self._autograd_node = identity
             self._advance()
@@ -107,7 +108,7 @@ class Recorder:
             entry.last_use = self._node
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is there."""
+        """The tensor of this pack is on the device."""
 
     @property
     def _node(self) -> int:
@@ -125,7 +126,7 @@ class SavedStorage:
     place: int
     nbytes: int
     entries: list[int] = field(default_factory=list)  # pack indices
-    last_forward: int | None = None  # node after which nobody but the engine held it
+    last_forward: int | None = None  # last node in which other code held it
 
 
 @dataclass(frozen=True)
@@ -135,15 +136,15 @@ class Profile:
     Attributes
     ----------
     trace
-        With the bytes that were there at its beginning counted in `base_bytes`.
+        The trace; `base_bytes` includes the bytes in use before the step.
     gradient_bytes
-        By node: of `base_bytes`, the gradients that the step itself had made before.
+        By node: the gradients in `base_bytes` that the step itself had allocated before.
     members
         Pack indices of each of the trace's tensors, by id.
     held
-        What was there at its beginning.
+        Bytes in use before the step.
     knows_temporaries
-        Whether allocations could be watched.
+        Whether allocations could be recorded.
     """
 
     order: StepOrder
@@ -155,9 +156,9 @@ class Profile:
 
 
 class Profiler(Recorder):
-    """Records a step that is to be planned: also its times, its memory and its modules' names.
+    """Records a step for a plan: also its times, its memory and the names of its modules.
 
-    It needs the least memory there is: each storage has left before the pack returns.
+    The step needs the least memory possible: each copy-out ends before its pack returns.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, held: HeldBytes) -> None:
@@ -168,15 +169,16 @@ class Profiler(Recorder):
         self._model = weakref.ref(model)
         self._gradient_places: set[int] = set()
         self._module_names = {id(module): name for name, module in model.named_modules()}
-        self.rounds_since = 0  # that began after this one
-        self._watched_to_the_end: bool | None = None  # not known before it is stopped
+        self.rounds_since = 0  # number of steps that began after this one
+        self._watched_to_the_end: bool | None = None  # None until `stop` is called
         self._names = [_ROOT]
-        self._module = _ROOT  # whose hook runs now
+        self._module = _ROOT  # module whose hook is running
         self._pack_names: dict[int, str] = {}
         self._saved: dict[int, SavedStorage] = {}  # by identity of the storage, while it is alive
         self._all_saved: list[SavedStorage] = []
         self._memory = StepAllocations(engine.device)
         call_when_dead(self, partial(_unwatch, self._memory, self._all_saved))
+        self._is_listening = False  # for the end of a backward pass
         self._memory.begin()
         self._memory.node(0)
 
@@ -186,7 +188,7 @@ class Profiler(Recorder):
         return self.stopwatch.finished
 
     def stop(self) -> bool:
-        """Watch allocations no longer. False where another thread has to do it."""
+        """Stop recording allocations. False if another thread has to do it."""
         if self._watched_to_the_end is None:
             self._watched_to_the_end = self.finished
         model = self._model()
@@ -196,7 +198,7 @@ class Profiler(Recorder):
         return self._memory.stop()
 
     def watches(self, pack_index: int) -> bool:
-        """Every unpack is told."""
+        """Every unpack is reported."""
         self._note_module(pack_index)
         return True
 
@@ -205,7 +207,7 @@ class Profiler(Recorder):
         self.stopwatch.begin()
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave: wait until it is gone."""
+        """The copy-out of a storage has been started: wait until it ends."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
         storage = self._saved.get(identity)
@@ -220,7 +222,7 @@ class Profiler(Recorder):
         super().swapped(pack_index, slot, tensor)
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Another view of a storage saved before."""
+        """Another view of a storage was saved."""
         self._note_module(pack_index)
         super().duplicated(pack_index, slot)
 
@@ -232,14 +234,21 @@ class Profiler(Recorder):
         """Backward asks for the tensor of this pack."""
         self.stopwatch.begin()
         self.stopwatch.listen_for_the_end()
+        if not self._is_listening and current_node() is not None:
+            self._is_listening = True
+            call_at_end_of_backward(self._end_backward)
         self._module = self._pack_names.get(pack_index, _ROOT)
         super().unpacking(pack_index)
         self._memory.reload(begins=True)
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is there."""
+        """The tensor of this pack is on the device."""
         self._memory.reload(begins=False)
         self.stopwatch.end(pack_index)
+
+    def _end_backward(self) -> None:
+        self._is_listening = False
+        self._memory.pause()
 
     def _advance(self) -> None:
         for identity, storage in list(self._saved.items()):
@@ -253,11 +262,11 @@ class Profiler(Recorder):
         self._names.append(self._module)
 
     def _note_module(self, pack_index: int) -> None:
-        """Name this pack after the module that is running."""
+        """Record the running module as the name of this pack."""
         self._module = self._pack_names[pack_index] = running_module(self._module_names) or _ROOT
 
     def profile(self) -> Profile | None:
-        """What was recorded. None where the step is not over yet."""
+        """Return the profile; None if the step is not over."""
         node_count = self.order.node_count
         measured = self.stopwatch.measured(node_count)
         if measured is None or not self.stop():
@@ -286,7 +295,7 @@ class Profiler(Recorder):
         return Profile(self.order, trace, members, found.gradients, self._held, knows)
 
     def _tensor_of(self, storage: SavedStorage) -> SavedTensor | None:
-        """The trace's row, `produced` still unknown; None where something else holds the storage too."""
+        """Return the tensor of the trace, `produced` still unknown; None if other code holds the storage."""
         entries = [self.order.entries[pack_index] for pack_index in storage.entries]
         last = self.order.node_count - 1
         first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
@@ -296,7 +305,7 @@ class Profiler(Recorder):
             return None
         return SavedTensor(
             id=storage.entries[0],
-            # A view that is kept holds its whole storage, of which its entry is only a part.
+            # A kept view holds its whole storage, although its entry is only a part.
             bytes=max(sum(entry.nbytes for entry in entries), storage.nbytes),
             produced=packed,
             packed=packed,

@@ -27,8 +27,8 @@ from offload.torch_compat.dispatch import can_record, undisturbed
 __all__ = ["RecipeTrial"]
 
 
-# What operators raise where they cannot run again.
-_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, MemoryError, torch.OutOfMemoryError)
+# What torch makes of an error in an operator. Subclasses are somebody else's, as are errors in reading a source back.
+_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 
 
 class RecipeTrial(SwapOnDemand):
@@ -160,14 +160,20 @@ class _Trial(Recording):
             storages = {number: held.tensor.untyped_storage() for number, held in recipe.held.items()}
             storages |= {number: slot.record.swap_in()[0] for number, slot in missing.items()}
             storages |= {number: found for number, found in there.items() if found is not None}
-            same = self._is_same(storage, index, recipe, storages)
-        except Exception as error:
-            if type(error) not in _REFUSALS:
-                raise  # not an operator's own: the handler of a signal may raise anywhere
-            return f"its operators cannot be run again: {type(error).__name__}"
+            return self._compare(storage, index, recipe, storages)
+        except torch.OutOfMemoryError:
+            return "too large to be tried on this device"
         finally:
             for slot in missing.values():
                 slot.record.remove_view()
+
+    def _compare(self, storage: torch.UntypedStorage, index: int, recipe: Recipe, storages: dict[int, Any]) -> Refusal:
+        try:
+            same = self._is_same(storage, index, recipe, storages)
+        except Exception as error:
+            if type(error) not in _REFUSALS:
+                raise  # the handler of a signal may raise anywhere
+            return f"its operators cannot be run again: {type(error).__name__}"
         return "" if same else "its bytes came out differently"
 
     def _is_same(self, storage: torch.UntypedStorage, index: int, recipe: Recipe, storages: dict[int, Any]) -> bool:

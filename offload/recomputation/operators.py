@@ -65,6 +65,8 @@ class Operator:
         Whether it is not recorded: a view, or a higher-order operator.
     is_blank
         Whether it allocates without writing.
+    writes_lists
+        Whether some of those are lists. Their versions do not move while a mode is on.
     writes_all
         Whether it may write to any argument, whatever its schema says.
     added
@@ -81,6 +83,7 @@ class Operator:
     is_seeded: bool = False
     is_heavy: bool = False
     is_blank: bool = False
+    writes_lists: bool = False
     writes_all: bool = False
     added: tuple[int, ...] = ()
     statistics: tuple[int, ...] = ()
@@ -123,6 +126,12 @@ def _look(func: Any) -> Operator:
         is_seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_heavy=name in HEAVY or name.startswith(HEAVY_BEGINNINGS),
         is_blank=name in BLANK,
+        writes_lists=any(
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and isinstance(argument.type, torch.ListType)
+            for argument in schema.arguments
+        ),
         writes_all="c10d" in namespace,
         added=ADDED.get(name, ()),
         statistics=statistics,

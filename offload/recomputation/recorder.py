@@ -6,24 +6,26 @@ Every operator of a window passes through here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from offload._core import version_owner
-from offload.recomputation.operators import Operator, operator_of
+from offload.recomputation.operators import Operator
 from offload.recomputation.random_state import random_state
+from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
 from offload.torch_compat.dispatch import OperatorMode, is_compiling, mode_count, push_mode, remove_mode
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
-__all__ = ["OperatorRecorder"]
+__all__ = ["NO_KEY", "OperatorRecorder", "has_history", "is_known", "key_of"]
 
 _PLAIN = (torch.Tensor, Parameter)
-_NO_KEY = 0
+NO_KEY = 0
 _NO_SOURCE = Reference(Value(0, -1), torch.empty(0))
 
 
@@ -43,20 +45,23 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         Whether it is on the stack of the thread that made it.
     latest_pack
         Number of the latest pack that was told.
+    window
+        What is recorded is kept in it as well, for later steps; None: there is no need.
     """
 
     def __init__(self, small_nbytes: int, is_state: Callable[[int], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_on = False
         self.latest_pack = -1
+        self.window: Window | None = None
         self._small_nbytes = small_nbytes
         self._is_state = is_state
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._modes = mode_count()
         self._calls = 0
-        self._is_closed = False
+        self.is_closed = False
         self._pack_before = -1
-        self._values: dict[int, Value] = {}  # storage identity → latest value in this window
+        self.values: dict[int, Value] = {}  # storage identity → latest value in this window
         self._saved: dict[int, Value] = {}  # storage identity → packed value; kept for the whole step
         self.watches: list[StorageWatch] = []
 
@@ -64,7 +69,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Record from now on. Does nothing while another mode is on: that mode's exit would pop this one."""
-        if self.is_on or mode_count() != self._modes or threading.get_ident() != self._thread:
+        if self.is_on or mode_count() != self._modes or threading.get_ident() != self.thread:
             return
         if not is_compiling():
             self.is_on = True
@@ -72,18 +77,20 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def suspend(self) -> None:
         """Record no longer; what was recorded stays. Nothing happens where all modes are off for a while."""
-        if self.is_on and threading.get_ident() == self._thread and not is_compiling():
+        if self.is_on and threading.get_ident() == self.thread and not is_compiling():
             self.is_on = not remove_mode(self)
 
     def forget(self) -> None:
         """A window ends: what was not packed may be written to before the next one, unseen."""
-        self._values.clear()
+        self.values.clear()
+        self.window = None
 
     def close(self) -> None:
         """The forward pass is over."""
         self.suspend()
-        self._is_closed = True  # somebody may put it on again
-        self._values.clear()
+        self.is_closed = True  # somebody may put it on again
+        self.window = None
+        self.values.clear()
         self._saved.clear()
         while self.watches:
             self.watches.pop().close()
@@ -92,15 +99,15 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """The value that a tensor shows; None where nothing seen made it."""
-        value = self._values.get(storage_identity(tensor.untyped_storage()))
+        value = self.values.get(storage_identity(tensor.untyped_storage()))
         return value if value is not None and value.version == version_of(tensor) else None
 
     def saved(self, tensor: torch.Tensor, index: int, slot: Any, nbytes: int) -> None:
         """A storage was packed: it can be read from there. `slot` is a weak reference; None: the tensor stays."""
         storage = tensor.untyped_storage()
         key, version = storage_identity(storage), version_of(tensor)
-        value = self._values.get(key)
-        leaf = Value(nbytes, version, value.watch if value is not None else self._watch(storage))
+        value = self.values.get(key)
+        leaf = Value(nbytes, version, value.watch if value is not None else self.watch(storage))
         held, probe = (Held(tensor, nbytes), None) if slot is None else (None, Probe(tensor))
         for each in (leaf, value):
             if each is not None and each.version == version:
@@ -108,13 +115,13 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._saved[key] = leaf
         if value is not None and value.version != version:
             # The window was opened by a pack inside an operator, whose inner operators made `value`.
-            self._values[key] = leaf
+            self.values[key] = leaf
 
     def source(self, index: int) -> torch.UntypedStorage | None:
         """The storage that a pack saved, where it is still there and holds the same bytes."""
         for key, saved in self._saved.items():
             if saved.index == index:
-                value = self._values.get(key)
+                value = self.values.get(key)
                 unchanged = value is None or value.version == saved.version
                 return saved.watch.storage() if unchanged and saved.watch is not None else None
         return None
@@ -124,31 +131,28 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         """Of what was packed, the bytes that forward still holds."""
         return sum(each.nbytes for each in self._saved.values() if each.watch is not None and each.watch.is_alive)
 
-    def _watch(self, storage: torch.UntypedStorage) -> StorageWatch:
+    def watch(self, storage: torch.UntypedStorage) -> StorageWatch:
+        """A watch that ends with the forward pass."""
         watch = StorageWatch(storage)
         self.watches.append(watch)
         return watch
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def record(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and take down what it read and made."""
-        kwargs = kwargs or {}
-        operator = operator_of(func)
-        if operator.passes or self._is_closed or threading.get_ident() != self._thread:
-            return func(*args, **kwargs)
         note = self._note
         noted = tuple([note(each) for each in args])
         named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
         random = random_state(args, kwargs) if operator.is_seeded else None
-        saves = operator.is_heavy and any(isinstance(each, torch.Tensor) and _has_history(each) for each in args)
+        saves = operator.is_heavy and any(map(has_history, args))
         settings = in_force(is_heavy=operator.is_heavy)
         call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves, settings)
         self._calls += 1
+        if self.window is not None:
+            self.window.calls.append(call)
         self._pack_before = self.latest_pack
-        result = func(*args, **kwargs)
+        result = run(func, operator, args, kwargs)
         if operator.writes or operator.writes_all:
             self._note_writes(call, args, kwargs)
         if type(result) is torch.Tensor:
@@ -162,12 +166,12 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def _note(self, given: Any) -> Any:
         kind = type(given)
         if kind is torch.Tensor or kind is Parameter:
-            key = _key_of(given)
-            value = self._values.get(key)
+            key = key_of(given)
+            value = self.values.get(key)
             if value is None:
-                if key == _NO_KEY or not _is_known(given):
+                if key == NO_KEY or not is_known(given):
                     return _NO_SOURCE
-                value = self._values[key] = self._leaf(given, given.untyped_storage(), key)
+                value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
             elif value.version != version_of(given):
                 return _NO_SOURCE  # written to where nothing sees it
             return Reference(value, given)
@@ -175,14 +179,14 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
             return [self._note(each) for each in given]
         return _NO_SOURCE if isinstance(given, torch.Tensor) else given
 
-    def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: int) -> Value:
+    def leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: int) -> Value:
         """What was there before the window."""
         version = version_of(tensor)
         saved = self._saved.get(key)
         if saved is not None and saved.version == version:
             return saved
         nbytes = storage.nbytes()
-        leaf = Value(nbytes, version, self._watch(storage))
+        leaf = Value(nbytes, version, self.watch(storage))
         is_state = self._is_state(key)
         if is_state or nbytes < self._small_nbytes:
             leaf.held = Held(tensor, nbytes, is_own=not is_state, is_state=is_state)
@@ -191,38 +195,67 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def _note_writes(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         operator: Operator = call.operator
         places: tuple[int | str, ...] = (*range(len(args)), *kwargs) if operator.writes_all else operator.writes
-        for place in places:
-            given: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-            for number, tensor in enumerate(given if type(given) in (list, tuple) else (given,)):
-                if not isinstance(tensor, torch.Tensor) or not _is_known(tensor):
-                    continue
-                storage = tensor.untyped_storage()
-                key = storage_identity(storage)
-                before = self._values.get(key)
-                watch = before.watch if before is not None else self._watch(storage)
-                # Autograd's in-place layer increments the version after this returns.
-                self._values[key] = Value(storage.nbytes(), version_of(tensor) + 1, watch, call, (place, number))
+        for place, number, tensor in written(places, args, kwargs):
+            storage = tensor.untyped_storage()
+            key = storage_identity(storage)
+            before = self.values.get(key)
+            watch = before.watch if before is not None else self.watch(storage)
+            self.values[key] = Value(storage.nbytes(), version_after(operator, tensor), watch, call, (place, number))
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
-        key = _key_of(made)
+        key = key_of(made)
         # A known storage: the operator returned a view that its schema does not declare.
-        if key != _NO_KEY and key not in self._values and not made.is_inference():
+        if key != NO_KEY and key not in self.values and not made.is_inference():
             storage = made.untyped_storage()
-            self._values[key] = Value(storage.nbytes(), version_of(made), self._watch(storage), call, place)
+            self.values[key] = Value(storage.nbytes(), version_of(made), self.watch(storage), call, place)
 
 
-def _key_of(tensor: torch.Tensor) -> int:
+Place = int | str
+
+
+def written(
+    places: Sequence[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Place, int, torch.Tensor]]:
+    """The known tensors at some arguments of an operator: argument, number within a list, tensor."""
+    for place in places:
+        given: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        for number, tensor in enumerate(given if type(given) in (list, tuple) else (given,)):
+            if isinstance(tensor, torch.Tensor) and is_known(tensor):
+                yield place, number, tensor
+
+
+def run(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator. Tensors in lists that it writes get a new version, which torch gives them without modes only."""
+    if not operator.writes_lists:
+        return func(*args, **kwargs)
+    before = [version_of(tensor) for _, _, tensor in written(operator.writes, args, kwargs)]
+    result = func(*args, **kwargs)
+    for version, (_, _, tensor) in zip(before, written(operator.writes, args, kwargs), strict=True):
+        if version_of(tensor) == version:
+            increment_version(tensor)
+    return result
+
+
+def version_after(operator: Operator, tensor: torch.Tensor) -> int:
+    """The version of a tensor that an operator has just written, once the mode has returned."""
+    # Otherwise autograd's in-place layer increments the version after that.
+    return version_of(tensor) + (not operator.writes_lists)
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage; `NO_KEY` where it has none."""
     try:
         return storage_identity(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse, or wrapped by functorch
-        return _NO_KEY
+    except NotImplementedError:  # what torch raises where there is none: sparse, opaque, wrapped by functorch
+        return NO_KEY
 
 
-def _is_known(tensor: torch.Tensor) -> bool:
+def is_known(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain one with bytes and a version of its own."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_inference()
     return plain and has_own_bytes(tensor)
 
 
-def _has_history(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and type(version_owner(tensor)) is not Parameter
+def has_history(given: Any) -> bool:
+    """Whether an argument is a tensor that was computed from others with gradients."""
+    return isinstance(given, torch.Tensor) and given.requires_grad and type(version_owner(given)) is not Parameter

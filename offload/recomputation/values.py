@@ -19,6 +19,9 @@ __all__ = ["Call", "Held", "Probe", "Reference", "Value", "View", "copy_of", "re
 COPIED_NBYTES_MAX = 64 << 10  # of a parameter or buffer that is copied rather than held
 
 
+_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
 class Probe:
     """Tells whether a tensor was changed in place since; holds none of its memory."""
 
@@ -28,7 +31,10 @@ class Probe:
         self.shape = tensor.shape
         self.version = version_of(tensor)
         self.tensor = tensor.detach()  # shares the version counter
-        self.tensor.data = tensor.new_empty(0)
+        kind = tensor.dtype, tensor.device
+        if kind not in _empty:
+            _empty[kind] = tensor.new_empty(0)
+        self.tensor.data = _empty[kind]
 
     @property
     def is_changed(self) -> bool:
@@ -74,8 +80,7 @@ class Held:
         if self.is_state and not is_saved and not is_copied:
             return False
         if not self._is_settled:
-            view = View(self.tensor)
-            self.tensor = view.of(copy_of(self.tensor.untyped_storage())) if is_copied else self.tensor.detach()
+            self.tensor = _copy(self.tensor) if is_copied else self.tensor.detach()
             self.version = version_of(self.tensor)
             self.is_own = self.is_own or is_copied
             self._is_settled = True
@@ -111,6 +116,12 @@ class Call:
     saves_weights: bool  # autograd saves its factors
     settings: Settings  # those of torch that were in force
     read: list[tuple[Reference, bool, bool]] | None = None  # its tensor arguments; whether it writes to, or adds them
+
+    @property
+    def ignored(self) -> tuple[int, ...]:
+        """Positions of running statistics that a normalization updates beside its result: they are updated once."""
+        operator = self.operator
+        return operator.statistics if operator.statistics and self.args[operator.training] else ()
 
 
 class Value:
@@ -150,6 +161,14 @@ class Value:
         self.watch = watch
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same view of other memory with the same bytes."""
+    storage = tensor.untyped_storage()
+    if tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.detach().clone()  # a third of the time
+    return View(tensor).of(copy_of(storage))
+
+
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Other memory with the same bytes."""
     copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
@@ -168,6 +187,17 @@ class View:
         self._offset = tensor.storage_offset()
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor sees its storage so."""
+        return (
+            tensor.size() == self._shape
+            and tensor.stride() == self._stride
+            and tensor.dtype is self._dtype
+            and tensor.storage_offset() == self._offset
+            and tensor.is_conj() is self._is_conj
+            and tensor.is_neg() is self._is_neg
+        )
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same view of other bytes."""

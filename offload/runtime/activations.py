@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
-import torch
-
-from offload._core import ActivationMeter, SwappedStorage
+from offload._core import ActivationMeter
 from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, ScheduleExecutor, Stopwatch
 from offload.runtime.schedule import Schedule
-from offload.runtime.weak import call_when_dead
-from offload.torch_compat.tensors import StorageWatch
 
 
 @dataclass(frozen=True)
@@ -122,8 +117,6 @@ class MeteredExecutor(ScheduleExecutor):
 
     Attributes
     ----------
-    missed
-        Pack indices of tensors that backward asked for before their copy-in was started.
     held
         Pack indices of swapped tensors that somebody else holds, so that swapping them freed nothing.
     """
@@ -143,13 +136,14 @@ class MeteredExecutor(ScheduleExecutor):
         # The engine's count does not tell one step's activations from another's.
         self._meter = ActivationMeter(weights.kept, engine.resident, counts.begun, engine.unswapped.now == 0)
         super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
-        self.missed: set[int] = set()
         self.held: set[int] = set()
-        self._storages: dict[int, StorageWatch] | None = None
-        if finds_held:
-            self._storages = {}
-            call_when_dead(self, partial(_close_all, self._storages))
+        self.copies.finds_held = finds_held
         self._measured = stopwatch.measured
+
+    @property
+    def missed(self) -> set[int]:
+        """Pack indices of tensors that backward asked for before their copy-in was started."""
+        return self.copies.missed
 
     @property
     def peak_bytes(self) -> int | None:
@@ -165,67 +159,38 @@ class MeteredExecutor(ScheduleExecutor):
 
         Those are the ones whose prefetch had not begun, and those it waited for longer than `least_seconds`.
         """
-        schedule, waited = self.schedule, dict.fromkeys(self.missed, 0.0)
+        schedule, missed = self.schedule, self.missed
+        waited = dict.fromkeys(missed, 0.0)
         for index, seconds in measured.waits.items():
             first = schedule.order.duplicates.get(index, index)
             if first in schedule.swapped:
                 waited[first] = waited.get(first, 0.0) + seconds
-        return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in self.missed}
+        return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in missed}
 
     def pass_by(self, pack_index: int) -> None:
         """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
         super().pass_by(pack_index)
         self._meter_at(pack_index)
 
-    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave."""
-        super().swapped(pack_index, slot, tensor)
-        if self._storages is not None:
-            self._storages[pack_index] = self._engine.watch_storage(tensor)
-
     def packed(self, pack_index: int) -> None:
         """The hook of this pack is about to return."""
         super().packed(pack_index)
         entry = self.schedule.order.entries.get(pack_index)
-        if entry is not None and pack_index in self.schedule.swapped and pack_index not in self._slots:
+        if entry is not None and pack_index in self.schedule.swapped and self.copies.find(pack_index) is None:
             self._meter.stayed_bytes += entry.nbytes
         self._meter_at(pack_index)
 
     def unpacking(self, pack_index: int) -> None:
         """Backward asks for the tensor of this pack."""
         super().unpacking(pack_index)
-        if self._storages is not None:
-            self.held = {index for index, storage in self._storages.items() if self._is_held(index, storage)}
-            _close_all(self._storages)
-            self._storages = None
+        if self.copies.finds_held:
+            self.held = self.copies.find_held()
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
-        reference = self._slots.get(first)
-        slot = reference() if reference is not None else None
+        slot = self.copies.find(first)
         is_missing = slot is not None and slot.record.is_swapped_out
         if is_missing:
-            self.missed.add(first)
+            self.copies.miss(first)
         self._meter.weigh(self.cursor.node, slot.record.nbytes if slot is not None and is_missing else 0)
-
-    def _is_held(self, pack_index: int, storage: StorageWatch) -> bool:
-        slot = self._slots[pack_index]()
-        return slot is not None and slot.record.is_swapped_out and not storage.expired()
 
     def _meter_at(self, pack_index: int) -> None:
         self._meter.weigh(self.schedule.order.node_after_pack.get(pack_index, -1))
-
-
-class ReferenceExecutor(MeteredExecutor):
-    """A step that swaps what its schedule swaps and computes only while no copy runs: each hook waits for its copy.
-
-    Its nodes take what they take without swapping.
-    """
-
-    def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave: wait until it is gone."""
-        super().swapped(pack_index, slot, tensor)
-        slot.record.wait_copied_out()
-
-
-def _close_all(watches: dict[int, StorageWatch]) -> None:
-    while watches:
-        watches.popitem()[1].close()

@@ -45,13 +45,13 @@ class Counts(defaultdict[str, Count]):
         self.dropped = Count()  # in forward, to be made again
         self.recomputed = Count()  # made again in backward, as often as that was
         self.recompute_seconds = 0.0
-        self.prefetched = 0
+        self.prefetches = _core.Gauge()
+        self.prefetches_left = _core.Gauge()  # to demand: there was no memory
         self.prefetched_late = 0
         self.unmeasured_steps = 0
         self.loaded_late = 0
         self._follows = False
         self._misses_before = 0
-        self.prefetches_without_memory = 0
         self.begun = _core.Gauge()  # steps; what measures one of them looks whether another begins
         self.profiled_steps = 0
         self.trial_steps = 0
@@ -71,6 +71,16 @@ class Counts(defaultdict[str, Count]):
     @steps.setter
     def steps(self, count: int) -> None:
         self.begun.now = count
+
+    @property
+    def prefetched(self) -> int:
+        """Copy-ins begun ahead of need."""
+        return self.prefetches.now
+
+    @property
+    def prefetches_without_memory(self) -> int:
+        """Prefetches that found no memory and were left to demand."""
+        return self.prefetches_left.now
 
     def begin_step(self) -> None:
         """A forward pass begins: what follows is `in_step`."""

@@ -5,14 +5,13 @@ Hooks report every pack and unpack; the executor waits for copy-outs and starts 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from offload._core import ActivationMeter, NodeClock, ScheduleCursor, SwappedStorage
+from offload._core import ActivationMeter, NodeClock, ScheduleCursor, StepCopies, SwappedStorage
 from offload.runtime.counters import Counts
 from offload.runtime.device_clock import DeviceClock
 from offload.runtime.engine import Engine
@@ -21,7 +20,6 @@ from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import Schedule
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
-_NEVER = 2**62
 _DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; 0 means that nothing is to be done
 
 
@@ -35,6 +33,10 @@ class StepObserver(Protocol):
     @property
     def reason(self) -> str:
         """Why the schedule keeps tensors."""
+
+    @property
+    def copies(self) -> StepCopies | None:
+        """With it, C++ swaps what the schedule swaps; None where the observer is asked about every swapped tensor."""
 
     @property
     def recomputation(self) -> Recomputation | None:
@@ -80,6 +82,7 @@ class SwapOnDemand:
 
     caps_in_flight = True
     cursor = None
+    copies: StepCopies | None = None
     reason = ""
     recomputation: Recomputation | None = None
 
@@ -191,11 +194,9 @@ class ScheduleExecutor:
         self.recomputation = DroppedTensors(schedule, engine, self._recomputed) if schedule.windows else None
         self.recompute_seconds = 0.0  # of this step
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
-        self._slots: dict[int, weakref.ref[SwappedStorage]] = {}
-        self._next_release = 0
-        self._next_prefetch = 0
+        self.copies = StepCopies(self.cursor, counts.prefetches, counts.prefetches_left)
+        self.copies.caps_in_flight = schedule.plan is None
         self._acted = False  # whether this hook waits or starts a copy; if not, its time counts as computation
-        self._look_ahead()
 
     @property
     def caps_in_flight(self) -> bool:
@@ -246,7 +247,7 @@ class ScheduleExecutor:
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """The copy-out of a storage has been started."""
-        self._slots[pack_index] = weakref.ref(slot)
+        self.copies.add(pack_index, slot, tensor)
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Another view of a swapped storage was saved: nothing is due."""
@@ -307,27 +308,8 @@ class ScheduleExecutor:
 
     def _act(self, node: int) -> None:
         """Do what is due at a node."""
-        releases, prefetches = self.schedule.releases, self.schedule.prefetches
-        while self._next_release < len(releases) and releases[self._next_release][0] <= node:
-            reference = self._slots.get(releases[self._next_release][1])
-            self._next_release += 1
-            self._acted = True
-            slot = reference() if reference is not None else None
-            if slot is not None:
-                slot.record.wait_copied_out()
-        while self._next_prefetch < len(prefetches) and prefetches[self._next_prefetch][0] <= node:
-            pack_index = prefetches[self._next_prefetch][2]
-            self._next_prefetch += 1
-            self._acted = True
-            self._prefetch(pack_index)
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        releases, prefetches = self.schedule.releases, self.schedule.prefetches
-        due = [releases[self._next_release][0]] if self._next_release < len(releases) else []
-        if self._next_prefetch < len(prefetches):
-            due.append(prefetches[self._next_prefetch][0])
-        self.cursor.next_due = min(due, default=_NEVER)
+        self._acted = True
+        self.copies.act(node)
 
     def _start_over(self, node: int, pack_index: int) -> None:
         """Backward reached an earlier node: a second pass over a retained graph, or another order than recorded."""
@@ -335,20 +317,7 @@ class ScheduleExecutor:
             self._deviate()
         self.cursor.forget_uses()
         self.cursor.node = node
-        prefetches = self.schedule.prefetches
-        self._next_prefetch = next((i for i, (_, use, _) in enumerate(prefetches) if use >= node), len(prefetches))
-        self._look_ahead()
-
-    def _prefetch(self, pack_index: int) -> None:
-        reference = self._slots.get(pack_index)
-        slot = reference() if reference is not None else None
-        if slot is None:
-            return
-        try:
-            if slot.record.prefetch():
-                self._counts.prefetched += 1
-        except (torch.OutOfMemoryError, MemoryError):
-            self._counts.prefetches_without_memory += 1  # loaded on demand later, when there may be room
+        self.copies.rewind(node)
 
     def _leave_schedule(self) -> None:
         self.on_schedule = self.cursor.is_on_schedule = False

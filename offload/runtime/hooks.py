@@ -25,6 +25,16 @@ from offload.torch_compat.tensors import raise_changed, version_of
 # What a graph node holds in a saved tensor's place.
 Packed = KeptTensor | SwappedView
 
+# Errors after which a tensor stays, PoolExhausted and SpillError among them.
+_REFUSALS = (MemoryError, OSError, PinningFailed)
+
+
+class HeldStorages(Protocol):
+    """Storages by identity: those of parameters and buffers, and those that were looked for among them in vain."""
+
+    storages: frozenset[int]
+    not_held: set[int]
+
 
 class Policy(Protocol):
     """What the hooks ask before they move a tensor; the session implements it."""
@@ -32,6 +42,10 @@ class Policy(Protocol):
     options: Options
     engine: Engine
     counts: Counts
+
+    @property
+    def state(self) -> HeldStorages:
+        """Which storages the model holds."""
 
     def supports(self, tensor: Tensor) -> bool:
         """Whether the engine can move tensors of this kind."""
@@ -58,8 +72,9 @@ class Policy(Protocol):
 class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
-    `pack` and `unpack` are those of the base class, in C++: they handle kept tensors and call `pack_due`,
-    `pack_candidate`, `unpack_watched`, `unpack_swapped` and `refuse` for everything else. Before `attach` is
+    `pack` and `unpack` are those of the base class, in C++. They handle kept tensors, and swapped ones where the step
+    runs as recorded (`csrc/swap_hooks.cpp`). For everything else they call `pack_due`, `pack_candidate`,
+    `unpack_watched`, `unpack_swapped`, `pack_failed`, `unpack_failed` and `refuse`. Before `attach` is
     called, tensors are swapped, but nothing is prefetched.
     """
 
@@ -83,7 +98,11 @@ class StepHooks(HookCore):
         self._recomputation = observer.recomputation
         if self._recomputation is not None:
             self._recomputation.begin(self.policy)
-        follow(self, observer, observer.cursor, observer.reason)
+        policy = self.policy
+        # What needs Python at every swapped tensor: recipes, and modules to exclude.
+        is_plain = observer.recomputation is None and not policy.options.exclude
+        copies = observer.copies if is_plain else None
+        follow(self, observer, observer.cursor, observer.reason, copies, policy.state)
 
     def end_forward(self) -> None:
         """Nothing is recorded any more."""
@@ -108,6 +127,36 @@ class StepHooks(HookCore):
         if recomputation is not None:
             recomputation.passed(index, tensor)
         return packed
+
+    def pack_failed(self, error: Exception, tensor: Tensor, index: int, nbytes: int) -> Packed:
+        """Keep a tensor whose copy-out could not begin."""
+        try:
+            packed = self._keep_after(error, tensor, index, nbytes)
+        finally:
+            del error  # whose traceback has this frame: a cycle would keep the graph
+        self._observer.packed(index)
+        return packed
+
+    def _keep_after(self, error: Exception, tensor: Tensor, index: int, nbytes: int) -> Packed:
+        if not isinstance(error, _REFUSALS):
+            try:
+                raise error
+            finally:
+                del error  # whose traceback has this frame: a cycle would keep the graph
+        self.policy.warn_once(error)
+        if isinstance(error, PinningFailed):
+            return self.keep(tensor, index, "pinning failed", nbytes)
+        return self.keep(tensor, index, "host limit", nbytes)
+
+    def unpack_failed(self, error: Exception) -> None:
+        """Raise what kept a tensor from coming back, with a note where memory ran out."""
+        try:
+            raise error
+        except (MemoryError, RuntimeError):
+            self.policy.explain(error)
+            raise
+        finally:
+            del error  # whose traceback has this frame: a cycle would keep the graph
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
         """Report the unpack of a kept tensor to the observer, and return the tensor."""
@@ -175,12 +224,8 @@ class StepHooks(HookCore):
             return view_of(tensor, dropped, index)
         try:
             slot = self._engine.swap_out(tensor, key, self._observer.need(index))
-        except (MemoryError, OSError) as error:  # PoolExhausted and SpillError among them
-            policy.warn_once(error)
-            return self.keep(tensor, index, "host limit", nbytes)
-        except PinningFailed as error:
-            policy.warn_once(error)
-            return self.keep(tensor, index, "pinning failed", nbytes)
+        except _REFUSALS as error:
+            return self._keep_after(error, tensor, index, nbytes)
         self._observer.swapped(index, slot, tensor)
         if self._recomputation is not None:
             self._recomputation.saved(tensor, index, key, slot)

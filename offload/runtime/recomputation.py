@@ -14,12 +14,15 @@ import torch
 
 from offload._core import SwappedStorage
 from offload.options import Options
-from offload.recomputation.recorder import OperatorRecorder
-from offload.recomputation.slicing import recipe_of
+from offload.recomputation.following import FollowingRecorder
+from offload.recomputation.measured import MeasuredRecipe
+from offload.recomputation.recipe import Recipe
+from offload.recomputation.slicing import cut_of
+from offload.recomputation.template import Template, Window
 from offload.runtime.engine import Engine
 from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
 from offload.runtime.schedule import Schedule
-from offload.runtime.weak import call_when_dead
+from offload.runtime.weak import call_when_dead, weak_callback
 from offload.torch_compat.tensors import StorageWatch
 
 # What graph nodes hold of a storage whose bytes are out.
@@ -69,14 +72,14 @@ class Recording:
     """A recorder in its step: on between packs, off in hooks, gone at the end."""
 
     def __init__(self) -> None:
-        self._recorder: OperatorRecorder | None = None
+        self._recorder: FollowingRecorder | None = None
         self._was_on = False  # when the hook began
 
     def begin(self, surroundings: Surroundings) -> None:
         """The forward pass begins in this thread. Nothing is recorded where code of torch.compile runs in between."""
         if surroundings.has_compiled_parts():
             return
-        self._recorder = OperatorRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
+        self._recorder = FollowingRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
         call_when_dead(self, partial(_close_all, self._recorder.watches))
 
     def pause(self) -> None:
@@ -103,24 +106,26 @@ class DroppedTensors(Recording):
     Parameters
     ----------
     ran
-        Told the bytes and seconds of every recomputation.
+        Told the bytes and seconds of every recomputation: a bound method, whose owner is not kept alive.
     """
 
     def __init__(self, schedule: Schedule, engine: Engine, ran: Callable[[int, float], None]) -> None:
         super().__init__()
         self._schedule = schedule
         self._engine = engine
-        self._ran = ran
+        self._ran = weak_callback(ran)  # its owner holds this
         self._is_open = False
         self._is_abandoned = False
-        self._opens = frozenset(opens for opens, _ in schedule.windows)
-        self._closes = frozenset(closes for _, closes in schedule.windows)
+        self._windows = dict(schedule.windows)
+        self._opened = -1  # by which pack the present window was
+        self._template: Template | None = None  # which it follows, perhaps not to its end
+        self._is_followed = False
 
     def begin(self, surroundings: Surroundings) -> None:
         """The forward pass begins in this thread, and with it the first window, if it is that early."""
         super().begin(surroundings)
-        self._is_open = -1 in self._opens
-        if self._is_open and self._recorder is not None:
+        if -1 in self._windows and self._recorder is not None:
+            self._open(self._recorder, -1)
             self._recorder.resume()
 
     def passed(self, index: int, tensor: torch.Tensor) -> None:
@@ -128,11 +133,10 @@ class DroppedTensors(Recording):
         recorder = self._recorder
         if recorder is None:
             return
-        if index in self._closes:
-            self._is_open = False
-            recorder.forget()
-        if index in self._opens:
-            self._is_open = True
+        if self._is_open and index == self._windows[self._opened]:
+            self._close(recorder)
+        if index in self._windows:
+            self._open(recorder, index)
         # An operator that packs a lazily conjugated tensor was called with the mode on, and goes on with another,
         # which Python does not know: torch fails where the mode is off then.
         is_lazy = tensor.is_conj() or tensor.is_neg()
@@ -144,8 +148,10 @@ class DroppedTensors(Recording):
         self._is_abandoned = True
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
-        """A storage was swapped out, dropped, or stays, perhaps not for the first time."""
-        super().saved(tensor, self._schedule.order.duplicates.get(index, index), key, slot)
+        """A storage was swapped out, dropped, or stays, perhaps not for the first time. Recipes may read only some."""
+        index = self._schedule.order.duplicates.get(index, index)
+        if index in self._schedule.sources:
+            super().saved(tensor, index, key, slot)
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
         """Drop a storage. None where the schedule does not say so, or this step's own recipe does not keep to it."""
@@ -158,17 +164,59 @@ class DroppedTensors(Recording):
             or not self._schedule.matches(index, key[3])
         ):
             return None
-        value = self._recorder.value_of(tensor)
-        recipe = recipe_of(value) if value is not None else None
-        if recipe is None or isinstance(recipe, str):
+        recipe = self._recipe(self._recorder, tensor, index, known)
+        if recipe is None:
             return None
-        if not known.sources.issuperset(recipe.sources.values()) or recipe.held_bytes > known.held_bytes:
-            return None  # it would keep what the plan does not keep
-        if recipe.operators != known.operators:
-            return None  # nobody has compared what these make
         slot = self._engine.drop(tensor, key, recipe, self._ran)
         self.saved(tensor, index, key, slot)
         return slot
+
+    def _recipe(
+        self, recorder: FollowingRecorder, tensor: torch.Tensor, index: int, known: MeasuredRecipe
+    ) -> Recipe | None:
+        if recorder.follows:
+            recipe = recorder.recipe(index, tensor)
+            if recipe is None or not _keeps_to(recipe, known):
+                self._is_followed = False
+                return None
+            return recipe
+        value = recorder.value_of(tensor)
+        cut = cut_of(value) if value is not None else None
+        if cut is None or isinstance(cut, str):
+            return None
+        recipe = cut.recipe(weighs=False)
+        if recipe.operators != known.operators or not _keeps_to(recipe, known):
+            return None  # nobody has compared what these make
+        if recorder.window is not None:
+            recorder.window.was_cut(index, cut, recipe)
+        return recipe
+
+    def _open(self, recorder: FollowingRecorder, index: int) -> None:
+        self._is_open, self._opened = True, index
+        templates = self._schedule.templates
+        self._template = templates.of(index)
+        self._is_followed = True
+        if self._template is not None:
+            recorder.follow(self._template)
+        elif templates.is_wanted(index):
+            recorder.window = Window()
+
+    def _close(self, recorder: FollowingRecorder) -> None:
+        self._is_open = False
+        schedule, opened = self._schedule, self._opened
+        if self._template is not None:
+            schedule.templates.followed(opened, to_its_end=self._is_followed and recorder.follows)
+        elif recorder.window is not None:
+            closes = self._windows[opened]
+            template = recorder.window.template({index for index in schedule.recipes if opened < index <= closes})
+            if template is not None:
+                schedule.templates.made(opened, template)
+        recorder.forget()
+
+
+def _keeps_to(recipe: Recipe, known: MeasuredRecipe) -> bool:
+    """Whether it keeps no more than the plan counts with."""
+    return known.sources.issuperset(recipe.sources.values()) and recipe.held_bytes <= known.held_bytes
 
 
 def _close_all(watches: list[StorageWatch]) -> None:

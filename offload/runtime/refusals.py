@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.devices.device import is_known
 from offload.torch_compat.autograd import hooks_forbidden_reason
+from offload.torch_compat.modules import first_tensor
 
 FUNCTION_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
@@ -65,7 +66,7 @@ def _check_alone(model: nn.Module, enabled: list[nn.Module]) -> None:
 
 def first_device(model: nn.Module) -> torch.device | None:
     """Where its first parameter or buffer is; None where it has neither. All of them take a hundred times longer."""
-    first = next(chain(model.parameters(), model.buffers()), None)
+    first = first_tensor(model)
     return first.device if first is not None else None
 
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from offload._core import PackTable
 from offload.plan import Plan
 from offload.recomputation.measured import MeasuredRecipe
+from offload.recomputation.template import Templates
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Schedule:
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
+    is_serial: bool = False  # nothing is computed while a copy runs
     recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and made again
     recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of those, as the trial found them
 
@@ -69,9 +71,12 @@ class Schedule:
         for index, entry in self.order.entries.items():
             if index in self.swapped or index in self.recomputed:
                 table.swap(index)
+                if index in self.swapped and not self.borrowed:
+                    table.swap_out(index, entry.nbytes, self.need(index))
             elif not self.borrowed and index not in self._told:
                 table.keep(index, entry.nbytes)
         for index, first in self.order.duplicates.items():
+            table.show_again(index, first)
             if first in self.swapped or first in self.recomputed:
                 table.swap(index)
             elif not self.borrowed and index not in self._told:
@@ -82,6 +87,10 @@ class Schedule:
                 table.begin_node(index, node)
         for index, node in self.watched.items():
             table.watch(index, node)
+        for node, index in self.releases:
+            table.release(node, index)
+        for node, use, index in self.prefetches:
+            table.prefetch(node, use, index)
         return table
 
     @cached_property
@@ -96,10 +105,19 @@ class Schedule:
         return tuple(found)
 
     @cached_property
+    def templates(self) -> Templates:
+        """What later steps record less with."""
+        return Templates()
+
+    @cached_property
     def _told(self) -> frozenset[int]:
         """Packs of which Python is told although the tensor stays: they begin a window, or a recipe reads them."""
-        sources = (index for recipe in self.recipes.values() for index in recipe.sources)
-        return frozenset(sources).union(opens for opens, _ in self.windows)
+        return self.sources.union(opens for opens, _ in self.windows)
+
+    @cached_property
+    def sources(self) -> frozenset[int]:
+        """Pack indices of the entries that recipes read."""
+        return frozenset(index for recipe in self.recipes.values() for index in recipe.sources)
 
     @cached_property
     def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:
@@ -197,7 +215,9 @@ def planned_schedule(
 
 
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
-    """What a plan swaps or recomputes is swapped, with no prefetch: the schedule of a reference step.
+    """What a plan swaps or recomputes is swapped, and each copy waited for at once: a reference step.
+
+    Its nodes take what they take without swapping: no copy runs while they do.
 
     Parameters
     ----------
@@ -206,8 +226,15 @@ def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence
     """
     moved = [*(swap.id for swap in plan.swaps), *(row.id for row in plan.recomputes)]
     swapped = frozenset(pack_index for tensor in moved for pack_index in members[tensor])
-    watched = _watched(order, swapped, order.backward_nodes)
-    return Schedule(order=order, swapped=swapped, releases=(), prefetches=(), watched=watched, plan=plan)
+    return Schedule(
+        order=order,
+        swapped=swapped,
+        releases=tuple(sorted((order.entries[pack_index].packed + 1, pack_index) for pack_index in swapped)),
+        prefetches=(),
+        watched=_watched(order, swapped, order.backward_nodes),
+        plan=plan,
+        is_serial=True,
+    )
 
 
 def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:

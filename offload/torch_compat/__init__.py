@@ -1,1 +1,1 @@
-"""Private interfaces of torch, used here and nowhere else."""
+"""All uses of torch's private interfaces."""

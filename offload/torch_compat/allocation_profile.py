@@ -1,6 +1,6 @@
-"""Every allocation of a step on one device, by torch's profiler: private calls that record memory without operators.
+"""Records every allocation of a step on one device with torch's profiler, without recording operators.
 
-Used during a recorded step only.
+It is used only in profiled steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _LOG_ERRORS = 2
 
 
 class AllocationProfile:
-    """Records allocations on `device`, and marks. One at a time in a process: torch crashes on two.
+    """Records allocations on `device`, and marks. A process can have one at a time: torch crashes with two.
 
-    Only the thread that starts it is recorded, and the threads in which autograd runs the backward passes that this
-    thread starts.
+    Only the thread that starts it is recorded, and the threads in which autograd runs that thread's backward passes.
     """
 
     _recording: ClassVar[dict[str, AllocationProfile]] = {}
@@ -35,12 +34,12 @@ class AllocationProfile:
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
         self._device = device
-        self._thread = threading.current_thread()  # not its number, which another gets when it has ended
+        self._thread = threading.current_thread()  # not its id, which a later thread may get
         self._quiet: _QuietLog | None = None
-        self._spans: dict[int, record_function] = {}  # by thread: the one that is open
+        self._spans: dict[int, record_function] = {}  # the open span of each thread
 
     def start(self) -> bool:
-        """Begin to record in this thread. False where anybody in this process is profiling."""
+        """Start recording in this thread. False if a profiler is active in this process."""
         is_free = not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python()
         if not is_free or self._recording.setdefault("now", self) is not self:
             return False
@@ -49,12 +48,12 @@ class AllocationProfile:
             wanted = profile(use_cpu=True, profile_memory=True)
             config = wanted.config()  # type: ignore[no-untyped-call]
             torch._C._autograd._prepare_profiler(config, wanted.kineto_activities)
-            # Marks, and no operators: a recurrent network runs 100,000 a step, each of which would take 1.5 KB.
+            # Records marks, but no operators: a recurrent network runs 100,000 per step, and each would need 1.5 KB.
             scopes = {RecordScope.USER_SCOPE}
             torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
             self.is_on = True
         except BaseException:
-            if torch._C._autograd._profiler_enabled():  # an interrupt came when it had just begun
+            if torch._C._autograd._profiler_enabled():  # an interrupt came just after it was enabled
                 torch._C._autograd._disable_profiler()
             self.release()
             raise
@@ -62,38 +61,39 @@ class AllocationProfile:
 
     @property
     def records_this_thread(self) -> bool:
-        """Whether what the calling thread allocates is recorded."""
+        """Whether the allocations of the calling thread are recorded."""
         return torch._C._autograd._profiler_enabled()
 
     @property
     def is_of_another_thread(self) -> bool:
-        """Whether another thread than this one has started it, and only that one can stop it."""
+        """Whether another thread started it; only that thread can stop it."""
         return threading.current_thread() is not self._thread
 
     @property
     def thread_is_alive(self) -> bool:
-        """Whether the thread that has started it still runs."""
+        """Whether the thread that started it is still running."""
         return self._thread.is_alive()
 
     def mark(self, text: str) -> None:
-        """Note a point in time; `text` begins with `MARK_PREFIX`."""
+        """Record a mark; `text` begins with `MARK_PREFIX`."""
         with record_function(text):
             pass
 
     def begin_span(self, text: str) -> None:
-        """Note a point in time, and end this thread's span before it.
+        """Record a mark by a new span, and end this thread's previous span.
 
-        Of what a thread allocates on an accelerator, torch reports only what is inside of a span.
+        On an accelerator, torch reports only allocations inside a span.
         """
         thread = threading.get_ident()
         before = self._spans.pop(thread, None)
         if before is not None:
             before.__exit__(None, None, None)
-        self._spans[thread] = record_function(text)
-        self._spans[thread].__enter__()  # type: ignore[no-untyped-call]
+        span = record_function(text)
+        span.__enter__()  # type: ignore[no-untyped-call]
+        self._spans[thread] = span  # after an interrupt within `__enter__` there is none to be ended
 
     def stop(self) -> list[tuple[str, int | str, int]] | None:
-        """End it. None where another profiler has taken its place, or its thread has ended with it.
+        """Stop recording. None if another profiler has replaced it, or if its thread has ended.
 
         Returns
         -------
@@ -101,21 +101,25 @@ class AllocationProfile:
             In order of time: ("alloc" or "free", address, bytes) and ("mark", text, 0).
         """
         if self.is_of_another_thread:
-            self.release()  # torch's profile has gone with its thread
+            self.release()  # torch's profile ended with its thread
             return None
         if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
-            self.release()  # to stop this one would stop the other
+            self.release()  # stopping this one would stop the other one
             return None
         try:
-            for span in self._spans.values():  # those of autograd's threads too
+            for span in self._spans.values():  # including those of autograd's threads
                 span.__exit__(None, None, None)
             found = torch._C._autograd._disable_profiler()
+        except BaseException:
+            if torch._C._autograd._profiler_enabled():  # an interrupt came before it was disabled
+                torch._C._autograd._disable_profiler()
+            raise
         finally:
             self.release()
         return list(_events(found.experimental_event_tree(), self._device))
 
     def release(self) -> None:
-        """Let others record, and torch's profiler log."""
+        """Allow other profiles in this process, and the profiler's log."""
         self.is_on = False
         self._spans.clear()
         if self._recording.get("now") is self:
@@ -125,7 +129,7 @@ class AllocationProfile:
 
 
 def _is_profiling_in_python() -> bool:
-    """Whether somebody has a profiler on, in any thread, by torch's Python interface."""
+    """Whether a profiler of torch's Python interface is active in any thread."""
     return bool(profiler._is_profiler_enabled)
 
 
@@ -142,19 +146,19 @@ def _events(tree: Sequence[Any], device: torch.device) -> Iterator[tuple[str, in
                 found.append((event.start_time_ns, action, about.ptr, abs(about.alloc_size)))
         elif event.name.startswith(MARK_PREFIX):
             found.append((event.start_time_ns, "mark", event.name, 0))
-    found.sort(key=lambda row: row[0])  # stable: at the same nanosecond in the order of the tree
+    found.sort(key=lambda row: row[0])  # stable: events of the same nanosecond keep the order of the tree
     for _, kind_name, which, nbytes in found:
         yield kind_name, which, nbytes
 
 
 class _QuietLog:
-    """Keeps the profiler's own log lines, which are not the user's business, off standard error.
+    """Suppresses the profiler's log lines on standard error.
 
-    It announces itself, and while it records memory it warns of every block that is older than itself.
+    It logs its start and, while it records memory, a warning for every block that was allocated earlier.
     """
 
     def __init__(self) -> None:
-        # Read when the profiler is used first, which is now or has been.
+        # The profiler reads it at its first use in the process.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._level = _native_log_level()
         self._before = self._level.value if self._level is not None else 0
@@ -162,13 +166,13 @@ class _QuietLog:
             self._level.value = max(self._before, _LOG_ERRORS)
 
     def end(self) -> None:
-        """Let it log again."""
+        """Restore the log level."""
         if self._level is not None:
             self._level.value = self._before
 
 
 def _native_log_level() -> ctypes.c_int | None:
-    """Torch's native log level, where this build lets it be set."""
+    """Return torch's native log level; None if this build does not export it."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")

@@ -1,7 +1,7 @@
 """Finds which module of a model is running, from Python's call stack.
 
-Profiles and timelines show the module's name. Hooks on modules would give it too, but torch.compile traces them and
-breaks its graphs there.
+Profiles and timelines show the module's name. Hooks on modules are no alternative, because torch.compile breaks its
+graphs there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _CALLS = frozenset((nn.Module.__call__.__code__, nn.Module._call_impl.__code__))
 
 
 def running_module(names: Mapping[int, str]) -> str:
-    """The innermost module whose call is running in this thread; empty where none with a name is.
+    """Return the name of the innermost module that is running in this thread; empty if there is none.
 
     Parameters
     ----------
     names
-        The modules' names by their identity.
+        Names of the modules by `id`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _CALLS:  # no other frame is asked for its variables: that would keep them alive
+        if frame.f_code in _CALLS:  # reading the variables of other frames would keep them alive
             name = names.get(id(frame.f_locals.get("self")))
             if name:
                 return name

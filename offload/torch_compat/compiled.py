@@ -1,4 +1,4 @@
-"""torch.compile with the engine: keeps its tracer out of the hooks, finds the memory that a compiled backward needs.
+"""Support of torch.compile: keeps its tracer out of the hooks, and finds the memory that a compiled backward needs.
 
 A compiled graph saves its tensors through the same hooks as eager code, but all at the end of its forward, and its
 backward unpacks all of them before it begins.
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 
 def opaque(function: Function) -> Function:
-    """Have torch.compile run a function as it is, break its graph at a call of it, and say why.
+    """Make torch.compile run a function uncompiled, with a graph break and its reason at the call.
 
-    What `torch.compiler.disable(recursive=False)` does, without importing the compiler for everybody: the frames that
-    the function calls are compiled as ever.
+    It does what `torch.compiler.disable(recursive=False)` does, without importing the compiler: the functions that it
+    calls are compiled as usual.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def opaque(function: Function) -> Function:
 
 @opaque
 def untraced(function: Callable[..., Result], *args: object) -> Result:
-    """Call a function with torch.compile's tracer off while it runs."""
+    """Call a function with torch.compile's tracer disabled."""
     if _Tracer.call_untraced is None:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is None:
@@ -66,9 +66,10 @@ def _call(function: Callable[..., Result], *args: object) -> Result:
 
 
 def _keep_tracer_out(rules: Any) -> None:
-    """Have the tracer pass over this package: a rule costs nothing where hooks are called a thousand times per step.
+    """Add rules by which the tracer skips this package: unlike a wrapper, a rule costs nothing per call of a hook.
 
-    What runs within a step is loaded by now. Models stay traceable, and a rule for a package would hold for its folder.
+    The modules that run within a step are loaded by now. There is one rule per module, because a rule for the package
+    would also skip models in its folder.
     """
     own = [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
     for module in own:
@@ -82,16 +83,16 @@ def _defines_models(module: ModuleType) -> bool:
 
 
 class _Tracer:
-    """What is known of torch.compile's tracer, once it is loaded."""
+    """State of torch.compile's tracer after it was loaded."""
 
     call_untraced: Callable[..., Any] | None = None
 
 
 def with_traced_frame(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A module's forward in a frame that torch.compile traces, where it would pass over forward's own.
+    """Return a forward in a frame that torch.compile traces, if it would skip the forward's own frame.
 
-    It does so with those of torch.nn, such as Sequential's; `torch.compile(module)` adds such a frame itself where no
-    wrapper of ours hides that forward. None while the compiler is not loaded.
+    It skips those of torch.nn, such as Sequential's. `torch.compile(module)` adds such a frame itself, unless offload's
+    wrapper hides the forward. None if the compiler is not loaded.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -101,15 +102,15 @@ def with_traced_frame(forward: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def untraceable_wrappers(module: nn.Module) -> list[nn.Module]:
-    """What torch.compile has returned for a module so far, where it added a frame of its own around it.
+    """Return the results of torch.compile for a module, if torch.compile added a frame around its forward.
 
-    Its graph would break at a wrapper of the module's forward.
+    Their graphs would break at a wrapper of the module's forward.
     """
     return wrappers_of(module) if _is_passed_over(type(module).forward) else []
 
 
 def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
-    """The parts of a model whose calls torch.compile traces: a hook there would break its graph."""
+    """Return the parts of a model that torch.compile traces: a hook on them would break a graph."""
     kind = _optimized_module()
     roots = [model] if wrappers_of(model) else []
     for part in model.modules():
@@ -121,16 +122,25 @@ def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether the model or a part of it is compiled. Wrappers of the model itself are not looked for."""
+    """Whether the model or a part of it is compiled. Results of `torch.compile(model)` are not searched for."""
     kind = _optimized_module()
-    return any(
-        getattr(part, "_compiled_call_impl", None) is not None or (kind is not None and type(part) is kind)
-        for part in model.modules()
-    )
+    if kind is None:
+        return False
+    # Not `modules`, which makes a name for each and takes five times as long: every step that recomputes asks.
+    pending, seen = [model], {id(model)}
+    while pending:
+        part = pending.pop()
+        if getattr(part, "_compiled_call_impl", None) is not None or type(part) is kind:
+            return True
+        for each in part._modules.values():
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                pending.append(each)
+    return False
 
 
 def wrappers_of(module: nn.Module) -> list[nn.Module]:
-    """What torch.compile has returned for a module, which itself does not know of it."""
+    """Return the results of `torch.compile(module)`; the module has no reference to them."""
     kind = _optimized_module()
     if kind is None:
         return []
@@ -147,10 +157,10 @@ def _is_passed_over(forward: Callable[..., Any]) -> bool:
 
 
 class Fallbacks:
-    """What torch.compile leaves uncompiled of a model that trains, by torch's own counters."""
+    """Finds functions of a model that torch.compile leaves uncompiled, from torch's counters."""
 
     def __init__(self) -> None:
-        self._attempts = 0  # to compile a frame, in this process, at the last look
+        self._attempts = 0  # attempts to compile a frame in this process, as last read
         self._failures = 0
         self._reasons: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
@@ -158,11 +168,11 @@ class Fallbacks:
         self._look()
 
     def step_begins(self) -> None:
-        """Look at what was compiled since the last step, such as a function that calls the model."""
+        """Read what was compiled since the last step, such as a function that calls the model."""
         self._breaks += sum(count for reason, count in self._look()[1].items() if _REASON in reason)
 
     def step_ends(self) -> None:
-        """Look at what was compiled within the step."""
+        """Read what was compiled within the step."""
         failures, reasons = self._look()
         ours = [reason for reason in reasons if _REASON in reason or _folder() in reason]
         self._breaks += sum(reasons.pop(reason) for reason in ours)
@@ -171,7 +181,7 @@ class Fallbacks:
             self._given_up[", ".join(sorted(titles))] += failures
 
     def notes(self) -> Iterator[str]:
-        """What a user should hear of."""
+        """Yield notes for the user."""
         for reason, count in self._given_up.items():
             yield (
                 f"torch.compile gave up on {count} of this model's functions, which run uncompiled: {reason}; "
@@ -184,7 +194,7 @@ class Fallbacks:
             )
 
     def _look(self) -> tuple[int, Counter[str]]:
-        """Frames that torch gave up on since the last look, and the reasons for that and for graph breaks."""
+        """Return the number of frames that torch failed to compile since the last call, and all reasons."""
         frames = _counted("frames")
         if frames["total"] == self._attempts:
             return 0, Counter()
@@ -199,7 +209,7 @@ def _folder() -> str:
 
 
 def _counted(what: str) -> Counter[str]:
-    """One of the tracer's counters; empty while it is not loaded."""
+    """Return one of the tracer's counters; empty if it is not loaded."""
     utils = sys.modules.get("torch._dynamo.utils")
     found: Counter[str] = utils.counters[what] if utils is not None else Counter()
     return found
@@ -207,7 +217,7 @@ def _counted(what: str) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Demand:
-    """What one node of a compiled backward asks for at once, among all that the recorded step could move."""
+    """The tensors that one node of a compiled backward unpacks at once, among all that could be swapped."""
 
     tensors: int
     nbytes: int
@@ -216,7 +226,7 @@ class Demand:
 
     @property
     def is_most(self) -> bool:
-        """Whether swapping hardly lowers the peak, because most of the bytes are there together."""
+        """Whether swapping hardly lowers the peak, because the node needs most of the bytes at once."""
         return self.tensors > 1 and 2 * self.nbytes > self.nbytes_in_all
 
     def __str__(self) -> str:
@@ -234,14 +244,14 @@ def is_compiled_node(name: str) -> bool:
 
 
 def largest_demand(uses: Iterable[tuple[int | None, int]], compiled_nodes: Iterable[int]) -> Demand | None:
-    """The compiled node that asks for most bytes at once; None where nothing was compiled.
+    """Return the compiled node that unpacks the most bytes at once; None if nothing was compiled.
 
     Parameters
     ----------
     uses
-        For every storage that could move: the backward node that asks for it first, and its bytes.
+        For every storage that could be swapped: the backward node that needs it first, and its bytes.
     compiled_nodes
-        The backward nodes that are compiled graphs.
+        Backward nodes that are compiled graphs.
     """
     found = list(uses)
     demands = [[nbytes for node, nbytes in found if node == compiled] for compiled in compiled_nodes]

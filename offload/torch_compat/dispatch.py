@@ -1,4 +1,4 @@
-"""Operators below autograd, told to Python one by one: the stack of modes that torch asks at each of them.
+"""The stack of dispatch modes, which see each operator below autograd.
 
 Recipes are recorded with such a mode, and run with all modes off.
 """
@@ -14,35 +14,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["OperatorMode", "can_record", "is_compiling", "mode_count", "push_mode", "remove_mode", "undisturbed"]
 
-# Modes on this thread's stack.
+# Number of modes on this thread's stack.
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# One call into C, which no interrupt divides, where `with mode:` also sets flags that only other kinds of modes need.
+# One call into C, so an interrupt cannot divide it. `with mode:` also sets flags that only other kinds of modes need.
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 
 _callback_of_tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def is_compiling() -> bool:
-    """Whether this thread is within a region of torch.compile, eager parts of it included.
+    """Whether this thread is inside a region of torch.compile, including its eager parts.
 
-    When such a region ends, torch restores the dispatch keys that were there when it began, whatever modes are on then.
+    At the end of a region torch restores the dispatch keys of its start, whatever modes are on then.
     """
     return callable(_callback_of_tracer())
 
 
 def can_record() -> bool:
-    """Whether this torch lets a mode leave compiled code alone; else torch.compile would give up under one."""
+    """Whether this torch has modes that compiled code ignores; otherwise torch.compile fails while one is on."""
     return hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that torch.compile does not notice, and that does not load the compiler: 843 modules, 71 MiB."""
+    """A mode that torch.compile ignores and that does not import the compiler (843 modules, 71 MiB)."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as it does without the mode."""
+        """Compiled code ignores the mode."""
         return True
 
     @classmethod
@@ -51,15 +51,19 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def remove_mode(mode: TorchDispatchMode) -> bool:
-    """Take a mode off this thread's stack; those above it, if anybody left some there, stay.
+    """Remove a mode from this thread's stack; modes above it, if there are any, are kept.
 
     Returns
     -------
     bool
-        False where it is not there: somebody has taken all modes off, and will put them back.
+        False if it is not on the stack: other code has removed all modes temporarily and will restore them.
     """
     above = []
-    if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(mode_count())):
+    count = mode_count()
+    if count and torch._C._get_dispatch_stack_at(count - 1) is mode:
+        torch._C._pop_torch_dispatch_stack(None)
+        return True
+    if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(count)):
         return False
     while (top := torch._C._pop_torch_dispatch_stack(None)) is not mode:
         above.append(top)
@@ -70,15 +74,16 @@ def remove_mode(mode: TorchDispatchMode) -> bool:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Operators inside are those that are called: no autograd, no casts, no mode, no override of a subclass."""
+    """Run exactly the operators that are called inside: no autograd, no autocast, no modes, no subclass overrides."""
     modes: list[Any] = []
     has_gradients = torch.is_grad_enabled()
     try:
         while mode_count():
             modes.append(torch._C._pop_torch_dispatch_stack(None))
-        # Not `no_grad`, whose Python code an interrupt may leave half done.
+        # Not `no_grad`: an interrupt in its Python code could leave gradients disabled.
         torch._C._set_grad_enabled(False)
-        with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        # A recipe may enable gradients again, for kernels that ask; no graph comes of it below autograd.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             yield
     finally:
         torch._C._set_grad_enabled(has_gradients)

@@ -10,12 +10,12 @@ __all__ = ["observe_out_of_memory"]
 
 
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Call `observer` whenever CUDA memory is refused, for the rest of this process. False where torch cannot tell.
+    """Call `observer` whenever a CUDA allocation fails, for the rest of this process. False if not available.
 
     Parameters
     ----------
     observer
-        Called with the device's ordinal and three figures in bytes: asked for, in all, free.
+        Called with the device's ordinal and three sizes in bytes: requested, total, free.
     """
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:

@@ -1,19 +1,20 @@
-"""A module's parameters and buffers, without the names that torch makes for each of them.
+"""Finds a module's parameters and buffers faster than torch's public iterators.
 
-At the beginning of every step: the public iterators visit each module several times, milliseconds on a deep model.
+They are needed at the beginning of every step. The public iterators build a name for each of them and visit each module
+several times, which takes milliseconds for a deep model.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["is_sharded", "state_tensors"]
+__all__ = ["first_tensor", "is_sharded", "state_tensors"]
 
 _SHARDED = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
 
 def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Parameters and buffers of a module and of those inside it, each once."""
+    """Return the parameters and buffers of a module and its submodules, each once."""
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     pending: list[nn.Module] = [model]
@@ -33,6 +34,22 @@ def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
     return list(parameters.values()), list(buffers.values())
 
 
+def first_tensor(model: nn.Module) -> Tensor | None:
+    """A parameter or a buffer of a module or of one inside it; None where there is none."""
+    pending: list[nn.Module] = [model]
+    seen = {id(model)}
+    while pending:
+        module = pending.pop()
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    return tensor
+        children = [child for child in module._modules.values() if child is not None and id(child) not in seen]
+        seen.update(map(id, children))
+        pending.extend(reversed(children))
+    return None
+
+
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters of a module, or of one around or inside it, are gathered from other processes and let go."""
+    """Whether parameters of a module, or of one around or inside it, are sharded: gathered for each call."""
     return any(kind.__name__ in _SHARDED for part in model.modules() for kind in type(part).__mro__)

@@ -1,6 +1,6 @@
-"""Settings of torch that decide which kernel an operator runs, and so which bits it makes.
+"""Settings of torch that choose the kernel of an operator, and so the bits of its result.
 
-Recipes run in backward with the settings that were in force when their operators ran in forward.
+Recipes run in backward with the settings with which their operators ran in forward.
 """
 
 from __future__ import annotations
@@ -17,37 +17,50 @@ __all__ = ["Settings", "in_force", "restored"]
 Settings = tuple[Any, ...]
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
-# Of torch's C interface, as `_get_NAME` and `_set_NAME`. They choose between libraries, also for activation functions.
-_NAMES = (
-    "mkldnn_enabled",
+# Names in torch's C interface: `_get_NAME` and `_set_NAME`. They choose the library, also for activation functions.
+_HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+_NAMES = ("mkldnn_enabled", *(("cudnn_enabled",) if _HAS_CUDA else ()))
+# Only matrix products, convolutions, attention and recurrent layers ask for these.
+_NAMES_FOR_HEAVY = (
     "mkldnn_deterministic",
     "nnpack_enabled",
-    "cudnn_enabled",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
+    *(("cudnn_benchmark", "cudnn_deterministic") if _HAS_CUDA else ()),
 )
 _PRECISIONS = [("generic", "all")] + [
-    (backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn")
+    (backend, operator)
+    for backend in (("mkldnn", "cuda") if _HAS_CUDA else ("mkldnn",))
+    for operator in ("matmul", "conv", "rnn")
 ]
 
 
+def _named(names: tuple[str, ...]) -> list[_Setting]:
+    found = [(getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)) for name in names]
+    return [(get, set_) for get, set_ in found if get is not None and set_ is not None]
+
+
+def _warn_only(value: bool) -> None:
+    torch._C._set_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=value)
+
+
 def _for_all() -> list[_Setting]:
-    named = [(getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)) for name in _NAMES]
-    found: list[_Setting] = [(get, set_) for get, set_ in named if get is not None and set_ is not None]
-    return [
+    return [  # all of them functions in C, which cost a tenth of Python's
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # knows of warnings too
-        *found,
+        (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),  # it resets the next one
+        (torch._C._get_deterministic_algorithms_warn_only, _warn_only),
+        *_named(_NAMES),
     ]
 
 
 def _for_heavy() -> list[_Setting]:
+    # A recurrent layer of oneDNN runs its kernel for training, or the one for inference, whose bits are others.
+    gradients: _Setting = torch.is_grad_enabled, torch._C._set_grad_enabled
     read = getattr(torch._C, "_get_fp32_precision_getter", None)
     write = getattr(torch._C, "_set_fp32_precision_setter", None)
+    named = [gradients, *_named(_NAMES_FOR_HEAVY)]
     if read is not None and write is not None:
-        return [(partial(read, *each), partial(write, *each)) for each in _PRECISIONS]
-    return [(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
+        return [*named, *((partial(read, *each), partial(write, *each)) for each in _PRECISIONS)]
+    return [*named, (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
 
 
 _ALL = _for_all()
@@ -57,7 +70,7 @@ _READ = [read for read, _ in _SETTINGS]
 
 
 def in_force(*, is_heavy: bool) -> Settings:
-    """The settings that an operator depends on; matrix products, convolutions and attention depend on more of them."""
+    """Return the current settings that affect an operator; heavy operators, such as matrix products, depend on more."""
     return tuple([read() for read in (_READ if is_heavy else _READ_ALL)])
 
 
@@ -69,7 +82,7 @@ def _apply(wanted: Settings) -> None:
 
 @contextmanager
 def restored() -> Iterator[Callable[[Settings], None]]:
-    """Give a function that puts settings in force; those of now are in force again afterwards."""
+    """Yield a function that applies settings; restore the current ones afterwards."""
     before = in_force(is_heavy=True)
     try:
         yield _apply

@@ -13,9 +13,9 @@ __all__ = ["raw_current_stream"]
 
 
 def raw_current_stream(kind: str) -> Callable[[int], int] | None:
-    """What tells the current stream's handle of a device of this kind, given its ordinal, without a stream object.
+    """Return a function from a device's ordinal to the handle of its current stream, without creating a stream object.
 
-    None where this torch has no such function.
+    None if this torch has no such function.
     """
     found: Callable[[int], int] | None = getattr(torch._C, f"_{kind}_getCurrentRawStream", None)
     return found

@@ -23,24 +23,24 @@ __all__ = [
     "version_of",
 ]
 
-# How often a tensor, or a view of the same memory, was changed in place.
+# The version: how often a tensor, or a view of the same memory, was changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-# What tells a storage from every other one alive.
+# The identity of a storage, unique among live storages.
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-# A weak reference to a tensor, which keeps its address from being used again.
+# A weak reference to a tensor, which reserves its address.
 weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
-# The same memory, read as conjugated or negated when it is used.
+# Views that are conjugated or negated lazily.
 conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds the bytes that it shows: neither wrapped by functorch nor a zero tensor without memory."""
+    """Whether a tensor has its own bytes: it is neither wrapped by functorch nor a zero tensor without memory."""
     return not tensor._is_zerotensor() and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def raise_changed(kind: str, shape: tuple[int, ...], found: int, expected: int) -> None:
-    """Raise what autograd raises without hooks when a saved tensor was changed in place."""
+    """Raise the error that autograd raises without hooks if a saved tensor was changed in place."""
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
@@ -58,24 +58,24 @@ def _storage_of_buffer(buffer: Any) -> torch.UntypedStorage:
 
 
 def _holders_alone(holders: Callable[[int], int] | None) -> int:
-    """What `holders` tells of a storage that one tensor holds, asked as the extension asks."""
+    """Return the value of `holders` for a storage that one tensor holds, when called as the extension does."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return holders(storage._cdata) if holders is not None else 0
 
 
 def set_interface(*, dlpack: bool = True) -> bool:
-    """Tell the extension what hooks ask of every tensor: attributes of its class, so that none is searched for.
+    """Give the extension the attributes of torch's classes that hooks use, so that it need not look them up.
 
     Parameters
     ----------
     dlpack
-        Whether to exchange tensors through DLPack's C interface, where torch has it.
+        Whether to exchange tensors through DLPack's C interface, if torch has it.
 
     Returns
     -------
     bool
-        Whether they are.
+        Whether it is used.
     """
     holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     _core.set_tensor_interface(
@@ -92,6 +92,10 @@ def set_interface(*, dlpack: bool = True) -> bool:
         detach=torch.Tensor.detach,
         identity=torch.Tensor._cdata,
         data=torch.Tensor.data,
+        device=torch.Tensor.device,
+        gradient=torch.Tensor.grad,
+        requires_grad=torch.Tensor.requires_grad,
+        out_of_memory=(torch.OutOfMemoryError, MemoryError),
         dtype=torch.Tensor.dtype,
         itemsize=torch.Tensor.itemsize,
         shape=torch.Tensor.shape,
@@ -109,6 +113,9 @@ def set_interface(*, dlpack: bool = True) -> bool:
         storage_holders=holders,
         holders_alone=_holders_alone(holders),
         storage_of_buffer=_storage_of_buffer,
+        watch_storage=torch.UntypedStorage._weak_ref,
+        storage_is_gone=torch.UntypedStorage._expired,
+        unwatch_storage=torch.UntypedStorage._free_weak_ref,
         empty=_empty,
         raise_changed=raise_changed,
         storage_nbytes=torch.UntypedStorage.nbytes,
@@ -119,7 +126,7 @@ def set_interface(*, dlpack: bool = True) -> bool:
 
 
 class StorageWatch:
-    """Tells when nobody holds a storage any more. It has to be closed: a finalizer would run Python code."""
+    """Tells when a storage has been freed. It must be closed explicitly, because a finalizer would run Python code."""
 
     __slots__ = ("_reference",)
 
@@ -128,24 +135,24 @@ class StorageWatch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody still holds it. Its identity stays taken until `close`."""
+        """Whether other code still holds the storage. Its identity is reserved until `close`."""
         return self._reference is not None and not torch.UntypedStorage._expired(self._reference)
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, where somebody still holds it. Its identity stays taken until `close`."""
+        """Return the storage; None if it has been freed. Its identity is reserved until `close`."""
         if self._reference is None:
             return None
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference)
         return found
 
     def expired(self) -> bool:
-        """Whether nobody holds it any more."""
+        """Whether the storage has been freed."""
         if self._reference is not None and torch.UntypedStorage._expired(self._reference):
             self.close()
         return self._reference is None
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Release the weak reference."""
         reference, self._reference = self._reference, None
         if reference is not None:
             torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]

@@ -57,18 +57,29 @@ def no_end_before_exit() -> Patches:
 
 def writes_parameters() -> Patches:
     """A copy-in that fails has written to a parameter."""
-    original = StepHooks.unpack_swapped
+    original, original_failed = StepHooks.unpack_swapped, StepHooks.unpack_failed
+
+    def write() -> None:
+        for each in gc.get_objects():
+            if isinstance(each, torch.nn.Parameter):
+                each.detach().add_(1)
 
     def unpack_swapped(self: StepHooks, view: Any) -> torch.Tensor:
         try:
             return original(self, view)
         except OSError:
-            for each in gc.get_objects():
-                if isinstance(each, torch.nn.Parameter):
-                    each.detach().add_(1)
+            write()
             raise
 
-    return [mock.patch.object(StepHooks, "unpack_swapped", unpack_swapped)]
+    def unpack_failed(self: StepHooks, error: Exception) -> None:
+        if isinstance(error, OSError):
+            write()
+        original_failed(self, error)
+
+    return [
+        mock.patch.object(StepHooks, "unpack_swapped", unpack_swapped),
+        mock.patch.object(StepHooks, "unpack_failed", unpack_failed),
+    ]
 
 
 def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:

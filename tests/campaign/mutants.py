@@ -67,6 +67,7 @@ PROCESSES = "tests/processes/test_"
 PRIVACY = PROCESSES + "spill_privacy.py::test_"
 LONG_RUN = PROCESSES + "long_run.py::test_nothing_grows"
 KEPT = AUTOGRAD + "kept_tensors.py::test_"
+SWAPPED = AUTOGRAD + "swapped_without_python.py::test_"
 DICTIONARY = AUTOGRAD + "against_dictionary.py::test_any_order_of_events"
 
 
@@ -132,21 +133,26 @@ OUTSIDE |= {
         DICTIONARY,
     ],
     "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
-    "a source stays while some views are on it": [SHARED_VIEWS],
-    "a span of a source that stays has its place": [SHARED_VIEWS],
-    "an abandoned graph gives its records back": [
+    "a source is kept while views use it": [SHARED_VIEWS],
+    "a kept source keeps the offset of its span": [SHARED_VIEWS],
+    "an abandoned graph frees its records": [
         AUTOGRAD + f"graph_lifetimes.py::test_abandoned_forwards_leave_the_pool_as_it_was[{setup}]"
         for setup in (DIRECT, SLAB)
     ],
-    "a source that has left is let go": [AUTOGRAD + "copies_in_flight.py::test_a_source_is_freed_as_its_copy_ends"],
+    "a source is freed after its copy-out": [AUTOGRAD + "copies_in_flight.py::test_a_source_is_freed_as_its_copy_ends"],
     "a view keeps its offset": [DICTIONARY],
-    "a version is watched while others hold the storage": [
+    "a version is checked while others hold the storage": [
         AUTOGRAD + "in_place_after_copies.py::test_a_write_after_the_copy_is_the_usual_error"
     ],
     "identity is more than an address": [
         AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
     ],
     "a version is part of an identity": [DICTIONARY],
+    "a changed parameter is noticed": ["tests/test_model_state.py::test_a_change_between_looks_is_noticed"],
+    "what the model holds stays": [SWAPPED + "what_the_model_holds_stays_at_the_place_of_a_swapped_tensor"],
+    "a swapped storage has the recorded size": [
+        SWAPPED + "another_size_at_the_place_of_a_swapped_tensor_ends_the_schedule"
+    ],
     "a kept tensor has the recorded size": [KEPT + "a_tensor_of_another_size_ends_the_schedule"],
     "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
 }

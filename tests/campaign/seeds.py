@@ -105,7 +105,8 @@ def slices(first: int, count: int, workers: int) -> Iterator[range]:
 
 def run_apart(core: Path, first: int, count: int, edge: str = "", timeout: float | None = None) -> Tally:
     """Walk seeds in processes of their own, as many as there are cores. A process that dies is a failure too."""
-    workers = 1 if edge else len(os.sched_getaffinity(0))
+    few = count <= THREADED_EVERY  # a second process would take longer to begin than all of them take
+    workers = 1 if edge or few else len(os.sched_getaffinity(0))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
     total = Tally()
     with tempfile.TemporaryDirectory(dir=spill_directory()) as directory:

@@ -63,13 +63,13 @@ def plain():
     ("way", "on", "backend"),
     [
         ("whole", "wrapper", "aot_eager"),
-        ("whole", "wrapper", "inductor"),
+        pytest.param("whole", "wrapper", "inductor", marks=pytest.mark.long),
         ("whole", "inner", "aot_eager"),
-        ("whole", "inner", "inductor"),
+        pytest.param("whole", "inner", "inductor", marks=pytest.mark.long),
         ("whole in place", "inner", "aot_eager"),
         ("per block", "inner", "aot_eager"),
         ("per block in place", "inner", "aot_eager"),
-        ("per block in place", "inner", "inductor"),
+        pytest.param("per block in place", "inner", "inductor", marks=pytest.mark.long),
     ],
 )
 def test_compiled_training(plain, caplog, backend, way, on, when):
@@ -230,7 +230,14 @@ def test_a_part_that_torch_gives_up_on_is_said():
         assert steps(1) == [], "what was before belongs to another session"
 
 
-@pytest.mark.parametrize("way", ["whole", "whole in place", "per block", "per block in place"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "whole",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("whole in place", "per block")),
+        "per block in place",
+    ],
+)
 def test_a_recorded_step_is_compiled_as_any(way, tmp_path):
     """A timeline names what runs without hooks in a graph."""
     graphs = []

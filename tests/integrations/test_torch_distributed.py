@@ -110,6 +110,7 @@ def is_running(pid):
     return state != "Z"
 
 
+@pytest.mark.long
 def test_killed_rank_ends_the_run_and_leaves_nothing_on_disk(tmp_path):
     results, spill_dir = tmp_path / "results", tmp_path / "spill"
     results.mkdir()

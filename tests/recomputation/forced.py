@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import offload
 from offload.profiling.profiler import Recorder
@@ -139,3 +140,17 @@ class Calls(nn.Module):
 
     def forward(self, x):
         return self.b(self.function(self.a(x)))
+
+
+def plain_step(model, number, width=64):
+    model.zero_grad()
+    model(torch.randn(32, width)).square().mean().backward()
+    return gradients(model)
+
+
+def silu_twice(h):
+    return functional.silu(functional.gelu(h) * torch.sigmoid(h))
+
+
+def made(function=silu_twice):
+    return lambda: Calls(function)

@@ -1,4 +1,4 @@
-"""Every guard of recomputation, left out: a test of `test_traps.py` has to miss it."""
+"""Every guard of recomputation, left out: a test beside this one has to miss it."""
 
 import gc
 import inspect
@@ -7,47 +7,51 @@ from functools import partial
 from unittest import mock
 
 import pytest
-import test_traps
+import test_changes
+import test_following
+import test_modes
+import test_values
 import torch
 from forced import Forcing
 
 from offload.profiling import recipe_trial
-from offload.recomputation import operators, recipe, recorder, slicing, values
+from offload.recomputation import following, operators, recipe, recorder, slicing, values
 from offload.runtime import hooks, recomputation
+from offload.torch_compat import settings
 
 # Guard: where it stands, its text, what stands there instead, and the test that misses it.
 GUARDS = {
     "random numbers are drawn from the state before": (
         (recipe.Step, "run", "self.random is not None", "False"),
-        test_traps.test_random_numbers_are_drawn_again,
+        test_values.test_random_numbers_are_drawn_again,
     ),
     "a recipe runs without casts": (
         (recipe, "undisturbed", "torch._C._DisableAutocast()", "torch.enable_grad()"),
-        test_traps.test_backward_within_autocast,
+        test_values.test_backward_within_autocast,
     ),
     "bytes that changed are no source": (
         (recipe_trial._Trial, "end", "any(source.is_changed for source in sources)", "False"),
-        test_traps.test_bytes_that_changed_while_they_were_copied,
+        test_values.test_bytes_that_changed_while_they_were_copied,
     ),
     "blank memory is no source": (
-        (slicing._Cut, "take_in", "value.call.operator.is_blank and not is_written", "False"),
-        test_traps.test_blank_memory_is_no_source,
+        (slicing.Cut, "take_in", "value.call.operator.is_blank and not is_written", "False"),
+        test_values.test_blank_memory_is_no_source,
     ),
     "operators in any order are refused": (
         (operators, "_look", "name in REFUSED", "False"),
-        test_traps.test_operators_that_add_up_in_any_order,
+        test_values.test_operators_that_add_up_in_any_order,
     ),
     "operators of others are refused": (
         (operators, "_look", 'namespace not in ("aten", "prims")', "False"),
-        test_traps.test_operators_of_others,
+        test_values.test_operators_of_others,
     ),
     "a source that stays has its version checked": (
         (recipe.Recipe, "load", "source.is_changed", "False"),
-        test_traps.test_a_source_changed_later_is_never_read,
+        test_changes.test_a_source_changed_later_is_never_read,
     ),
     "a small tensor is read as it was": (
         (values.Held, "is_usable", "self.is_changed", "False"),
-        test_traps.test_a_buffer_that_changes_within_forward,
+        test_changes.test_a_buffer_that_changes_within_forward,
     ),
     "a small tensor is copied": (
         (
@@ -56,27 +60,76 @@ GUARDS = {
             "self.is_own or (self.is_state and not is_saved and self.nbytes <= COPIED_NBYTES_MAX)",
             "False",
         ),
-        test_traps.test_a_small_tensor_that_changes_before_backward,
+        test_changes.test_a_small_tensor_that_changes_before_backward,
     ),
     "settings of torch are put in force": (
         (recipe.Recipe, "run", "put_in_force(step.settings)", "pass"),
-        test_traps.test_settings_of_torch_are_those_of_forward,
+        test_changes.test_settings_of_torch_are_those_of_forward,
     ),
     "an operator reads the version that was recorded": (
         (recorder.OperatorRecorder, "_note", "value.version != version_of(given)", "False"),
-        test_traps.test_changes_by_another_thread,
+        test_changes.test_changes_by_another_thread,
+    ),
+    "a followed operator reads the version that was bound": (
+        (following.FollowingRecorder, "_binds_tensor", "value.version != version_of(given)", "False"),
+        test_following.test_a_write_by_another_thread,
+    ),
+    "a followed operator reads the same values": (
+        (following.FollowingRecorder, "_binds_tensor", "bound is not value", "False"),
+        test_following.test_arguments_in_another_order,
+    ),
+    "a followed operator sees its arguments as before": (
+        (following.FollowingRecorder, "_binds_tensor", "expected.view.is_of(given)", "True"),
+        test_following.test_tensors_seen_otherwise,
+    ),
+    "a write to what is known ends the following": (
+        (
+            following.FollowingRecorder,
+            "__torch_dispatch__",
+            "not self._writes_known(line, operator, args, kwargs)",
+            "True",
+        ),
+        test_following.test_a_write_through_data,
+    ),
+    "written lists have new versions": (
+        (recorder, "run", "version_of(tensor) == version", "False"),
+        test_following.test_a_list_written_after_saving_is_the_usual_error,
+    ),
+    "zeros have signs": (
+        (following, "_is_same", "repr(expected) == repr(given)", "True"),
+        test_following.test_signs_of_zero,
+    ),
+    "other numbers are the step's": (
+        (following.FollowingRecorder, "_binds", "same = same and _is_same(expected, given)", "pass"),
+        test_following.test_shapes_and_lists_are_those_of_the_step_alone,
+    ),
+    "settings are the step's": (
+        (following.FollowingRecorder, "_binds", "settings != call.settings", "False"),
+        test_following.test_settings_are_those_of_the_step_alone,
+    ),
+    "random numbers are the step's": (
+        (following.FollowingRecorder, "_binds", "random is not None", "False"),
+        test_values.test_random_numbers_are_drawn_again,
+    ),
+    "another operator ends the following": (
+        (following.FollowingRecorder, "__torch_dispatch__", "line.func is func", "True"),
+        test_following.test_another_operator_in_the_same_place,
+    ),
+    "recurrent layers run the kernel for training": (
+        (settings, "_apply", "read() != value", "read() != value and read is not torch.is_grad_enabled"),
+        test_following.test_recurrent_layers,
     ),
     "a window opens only where no other mode is on": (
         (recorder.OperatorRecorder, "resume", "mode_count() != self._modes", "False"),
-        test_traps.test_modes_of_others_come_and_go,
+        test_modes.test_modes_of_others_come_and_go,
     ),
     "the mode stays for a conjugated tensor": (
         (recomputation.DroppedTensors, "passed", "self._was_on and is_lazy", "False"),
-        test_traps.test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor,
+        test_modes.test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor,
     ),
     "the mode goes off with the step": (
         (hooks.HookContext, "__exit__", "self._hooks.end_forward()", "pass"),
-        partial(test_traps.test_an_exception_leaves_no_mode, kind=ValueError),
+        partial(test_modes.test_an_exception_leaves_no_mode, kind=ValueError),
     ),
 }
 
@@ -104,7 +157,7 @@ def test_every_guard_is_missed(guard, tmp_path):
     where, test = GUARDS[guard]
     operators._known.clear()
     try:
-        with left_out(*where), pytest.raises((AssertionError, RuntimeError)):
+        with left_out(*where), pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
             run(test, str(tmp_path))
     finally:
         operators._known.clear()

@@ -1,4 +1,4 @@
-"""The gate that every test on the simulated accelerator passes: no rule broken, and no two accesses in no order."""
+"""Checks after every test on the simulated accelerator: no rule of CUDA violated, no two accesses unordered."""
 
 from __future__ import annotations
 
@@ -17,24 +17,15 @@ make_slab = _core.SwapStore.slab
 
 
 def watched_slab(*args: Any, **options: Any) -> _core.SwapStore:
-    """A store whose file the order checker watches too."""
+    """Return a store whose file is also watched by the order checker."""
     store = make_slab(*args, **options)
     watch(store, simulated().LIBRARY)
     return store
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_imports() -> Iterator[None]:
-    """What imports left behind never dies; the collector need not look at it after every test."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The machine as after a restart, watched; a test marked `finds` looks at what was found itself."""
+    """Reset the machine and watch it. Tests marked `finds` check the findings themselves."""
     monkeypatch.setattr(_core.SwapStore, "slab", watched_slab)
     sim = simulated()
     sim.reset()

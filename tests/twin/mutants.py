@@ -1,8 +1,9 @@
-"""What finds each ordering edge that is left out: the order checker without delays, wrong bytes under seeded delays.
+"""Disables each ordering edge in turn and prints a table of what detects that it is missing.
 
     python tests/twin/mutants.py [--seeds 20] [--json PATH]
 
-prints a table. Bytes are given so many seeds at most; the checker needs none.
+Two methods are tried for each edge. The order checker runs once, without delays. The comparison of bytes runs with
+seeded delays, once per seed, until a run returns wrong bytes; `--seeds` is the maximum number of runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DELAY_US_MAX = 2000
 
 
 def found_by_checker(sim: Any, run: Any) -> str:
-    """What it names first, without any delay."""
+    """Return the first violation that the order checker reports without delays; empty if there is none."""
     sim.reset()
     sim.watch_order()
     with contextlib.suppress(AssertionError, OSError):
@@ -31,7 +32,7 @@ def found_by_checker(sim: Any, run: Any) -> str:
 
 
 def found_by_bytes(sim: Any, run: Any, seeds: int) -> int | None:
-    """How many seeds it took until somebody got wrong bytes, an error of a copy's checksum among them."""
+    """Return after how many seeds a run got wrong bytes or a checksum error; None if no run did."""
     for seed in range(seeds):
         sim.reset()
         sim.schedule(seed, DELAY_US_MAX)
@@ -46,7 +47,7 @@ def found_by_bytes(sim: Any, run: Any, seeds: int) -> int | None:
 
 
 def look(seeds: int) -> list[dict[str, Any]]:
-    """All edges, in a process whose `offload` can leave them out."""
+    """Return one row per edge. Needs the extension that is built with mutants."""
     os.environ["OFFLOAD_TEST_DEVICE"] = "sim"
     from accelerator import simulated
     from edges import EDGES
@@ -66,13 +67,13 @@ def look(seeds: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """As it says above."""
+    """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sys.path[:0] = [str(HERE.parent), str(HERE / "inside")]
-    if "OFFLOAD_MUTANTS_FOLDER" not in os.environ:  # once more, with the extension in which edges can be left out
+    if "OFFLOAD_MUTANTS_FOLDER" not in os.environ:  # run this file again with the extension that is built with mutants
         from campaign.build import mutants_package
 
         with mutants_package() as folder:
@@ -80,13 +81,13 @@ def main() -> int:
             environment.setdefault("OMP_NUM_THREADS", "1")
             return subprocess.run([sys.executable, __file__, *sys.argv[1:]], env=environment, check=False).returncode
     rows = look(args.seeds)
-    print("| edge left out | order checker, without delays | wrong bytes under delays |\n|---|---|---|")
+    print("| missing edge | order checker, without delays | wrong bytes, with delays |\n|---|---|---|")
     for row in rows:
-        by_bytes = f"seed {row['seeds']}" if row["seeds"] else f"not in {args.seeds} seeds"
+        by_bytes = f"seed {row['seeds']}" if row["seeds"] else f"not found in {args.seeds} seeds"
         print(f"| {row['name']} | {row['checker'] or 'not found'} | {by_bytes} |")
     found = [sum(bool(row[by]) for row in rows) for by in ("checker", "seeds")]
     missed = [row["name"] for row in rows if not row["checker"] and not row["seeds"]]
-    print(f"{len(rows) - len(missed)} of {len(rows)} found: {found[0]} by the checker, {found[1]} by bytes")
+    print(f"{len(rows) - len(missed)} of {len(rows)} found: {found[0]} by the order checker, {found[1]} by wrong bytes")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 1 if missed else 0

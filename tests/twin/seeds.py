@@ -2,8 +2,8 @@
 
     python tests/twin/seeds.py [--seeds 1000] [--first-seed 0]
 
-Each seed is one way of being late for every stream, for one of the steps of inside/test_training.py and one of its
-settings. Prints what was found, and how many seeds were run in how many seconds.
+Each seed gives the delays of all streams, one of the steps of inside/test_training.py and one of its settings. Prints
+the findings, the number of seeds and the time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ make_slab = _core.SwapStore.slab
 
 
 def watched_slab(*args, **options):
-    """A store whose file the order checker watches too."""
+    """Return a store whose file is also watched by the order checker."""
     store = make_slab(*args, **options)
     watch(store, accelerator.LIBRARY)
     return store
 
 
 def run_one(seed: int, step_of, options) -> tuple[list[torch.Tensor], list[str]]:
-    """Gradients, and what the checker found."""
+    """Return the gradients and the findings of the order checker."""
     sim.reset()
     sim.schedule(seed, DELAY_US_MAX)
     sim.watch_order()
@@ -52,14 +52,14 @@ def run_one(seed: int, step_of, options) -> tuple[list[torch.Tensor], list[str]]
 
 
 def main() -> int:
-    """As it says above."""
+    """Run the command that the module's docstring describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first-seed", type=int, default=0)
     args = parser.parse_args()
     _core.SwapStore.slab = watched_slab
     steps = [plain_step, *STEPS]
-    gc.freeze()  # what imports left behind never dies: no need to look at it after every seed
+    gc.freeze()  # objects created by imports are never freed: the collector need not visit them after every seed
     expected = {step: run_one(0, step, None)[0] for step in steps}
     began, bad = time.monotonic(), 0
     for seed in range(args.first_seed, args.first_seed + args.seeds):

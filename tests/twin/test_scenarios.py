@@ -1,7 +1,7 @@
-"""The autograd scenarios on the simulated accelerator: beside test_twin.py, so that both run at once."""
+"""The autograd scenarios and the tests marked `gpu`, on the simulated accelerator: beside test_twin.py, at once."""
 
 import pytest
-from twin.test_twin import backend, pytestmark, run_row
+from twin.test_twin import ON_GPUS, backend, pytestmark, run_row
 
 __all__ = ["backend", "pytestmark"]
 
@@ -9,3 +9,8 @@ __all__ = ["backend", "pytestmark"]
 @pytest.mark.timeout(1200)
 def test_autograd_on_the_simulated_accelerator(backend, figures):
     run_row("autograd", ["tests/autograd"], figures)
+
+
+@pytest.mark.timeout(1200)
+def test_what_is_marked_gpu_on_the_simulated_accelerator(backend, figures):
+    run_row("marked gpu", ON_GPUS, figures)

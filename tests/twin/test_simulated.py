@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from twin.test_twin import ROOT, pytestmark  # noqa: F401 (the same machines have it)
+from twin.test_twin import ROOT
+from twin.test_twin import pytestmark as same_machines
+
+pytestmark = [*same_machines, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

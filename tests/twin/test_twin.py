@@ -39,8 +39,10 @@ ROWS = {
     "recomputation": ["tests/twin/inside/test_recomputation.py"],
     "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
-    "marked gpu": ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)],
 }
+ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
+LONG_FILES = ("twin/inside/test_processes", "twin/inside/test_memory_limit", "test_gpu")
+LONG = ["--long", "-m", "long", *(f"tests/{path}.py" for path in LONG_FILES)]
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="device memory is mapped twice, as Linux does it"),
@@ -78,8 +80,9 @@ def test_on_the_simulated_accelerator(row, backend, figures):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_the_long_ones_on_the_simulated_accelerator(backend, figures):
-    run_row("long", ["--long", "-m", "long", "tests/twin/inside/test_processes.py"], figures)
+    run_row("long", LONG, figures)
 
 
 def test_no_file_is_forgotten():

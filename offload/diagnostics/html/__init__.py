@@ -1,1 +1,1 @@
-"""The pages: self-contained HTML made of what diagnostics know."""
+"""Self-contained HTML pages of the diagnostics."""

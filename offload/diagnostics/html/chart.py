@@ -1,7 +1,6 @@
-"""The charts of all pages: bytes over time, boxes on lanes, and one bar cut into parts.
+"""The charts of all pages: bytes over time, boxes on lanes, and a bar divided into parts.
 
-On top of the data path. Pure: a page hands over what happened, in seconds and bytes; this module alone knows of pixels,
-ticks and SVG, so that another way of drawing replaces this file and nothing else.
+Pages give it data in seconds and bytes. Only this module uses pixels, ticks and SVG.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ svg text.mark { fill: var(--color); font-weight: 600; paint-order: stroke; strok
 """ + "\n".join(f".{name} {{ --color: var(--{name}); }}" for name in COLORS)
 
 _WIDTH, _LEFT, _RIGHT = 1066, 80, 20
-_TOP, _CHART = 28, 250  # where the area of a memory chart begins and ends
+_TOP, _CHART = 28, 250  # top and bottom of a memory chart's area
 _LANE = 36
 _PAIR_WIDTH = 560
 _PIXEL = 0.6  # boxes that are closer and narrower are drawn as one
@@ -57,7 +56,7 @@ _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)
 
 
 class Kind(NamedTuple):
-    """What boxes have in common: a name for the legend, and one of `COLORS`."""
+    """A kind of boxes: its name in the legend, and one of `COLORS`."""
 
     name: str
     color: str
@@ -77,7 +76,7 @@ STEP_KINDS = {
 
 
 class Box(NamedTuple):
-    """Something that took time: of a kind, called what, from when to when in seconds, moving how many bytes."""
+    """A box on a lane: its kind, name, start and end in seconds, and bytes."""
 
     kind: Kind
     name: str
@@ -87,7 +86,7 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A share of a whole: its name, one of `COLORS`, and bytes."""
+    """A part of a bar: its name, one of `COLORS`, and bytes."""
 
     name: str
     color: str
@@ -101,11 +100,11 @@ class Series:
     Parameters
     ----------
     name : str
-        What the legend says.
+        Name in the legend.
     color : str
         One of `COLORS`.
     points : sequence of (seconds, bytes)
-        In order of time; each holds until the next.
+        In order of time; each value holds until the next point.
     """
 
     name: str
@@ -127,7 +126,7 @@ def memory_chart(
     Parameters
     ----------
     label : str
-        What it shows, for those who do not see it.
+        Description for screen readers.
     series : sequence of Series
         The curves.
     seconds : float
@@ -135,7 +134,7 @@ def memory_chart(
     origin : str
         What is at 0, such as "the start of the step".
     limit_bytes : int, optional
-        Where to draw a line across, labelled as the limit.
+        Where to draw a horizontal line, labelled as the limit.
     from_zero : bool, default True
         Whether the byte axis begins at 0; otherwise near the lowest value.
 
@@ -147,7 +146,7 @@ def memory_chart(
     across = _TimeAxis(seconds, origin)
     values = [count for each in series for _, count in each.points]
     highest = max([*values, limit_bytes or 0])
-    # Memory that hardly changes shall look so.
+    # If memory hardly changes, the curve must not exaggerate it.
     up = _ByteAxis(0.0 if from_zero else min([*values, 0.9 * highest]), highest)
     labels = Labels(Area(_LEFT, 2, _WIDTH - _RIGHT, _CHART))
     parts = [*across.frame(_CHART, label), *up.frame()]
@@ -170,14 +169,14 @@ def memory_chart(
 
 
 def lane_chart(label: str, lanes: Mapping[str, Sequence[Box]], *, seconds: float, origin: str) -> str:
-    """Draw what ran when: a lane a resource, a box for each thing that used it.
+    """Draw what ran when: one lane per resource, one box per use.
 
     Parameters
     ----------
     label : str
-        What it shows, for those who do not see it.
+        Description for screen readers.
     lanes : mapping of str to sequence of Box
-        By the lane's name, from the top; the boxes of a lane in order of time.
+        Boxes by name of the lane, from the top; the boxes of a lane in order of time.
     seconds : float
         Length of the time axis.
     origin : str
@@ -198,14 +197,14 @@ def lane_chart(label: str, lanes: Mapping[str, Sequence[Box]], *, seconds: float
 
 
 def bar_chart(label: str, parts: Sequence[Part]) -> str:
-    """Draw how a number of bytes divides: one bar, and a list of its parts.
+    """Draw a number of bytes divided into parts: one bar, and a list of the parts.
 
     Parameters
     ----------
     label : str
-        What it shows, for those who do not see it.
+        Description for screen readers.
     parts : sequence of Part
-        From the left; those of 0 bytes are left out.
+        From the left; parts of 0 bytes are not drawn.
 
     Returns
     -------
@@ -222,9 +221,9 @@ def bar_chart(label: str, parts: Sequence[Part]) -> str:
 
 
 def pair_chart(label: str, pairs: Sequence[tuple[str, tuple[int, str], tuple[int, str]]]) -> str:
-    """Two bars beside each name, for comparing: a value in bytes with its words, and the same without offload.
+    """Draw two bars for each name, with their texts: a value in bytes, and the same without offload.
 
-    It takes the colour of the text around it; the bars' classes are ``with`` and ``without``.
+    It uses the colour of the surrounding text. The bars' CSS classes are ``with`` and ``without``.
     """
     longest = max(max(own[0], other[0]) for _, own, other in pairs)
     parts, y = [], 0
@@ -276,7 +275,7 @@ def _tick(span: float) -> float:
 
 @dataclass(frozen=True)
 class _TimeAxis:
-    """Where moments lie from left to right."""
+    """Converts times to horizontal positions."""
 
     seconds: float
     origin: str
@@ -285,7 +284,7 @@ class _TimeAxis:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (at / self.seconds if self.seconds else 0.0)
 
     def frame(self, height: int, label: str) -> list[str]:
-        """The opening of a drawing with this axis below it."""
+        """Return the start of a drawing with this axis at its bottom."""
         units = (("seconds", 1.0), ("milliseconds", 1e3), ("microseconds", 1e6))
         unit, scale = next((each for each in units if self.seconds * each[1] >= 2), units[0])
         step = _tick(self.seconds * scale)
@@ -299,7 +298,7 @@ class _TimeAxis:
         return parts
 
     def stairs(self, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """The corners (x, bytes) of a curve; points that share a tenth of a pixel are drawn as the largest of them."""
+        """Return the corners (x, bytes) of a curve. Of points within a tenth of a pixel, the largest is used."""
         columns: dict[float, float] = {}
         for at, count in points:
             x = round(self.x(at), 1)
@@ -312,7 +311,7 @@ class _TimeAxis:
 
 
 class _ByteAxis:
-    """Where amounts lie from bottom to top, in a unit that makes the numbers short."""
+    """Converts bytes to vertical positions, in a unit that makes the numbers short."""
 
     def __init__(self, lowest: float, highest: float) -> None:
         span = highest - lowest
@@ -337,7 +336,7 @@ class _ByteAxis:
 
 
 def _visible(axis: _TimeAxis, boxes: Sequence[Box]) -> list[list[Box]]:
-    """Group boxes of one kind that are too narrow and too near to be told apart."""
+    """Group boxes of one kind that are too narrow and too close to be distinguished."""
     groups: list[list[Box]] = []
     for box in boxes:
         last = groups[-1][-1] if groups else None
@@ -357,6 +356,6 @@ def _rectangle(axis: _TimeAxis, group: Sequence[Box], top: int) -> str:
     title = escape(f"{first.kind.name}: {words}, {format_seconds(end - begin)}{amount}")
     x = axis.x(begin)
     width = max(axis.x(end) - x, 0.5)
-    width -= 0.5 if width > 6 else 0  # so that neighbours can be told apart
+    width -= 0.5 if width > 6 else 0  # so that adjacent boxes can be distinguished
     shape = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_LANE - 12}"'
     return f'<rect class="box {first.kind.color}" {shape}><title>{title}</title></rect>'

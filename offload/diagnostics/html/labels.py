@@ -1,6 +1,6 @@
-"""Where the words in a chart go: beside what they name, over no other word and over as few curves as possible.
+"""Places the labels of a chart: next to what they name, not over other labels, and over as few curves as possible.
 
-Works on rectangles in the units of the drawing.
+It works with rectangles in the units of the drawing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 __all__ = ["LINE", "Area", "Labels"]
 
-LINE, _LETTER = 16, 8  # what a line of text and its letters take, at most
+LINE, _LETTER = 16, 8  # maximum height of a line and width of a letter
 _FIRST = ((0, -1), (1, 0), (-1, 0), (0, 1))  # above, to the right, to the left, below
 _OFFSETS = (*_FIRST, *((dx, side * row) for row in range(1, 12) for side in (-1, 1) for dx in (0, 1, -1)))
 
@@ -27,23 +27,23 @@ class Area(NamedTuple):
     bottom: float
 
     def meets(self, other: Area) -> bool:
-        """Whether the two share any of their insides."""
+        """Whether the two overlap."""
         across = self.left < other.right and other.left < self.right
         return across and self.top < other.bottom and other.top < self.bottom
 
     @classmethod
     def around(cls, x: float, y: float, across: float, up: float) -> Area:
-        """The rectangle about a point."""
+        """Return the rectangle around a point."""
         return cls(x - across, y - up, x + across, y + up)
 
 
 class Labels:
-    """The words of one drawing.
+    """The labels of one drawing.
 
     Parameters
     ----------
     inside : Area
-        What they may not leave.
+        Area that contains all labels.
     """
 
     def __init__(self, inside: Area) -> None:
@@ -52,30 +52,30 @@ class Labels:
         self._curves: NDArray[np.float64] = np.empty((4, 0))
 
     def avoid(self, area: Area) -> None:
-        """Keep later labels off an area, such as a mark."""
+        """Do not place later labels over an area, such as a mark."""
         self._taken.append(area)
 
     def avoid_curve(self, corners: Sequence[tuple[float, float]]) -> None:
-        """Keep later labels off a curve, where they fit elsewhere."""
+        """Do not place later labels over a curve, if there is other space."""
         points = np.array(corners, dtype=np.float64).reshape(-1, 2).T
         begin, end = points[:, :-1], points[:, 1:]
         around = np.concatenate([np.minimum(begin, end) - 1, np.maximum(begin, end) + 1])
         self._curves = np.concatenate([self._curves, around], axis=1)
 
     def place(self, words: str, anchors: Sequence[tuple[float, float]]) -> Area:
-        """Choose the area of a label and take it.
+        """Choose and reserve the area of a label.
 
         Parameters
         ----------
         words : str
             The label.
         anchors : sequence of (x, y)
-            What it names; one of these points, the first where nothing speaks for another.
+            Points that it can be placed next to; the first one is preferred.
 
         Returns
         -------
         Area
-            One line high, and wide enough for the words.
+            One line high, and wide enough for the text.
         """
         half = _LETTER * len(words) / 2
         found: list[tuple[int, Area]] = []

@@ -1,6 +1,6 @@
-"""The page that explains running out of memory: one bar of who holds what, and the tables, in one self-contained file.
+"""The page that explains an out-of-memory error: a bar of what uses the memory, and tables.
 
-On top of the data path. Pure: words and numbers in, HTML text out; no script, no external resource.
+One self-contained file without scripts and external resources.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from offload.diagnostics.html.page import document, paragraphs, section, table
 __all__ = ["render"]
 
 _HELD = ("slate", "blue", "green", "amber", "violet")
-_LAST = ("pale", "red")  # what is free, and what is short
+_LAST = ("pale", "red")  # free bytes, and missing bytes
 
 
 def render(
@@ -34,12 +34,12 @@ def render(
     where, error, verdict : str
         Sentences.
     parts : sequence of (name, bytes)
-        How the memory divides, in the order of the bar; the last two are what is free and what is short.
+        Parts of the memory in the order of the bar; the last two are the free and the missing bytes.
     memory_rows : sequence of (name, amount)
-        Of the first table.
-    saved_rows : sequence of (reason, amount, whether it can move)
-        Of the second one.
-    remedies : sequence of (what to type or to do, why)
+        Rows of the first table.
+    saved_rows : sequence of (reason, amount, whether it can be swapped)
+        Rows of the second table.
+    remedies : sequence of (command or action, effect)
         Best first.
 
     Returns

@@ -1,6 +1,6 @@
-"""What the library's pages have in common: one self-contained document, one look, sections and tables.
+"""The common parts of all pages: the document with its style, sections and tables.
 
-On top of the data path. Pure: text in, HTML text out; no script, no external resource.
+Pages are self-contained: no scripts, no external resources.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def document(title: str, *parts: str) -> str:
     Parameters
     ----------
     title : str
-        Plain text, for the window.
+        Title of the window, in plain text.
     *parts : str
         HTML of the page's contents, from the top.
 
@@ -93,7 +93,7 @@ def table(rows: Sequence[Sequence[str]], *, head: Sequence[str] = ()) -> str:
     Parameters
     ----------
     rows : sequence of sequence of str
-        Cells; the first of a row says what the row is about. Spaces that open it indent the row.
+        Cells; the first of a row is its name. Leading spaces in it indent the row.
     head : sequence of str, optional
         Names of the columns.
 

@@ -1,6 +1,6 @@
-"""The page that `offload plan --plot` writes: memory and lanes over the step, in one self-contained file.
+"""The page that `offload plan --plot` writes: memory and lanes over the step.
 
-On top of the data path. Pure: a plan in, HTML text out; no script, no external resource.
+One self-contained file without scripts and external resources.
 """
 
 from __future__ import annotations

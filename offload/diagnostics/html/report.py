@@ -1,7 +1,7 @@
-"""The report as a notebook shows it: the verdict with bars, the details folded; one self-contained piece of HTML.
+"""The report as HTML for a notebook: the verdict with bars, the details folded.
 
-On top of the data path. Pure: words and numbers in, HTML text out; no script, no external resource. Its text takes the
-colour of the page around it and its bars fit light and dark pages, since a notebook's theme is not the system's.
+It needs no scripts and no external resources. The text uses the colour of the surrounding page, and the bars fit light
+and dark pages, because a notebook's theme may differ from the system's.
 """
 
 from __future__ import annotations

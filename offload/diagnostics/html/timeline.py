@@ -1,6 +1,6 @@
-"""The page of one recorded step: lanes of compute and copies, and memory over time, in one self-contained file.
+"""The page of one recorded step: lanes of compute and copies, and memory over time.
 
-On top of the data path. Pure: a timeline in, HTML text out; no script, no external resource.
+One self-contained file without scripts and external resources.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def render(step: StepTimeline) -> str:
 
 
 def _lanes(step: StepTimeline) -> dict[str, list[Box]]:
-    """The boxes by lane; waits lie in the compute lane, where they are."""
+    """Return the boxes by lane; waits are in the compute lane."""
     lanes: dict[str, tuple[str, ...]] = {"compute": ("compute", "waiting")}
     lanes |= {"recompute": ("recompute",)} if step.on("recompute") else {}
     lanes |= {"copy out": ("copy out",), "copy in": ("copy in",)}
@@ -62,7 +62,7 @@ def _lanes(step: StepTimeline) -> dict[str, list[Box]]:
 
 
 def _waits(step: StepTimeline) -> str:
-    """A table of where compute waited longest."""
+    """Return a table of the longest waits of compute."""
     by_name: dict[str, float] = {}
     for span in step.on("waiting"):
         by_name[span.name] = by_name.get(span.name, 0.0) + span.end - span.start

@@ -1,6 +1,6 @@
-"""What exposes each ordering edge: scenarios whose accesses nothing orders where that edge is left out, and the table.
+"""Scenarios that expose each ordering edge: if the edge is disabled, two of their accesses are not ordered.
 
-Needs the extension in which guards can be left out (campaign/build.py).
+Needs the extension that is built with mutants (campaign/build.py).
 """
 
 import tempfile
@@ -21,7 +21,7 @@ LARGE, SMALL = 4 * MIB, 16 * KIB
 
 
 def make_store(slabs=64, slice_bytes=SLICE_BYTES, spill_dir=""):
-    """While streams are held two transfers are in flight, and all others gather: however fast the machine is."""
+    """While streams are held, two transfers are in flight and all others are queued, whatever the machine's speed."""
     lanes = _core.HostDriver()
     driver = _core.cuda_driver(0, sim.LIBRARY)
     return _core.SwapStore.slab(driver, lanes, slabs * LARGE, spill_dir, slab_bytes=LARGE, slice_bytes=slice_bytes)
@@ -29,7 +29,7 @@ def make_store(slabs=64, slice_bytes=SLICE_BYTES, spill_dir=""):
 
 @cache
 def trained():
-    """Gradients without the engine."""
+    """Return the gradients without the engine."""
     return train(steps=3)
 
 
@@ -38,15 +38,15 @@ def fresh(nbytes):
 
 
 def striped(number):
-    """A block of which no two slices are alike, nor like those of another number."""
+    """Return a block whose slices all differ, also from those of blocks with another number."""
     return (torch.arange(LARGE, device="sim") // SLICE_BYTES % 100 + 100 * number + 1).to(torch.uint8)
 
 
-# -- what exposes an edge ----------------------------------------------------------------------------------------------
+# -- scenarios ---------------------------------------------------------------------------------------------------------
 
 
 def held_step(model, x):
-    """All of a step is queued before any of it runs: the host sees nothing end meanwhile, however fast streams are."""
+    """Queue a whole step before any of it runs, so that the host cannot observe the end of any work."""
     torch.sim.synchronize()
     sim.hold_streams(True)
     try:
@@ -63,7 +63,7 @@ def whole_steps():
 
 
 def come_back_at_once(nbytes):
-    """The copy-in is asked for while the copy-out is under way, and the compute stream has waited for neither."""
+    """Prefetch while the copy-out is under way; the compute stream has waited for neither."""
     store = make_store()
     sources, targets = ([fresh(nbytes).fill_(number) for number in range(8)] for _ in range(2))
     torch.sim.synchronize()
@@ -89,7 +89,7 @@ def small_blocks_come_back_at_once():
 
 
 def targets_are_in_use():
-    """The current stream still reads the target when its copy-in is asked for."""
+    """Prefetch while the current stream still reads the target."""
     for nbytes in (LARGE, SMALL):
         store = make_store()
         sources = [fresh(nbytes).fill_(3) for _ in range(8)]
@@ -112,14 +112,14 @@ def targets_are_in_use():
 
 
 def a_slot_is_dropped_while_it_is_read():
-    """Its memory goes to a block of another stream, which has not waited for the copy-in that reads it."""
+    """Its memory is reused for a block of another stream, which has not waited for the copy-in that reads it."""
     store, side = make_store(slabs=1, slice_bytes=LARGE), torch.sim.Stream()
     first, second, target = fresh(LARGE).fill_(1), fresh(LARGE).fill_(2), fresh(LARGE).fill_(3)
     torch.sim.synchronize()
     ticket = store.swap_out(first.data_ptr(), LARGE, 0)
     ticket.wait_out(0)
     store.quiesce()
-    sim.hold_streams(True)  # else the host may see the copy-in done, which is an order too
+    sim.hold_streams(True)  # otherwise the host may observe the end of the copy-in, which orders it
     ticket.prefetch(target.data_ptr(), 0)
     ticket.swap_in(0)
     ticket.release()
@@ -132,7 +132,7 @@ def a_slot_is_dropped_while_it_is_read():
 
 
 def a_target_is_let_go_when_it_is_said_to_be_done():
-    """A block of many slices: nobody wants it any more, and `in_done` tells when its memory may go."""
+    """A block of many slices is dropped; its target is freed when `in_done` is true."""
     store = make_store()
     source, target = fresh(LARGE).fill_(1), fresh(LARGE).fill_(2)
     ticket = store.swap_out(source.data_ptr(), LARGE, 0)
@@ -145,7 +145,7 @@ def a_target_is_let_go_when_it_is_said_to_be_done():
         ticket.settle()
     del target
     other = fresh(LARGE).fill_(3)
-    sim.hold_streams(False)  # not before: else the host may see the copy-in done, which is an order too
+    sim.hold_streams(False)  # not before: otherwise the host may observe the end of the copy-in, which orders it
     torch.sim.synchronize()
     store.quiesce()
     ticket.release()
@@ -153,9 +153,9 @@ def a_target_is_let_go_when_it_is_said_to_be_done():
 
 
 def a_block_makes_room_for_another():
-    """It is written to a file as soon as it has arrived in its slab, which is not before the streams go on."""
+    """A block is written to a file after its copy-out to the slab, which ends only when the streams continue."""
     with tempfile.TemporaryDirectory() as folder:
-        store = make_store(slabs=2, spill_dir=folder)  # of which one has the buffers of the file
+        store = make_store(slabs=2, spill_dir=folder)  # one of them has the bounce buffers
         blocks = [striped(number) for number in range(2)]
         torch.sim.synchronize()
         waits, writes = sim.calls("cuEventSynchronize"), sim.calls("file write")
@@ -177,7 +177,7 @@ def a_block_makes_room_for_another():
 
 
 def a_block_comes_back_from_a_file():
-    """Piece by piece, through two buffers: what reads one of them goes on when the streams do."""
+    """It is read slice by slice through two bounce buffers; copies from them end only when the streams continue."""
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(slabs=2, spill_dir=folder)
         blocks = [striped(number) for number in range(2)]
@@ -236,7 +236,7 @@ def on_a_side_stream():
 
 
 def prefetched_on_one_stream_and_used_on_another():
-    """The memory that the first stream prefetched into goes back to it while the other still reads."""
+    """The target, which belongs to the first stream, is freed while the other stream still reads it."""
     its_engine, streams = Engine(make_store(), torch.device("sim", 0)), [torch.sim.Stream() for _ in range(2)]
     x = fresh(SMALL).fill_(1)
     slot = its_engine.swap_out(x, its_engine.look(x, x.nbytes)[0], 0)
@@ -244,7 +244,7 @@ def prefetched_on_one_stream_and_used_on_another():
     torch.sim.synchronize()
     its_engine.drain()
     del x
-    sim.hold_streams(True)  # until all is queued: else the host may see the copy-in done, which is an order too
+    sim.hold_streams(True)  # until all is queued: the host may observe the end of the copy-in, which orders it
     with torch.sim.stream(streams[0]):
         slot.record.prefetch()
     with torch.sim.stream(streams[1]):
@@ -258,13 +258,13 @@ def prefetched_on_one_stream_and_used_on_another():
 
 
 def abandoned_while_it_comes_in():
-    """What was prefetched for a graph that is dropped is still being written."""
+    """A graph is dropped while the copy-in of its prefetched tensor still writes."""
     its_engine, x = Engine(make_store(), torch.device("sim", 0)), fresh(SMALL).fill_(1)
     slot = its_engine.swap_out(x, its_engine.look(x, x.nbytes)[0], 0)
     torch.sim.synchronize()
     its_engine.drain()
     del x
-    sim.hold_streams(True)  # else the host may see the copy-in done, which is an order too
+    sim.hold_streams(True)  # otherwise the host may observe the end of the copy-in, which orders it
     slot.record.prefetch()
     slot.record.ticket.swap_in(torch.sim.Stream().native_handle)  # issues the copy-in, for a stream that does nothing
     del slot

@@ -19,7 +19,9 @@ def families(monkeypatch):
     return FAMILIES, batch_of, build, loss_of
 
 
-@pytest.mark.parametrize("room", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    "room", [0.0, pytest.param(0.3, marks=pytest.mark.long), 0.6, pytest.param(0.9, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", ["gpt", "lstm", "resnet", "unet", "vit"])
 def test_the_peak_of_a_planned_step(name, room, families):
     known, batch_of, build, loss_of = families

@@ -38,6 +38,7 @@ def test_the_doctor():
     assert named["10 steps on sim:1"]["value"]["tensors_swapped"] > 0
 
 
+@pytest.mark.long
 def test_two_ranks_train_as_one(tmp_path):
     """DistributedDataParallel over gloo, which takes buckets of gradients through the host's memory."""
     ranks = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone")

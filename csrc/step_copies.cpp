@@ -1,0 +1,101 @@
+#include "step_copies.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "mutants.h"
+#include "python_errors.h"
+#include "swapped_storage.h"
+
+namespace offload {
+
+StepCopies::StepCopies(std::shared_ptr<ScheduleCursor> of, std::shared_ptr<Gauge> prefetched,
+                       std::shared_ptr<Gauge> without_memory)
+    : cursor(std::move(of)), prefetched_(std::move(prefetched)), without_memory_(std::move(without_memory)) {
+  look_ahead();
+}
+
+bool StepCopies::add(int64_t pack_index, PyObject* storage, PyObject* tensor) {
+  const auto position = static_cast<size_t>(pack_index);
+  if (position >= storages_.size()) storages_.resize(position + 1);
+  storages_[position] = Owned(PyWeakref_NewRef(storage, nullptr));
+  if (!storages_[position] || !finds_held) return static_cast<bool>(storages_[position]);
+  const Owned source(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
+  Owned watch(source ? PyObject_CallFunctionObjArgs(tensors.watch_storage, source.get(), nullptr) : nullptr);
+  if (!watch) return false;
+  watched_.emplace_back(pack_index, std::move(watch));
+  return true;
+}
+
+bool StepCopies::find_held(std::set<int64_t>* held) {
+  finds_held = false;
+  for (const auto& [pack_index, watch] : watched_) {
+    const Owned storage = find(pack_index);
+    if (!storage || !is_swapped_out(swapped(storage.get()))) continue;
+    const int is_gone = is_true(PyObject_CallFunctionObjArgs(tensors.storage_is_gone, watch.get(), nullptr));
+    if (is_gone < 0) return false;
+    if (!is_gone) held->insert(pack_index);
+  }
+  stop_watching();
+  return true;
+}
+
+void StepCopies::stop_watching() {
+  PyObject *error, *value, *traceback;
+  PyErr_Fetch(&error, &value, &traceback);
+  for (const auto& [pack_index, watch] : std::exchange(watched_, {}))
+    if (!Owned(PyObject_CallFunctionObjArgs(tensors.unwatch_storage, watch.get(), nullptr))) PyErr_Clear();
+  PyErr_Restore(error, value, traceback);
+}
+
+Owned StepCopies::find(int64_t pack_index) const {
+  const auto position = static_cast<size_t>(pack_index);
+  if (position >= storages_.size() || !storages_[position]) return Owned();
+  PyObject* const found = PyWeakref_GetObject(storages_[position].get());
+  return found == Py_None ? Owned() : shared(found);
+}
+
+bool StepCopies::act(int64_t node) {
+  const PackTable& table = cursor->table();
+  while (next_release_ < table.releases.size() && table.releases[next_release_].node <= node) {
+    const Owned storage = find(table.releases[next_release_++].pack_index);  // counted first: others act meanwhile
+    if (storage && !wait_copied_out(storage.get())) return false;
+  }
+  while (next_prefetch_ < table.prefetches.size() && table.prefetches[next_prefetch_].node <= node)
+    if (!prefetch(table.prefetches[next_prefetch_++].pack_index)) return false;
+  look_ahead();
+  return true;
+}
+
+bool StepCopies::prefetch(int64_t pack_index) {
+  const Owned storage = find(pack_index);
+  if (!storage) return true;
+  bool began = false, done = false;
+  if (without_exceptions([&] { done = offload::prefetch(storage.get(), &began); }) && done) {
+    prefetched_->add(began);
+    return true;
+  }
+  if (!PyErr_ExceptionMatches(tensors.out_of_memory)) return false;
+  PyErr_Clear();
+  without_memory_->add(1);  // loaded on demand later, when there may be room
+  return true;
+}
+
+void StepCopies::rewind(int64_t node) {
+  const auto& prefetches = cursor->table().prefetches;
+  const auto found =
+      std::find_if(prefetches.begin(), prefetches.end(), [node](const DueCopy& due) { return due.use >= node; });
+  next_prefetch_ = static_cast<size_t>(found - prefetches.begin());
+  look_ahead();
+}
+
+void StepCopies::look_ahead() {
+  const PackTable& table = cursor->table();
+  int64_t due = std::numeric_limits<int64_t>::max();
+  if (next_release_ < table.releases.size()) due = table.releases[next_release_].node;
+  if (next_prefetch_ < table.prefetches.size()) due = std::min(due, table.prefetches[next_prefetch_].node);
+  cursor->next_due = due;
+}
+
+}  // namespace offload

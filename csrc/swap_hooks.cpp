@@ -1,0 +1,183 @@
+#include "swap_hooks.h"
+
+#include "dlpack_api.h"
+#include "engine_core.h"
+#include "mutants.h"
+#include "python_errors.h"
+#include "swapped_storage.h"
+#include "swapped_view.h"
+
+namespace offload {
+namespace {
+
+struct {
+  PyObject *storages, *not_held, *pack_failed, *unpack_failed;
+} names;
+
+// -- whether a tensor swaps -------------------------------------------------------------------------------------------
+
+// Whether a tensor has bytes of its own on the engine's device; what DLPack cannot describe is left to Python, which
+// knows quantized tensors, tensors that functorch wraps and zero tensors without memory. −1: a Python error.
+int is_movable(Books& books, PyObject* tensor) {
+  if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return 0;
+  dlpack::Tensor found{};
+  if (dlpack::api->describe(tensor, &found) != 0) {
+    PyErr_Clear();
+    return 0;
+  }
+  if (found.data == nullptr) return 0;
+  if (!books.is_device_known) {
+    const Owned dtype(get(tensors.dtype, tensor));
+    PyObject* const empty = dtype ? empty_of(books, dtype.get()) : nullptr;
+    dlpack::Tensor there{};
+    if (empty == nullptr || dlpack::api->describe(empty, &there) != 0) return -1;
+    books.dlpack_device = there.device;
+    books.is_device_known = true;
+  }
+  return found.device.type == books.dlpack_device.type && found.device.ordinal == books.dlpack_device.ordinal;
+}
+
+int contains(PyObject* object, PyObject* name, PyObject* storage) {
+  const Owned set(PyObject_GetAttr(object, name));
+  return set ? PySet_Contains(set.get(), storage) : -1;
+}
+
+// Whether nobody but the graph is known to hold a storage; −1: a Python error.
+int is_free(const SwapHooks& hooks, PyObject* tensor, int64_t storage) {
+  const Owned identity(PyLong_FromLongLong(storage));
+  const int is_state = identity ? contains(hooks.held.get(), names.storages, identity.get()) : -1;
+  if (is_state != 0) return is_state < 0 ? -1 : OFFLOAD_BROKEN("what the model holds stays");
+  const int needs_gradient = is_true(get(tensors.requires_grad, tensor));
+  if (needs_gradient < 0) return -1;
+  if (!needs_gradient) return contains(hooks.held.get(), names.not_held, identity.get());
+  const int is_leaf = is_true(get(tensors.is_leaf, tensor));
+  return is_leaf < 0 ? -1 : !is_leaf;
+}
+
+// -- pack -------------------------------------------------------------------------------------------------------------
+
+// The hook is about to return.
+bool end_pack(StepCopies& copies, const PackRow& row, bool acted) {
+  ScheduleCursor& cursor = *copies.cursor;
+  if (row.node_after >= 0 && cursor.arrive(row.node_after)) {
+    acted = true;
+    if (!copies.act(row.node_after)) return false;
+  }
+  if (acted && cursor.clock() != nullptr) cursor.clock()->end(-1);
+  if (cursor.meter() != nullptr) cursor.meter()->weigh(row.weighed, 0);
+  return true;
+}
+
+// Calls something with the error that is set, and clears it.
+template <typename Call>
+PyObject* with_error(Call&& call) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  const Owned kind(type), error(value), frames(traceback);
+  return call(error.get());
+}
+
+PyObject* pack_failed(const SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes) {
+  return with_error([&](PyObject* error) {
+    const Owned number(PyLong_FromLongLong(pack_index)), size(PyLong_FromLongLong(nbytes));
+    if (!number || !size) return static_cast<PyObject*>(nullptr);
+    return PyObject_CallMethodObjArgs(hooks.core, names.pack_failed, error, tensor, number.get(), size.get(), nullptr);
+  });
+}
+
+PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedKey& key, const PackRow row, int64_t pack_index,
+               int64_t nbytes) {
+  StepCopies& copies = *hooks.copies;
+  PyObject* begun = nullptr;
+  without_exceptions([&] { begun = swap_out(hooks.books, tensor, key, row.need); });
+  const Owned storage(begun);
+  if (!storage) return pack_failed(hooks, tensor, pack_index, nbytes);
+  if (!copies.add(pack_index, storage.get(), tensor)) return nullptr;
+  if (copies.caps_in_flight && hooks.books->in_flight_bytes > hooks.books->in_flight_bytes_max &&
+      !limit_in_flight(*hooks.books))
+    return nullptr;
+  ++hooks.swapped->tensors;
+  hooks.swapped->nbytes += key.nbytes;
+  Owned view(make_view(tensor, storage.get(), static_cast<Py_ssize_t>(pack_index)));
+  return view && end_pack(copies, row, true) ? view.release() : nullptr;
+}
+
+PyObject* pack(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes) {
+  ScheduleCursor& cursor = *hooks.copies->cursor;
+  const PackRow* const row = cursor.decides && nbytes > 0 ? cursor.find(pack_index) : nullptr;
+  if (row == nullptr || !row->is_swapped) return nullptr;
+  if (cursor.clock() != nullptr) cursor.clock()->begin();
+  if (is_movable(*hooks.books, tensor) <= 0) return nullptr;
+  SavedKey key{};
+  PyObject* known = nullptr;
+  if (find_saved(*hooks.books, tensor, nbytes, &key, &known) <= 0) return nullptr;
+  if (known != nullptr) {
+    const Owned storage = shared(known);
+    ++hooks.duplicates->tensors;
+    hooks.duplicates->nbytes += nbytes;
+    Owned view(make_view(tensor, known, static_cast<Py_ssize_t>(pack_index)));
+    return view && end_pack(*hooks.copies, *row, row->swapped_bytes >= 0) ? view.release() : nullptr;
+  }
+  if (key.nbytes != row->swapped_bytes && !OFFLOAD_BROKEN("a swapped storage has the recorded size")) return nullptr;
+  if (is_free(hooks, tensor, key.storage) <= 0) return nullptr;
+  return swap(hooks, tensor, key, *row, pack_index, nbytes);
+}
+
+// -- unpack -----------------------------------------------------------------------------------------------------------
+
+// What backward did not find begun: a copy-in on demand.
+void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyObject* storage) {
+  if (copies.cursor->meter() == nullptr) return;
+  const bool is_missing = is_swapped_out(swapped(storage));
+  if (is_missing) copies.missed.insert(row.first >= 0 ? row.first : pack_index);
+  copies.cursor->meter()->weigh(copies.cursor->node, is_missing ? swapped(storage).key.nbytes : 0);
+}
+
+PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject* storage) {
+  StepCopies& copies = *hooks.copies;
+  ScheduleCursor& cursor = *copies.cursor;
+  if (!collect(*hooks.books)) return nullptr;  // before a swap-in: finished graph nodes have freed memory
+  const PackRow* const found = cursor.decides ? cursor.find(pack_index) : nullptr;
+  if (found == nullptr || !found->is_swapped || found->watched < cursor.node) return nullptr;
+  if (cursor.clock() != nullptr && !cursor.clock()->is_listening) return nullptr;
+  const PackRow row = *found;
+  if (cursor.clock() != nullptr) cursor.clock()->begin();
+  if (cursor.ask(pack_index) == ScheduleCursor::Ask::due && !copies.act(cursor.node)) return nullptr;
+  note_missed(copies, row, pack_index, storage);
+  Owned tensor(restore_view(view));
+  if (!tensor)
+    return with_error([&](PyObject* error) {
+      return PyObject_CallMethodObjArgs(hooks.core, names.unpack_failed, error, nullptr);
+    });
+  if (cursor.clock() != nullptr) cursor.clock()->end(pack_index);
+  return tensor.release();
+}
+
+}  // namespace
+
+bool prepare_swap_hooks() {
+  const std::pair<PyObject**, const char*> all[] = {{&names.storages, "storages"},
+                                                    {&names.not_held, "not_held"},
+                                                    {&names.pack_failed, "pack_failed"},
+                                                    {&names.unpack_failed, "unpack_failed"}};
+  for (const auto& [name, text] : all)
+    if ((*name = PyUnicode_InternFromString(text)) == nullptr) return false;
+  return true;
+}
+
+PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes) {
+  PyObject* result = nullptr;
+  return without_exceptions([&] { result = pack(hooks, tensor, pack_index, nbytes); }) ? result : nullptr;
+}
+
+PyObject* unpack_swapped(SwapHooks& hooks, PyObject* view) {
+  PyObject* const storage = saved_of(view);
+  if (storage == nullptr || !is_swapped_storage(storage)) return nullptr;
+  PyObject* result = nullptr;
+  const bool done =
+      without_exceptions([&] { result = unpack(hooks, view, static_cast<int64_t>(index_of(view)), storage); });
+  return done ? result : nullptr;
+}
+
+}  // namespace offload

@@ -1,0 +1,202 @@
+"""The operators of a window as a step has recorded them: later steps follow it, and bind only what is their own.
+
+Made once for each window of a schedule. It holds no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from offload.recomputation.recipe import Recipe, Step
+from offload.recomputation.slicing import Cut
+from offload.recomputation.values import Call, Reference, Value, View
+
+__all__ = ["ANY", "Line", "Read", "Several", "Slice", "Template", "Templates", "Window"]
+
+ANY = object()  # an argument that no recipe passes on
+_NUMBERS = (int, float, bool, complex)
+_PATIENCE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor argument: the label of its value, whether an operator of the window makes that, and how it is seen."""
+
+    label: int
+    is_made: bool
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """A list argument of tensors, or of anything but numbers."""
+
+    each: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One operator, in its place.
+
+    Attributes
+    ----------
+    call
+        What was recorded of it, without its values. None: no recipe needs it, so that only its name matters.
+    args, kwargs
+        As recorded, but each tensor is a `Read`, and running statistics are `ANY`.
+    plain, plain_names
+        Positions and names of the arguments that a step may have otherwise.
+    results, writes
+        Places and labels of what it makes and writes, where a recipe reads that.
+    """
+
+    func: Any
+    call: Call | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    plain: frozenset[int] = frozenset()
+    plain_names: frozenset[str] = frozenset()
+    results: tuple[tuple[int, int], ...] = ()
+    writes: tuple[tuple[tuple[int | str, int], int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The recipe of one storage: its steps, and the lines and labels that it is bound to.
+
+    Attributes
+    ----------
+    target
+        Label of the storage.
+    lines
+        Position of each step in the window.
+    leaves
+        Of each value that it reads: number in the recipe, label, and whether autograd saves it too.
+    """
+
+    target: int
+    steps: tuple[Step, ...]
+    lines: tuple[int, ...]
+    leaves: tuple[tuple[int, int, bool], ...]
+    is_heavy: bool
+    opens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What a window holds: its operators in order, and the slices by pack index."""
+
+    lines: tuple[Line, ...]
+    slices: dict[int, Slice]
+    label_count: int
+
+
+class Window:
+    """One window of a step that records: its calls in order, and what was cut out of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._cuts: dict[int, tuple[Cut, tuple[Step, ...]]] = {}
+
+    def was_cut(self, index: int, cut: Cut, recipe: Recipe) -> None:
+        """A pack's storage was dropped."""
+        self._cuts[index] = cut, recipe.steps
+
+    def template(self, indices: set[int]) -> Template | None:
+        """What later steps follow; None where a storage of `indices` was not dropped.
+
+        Nor where an operator may write to any argument: no version tells of that, so each is recorded in every step.
+        """
+        if not self._cuts.keys() >= indices or any(call.operator.writes_all for call in self.calls):
+            return None
+        return _Maker(self.calls, self._cuts).template()
+
+
+class Templates:
+    """The templates of a schedule, by the pack that opens the window. Steps in other threads may use it as well."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Template] = {}
+        self._failures: dict[int, int] = {}
+
+    def of(self, opens: int) -> Template | None:
+        """The template of a window, if there is one."""
+        return self._made.get(opens)
+
+    def is_wanted(self, opens: int) -> bool:
+        """Whether a window's operators are to be kept for one: not where every third step or more differs."""
+        return self._failures.get(opens, 0) < _PATIENCE
+
+    def made(self, opens: int, template: Template) -> None:
+        """A step has recorded one."""
+        self._made[opens] = template
+
+    def followed(self, opens: int, *, to_its_end: bool) -> None:
+        """A step has followed one, or left it: then the next step records another."""
+        before = self._failures.get(opens, 0)
+        self._failures[opens] = max(0, before - 1) if to_its_end else before + 2
+        if not to_its_end:
+            self._made.pop(opens, None)
+
+
+class _Maker:
+    def __init__(self, calls: list[Call], cuts: dict[int, tuple[Cut, tuple[Step, ...]]]) -> None:
+        self._calls, self._cuts = calls, cuts
+        self._needed = {number for cut, _ in cuts.values() for number in cut.calls}
+        self._positions = {call.number: position for position, call in enumerate(calls)}
+        self._labels: dict[Value, int] = {}
+        for cut, _ in cuts.values():
+            for value in cut.numbers:
+                self._labels.setdefault(value, len(self._labels))
+
+    def template(self) -> Template:
+        made: dict[int, list[Value]] = {}
+        for value in self._labels:
+            if self._is_made(value):
+                assert value.call is not None
+                made.setdefault(value.call.number, []).append(value)
+        lines = tuple(
+            self._line(call, made.get(call.number, [])) if call.number in self._needed else Line(call.func)
+            for call in self._calls
+        )
+        slices = {index: self._slice(cut, steps) for index, (cut, steps) in self._cuts.items()}
+        return Template(lines, slices, len(self._labels))
+
+    def _is_made(self, value: Value) -> bool:
+        return value.call is not None and value.call.number in self._needed
+
+    def _line(self, call: Call, made: list[Value]) -> Line:
+        args = tuple(ANY if i in call.ignored else self._expected(each) for i, each in enumerate(call.args))
+        kwargs = {name: self._expected(each) for name, each in call.kwargs.items()}
+        return Line(
+            func=call.func,
+            call=replace(call, args=(), kwargs={}, random=None, read=None),
+            args=args,
+            kwargs=kwargs,
+            plain=frozenset(filter(lambda place: _is_plain(args[place]), range(len(args)))),
+            plain_names=frozenset(filter(lambda name: _is_plain(kwargs[name]), kwargs)),
+            results=tuple((value.place, self._labels[value]) for value in made if isinstance(value.place, int)),
+            writes=tuple((value.place, self._labels[value]) for value in made if isinstance(value.place, tuple)),
+        )
+
+    def _expected(self, given: Any) -> Any:
+        if type(given) is Reference:
+            return Read(self._labels[given.value], self._is_made(given.value), given.view())
+        if type(given) is list and not (given and all(type(each) in _NUMBERS for each in given)):
+            return Several(tuple([self._expected(each) for each in given]))
+        return given
+
+    def _slice(self, cut: Cut, steps: tuple[Step, ...]) -> Slice:
+        return Slice(
+            target=self._labels[cut.target],
+            steps=tuple(replace(step, random=None) for step in steps),
+            lines=tuple(self._positions[number] for number in sorted(cut.calls)),
+            leaves=tuple((cut.numbers[value], self._labels[value], is_saved) for value, is_saved in cut.leaves.items()),
+            is_heavy=any(call.operator.is_heavy for call in cut.calls.values()),
+            opens=min(call.opens for call in cut.calls.values()),
+        )
+
+
+def _is_plain(expected: Any) -> bool:
+    return expected is not ANY and type(expected) not in (Read, Several)
