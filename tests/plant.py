@@ -75,7 +75,7 @@ class Plant:
         step = factor * self.seconds(plan)
         self.steps.append((is_reference, step))
         starts = tuple(0.0 for _ in nodes)
-        return Measured(starts, nodes, {}, max(0.0, step - sum(nodes)), hooks, step)
+        return Measured(starts, nodes, {}, max(0.0, step - sum(nodes)), hooks, step, sum(nodes) + hooks)
 
     def _nodes(self, plan: Plan) -> tuple[Any, ...]:
         own = [node.seconds for node in self.trace.nodes]

@@ -22,7 +22,6 @@ from offload.control.profile_listener import ProfileListener, tell_profile, tell
 from offload.control.promise import SlowdownPromise
 from offload.control.signature import Signature
 from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
-from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
 from offload.profiling.model_state import HeldBytes
@@ -259,16 +258,17 @@ class PlanController:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _plan(self, planned: PlannedStep, held: HeldBytes) -> None:
+        limit_bytes = self._options.memory_limit
+        if limit_bytes is not None and planned.exceeds(limit_bytes, held):
+            planned.frontier.search_again()
         planned.held = most(planned.held, held)
         try:
             room = device_bytes(self._engine.device)
-            held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
-            options = self._promise.options_of(planned)
-            plan = wanted_plan(planned.trace(), planned.link, options, room, self._limits, held_bytes)
+            plan = self._promise.plan(planned, room)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
             raise
-        planned.follow(plan, self._options.memory_limit)
+        planned.follow(plan, limit_bytes)
         self._latest = planned
 
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
@@ -343,7 +343,8 @@ class PlanController:
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
             if profile.trace.tensors:
-                link = replace(link, swap_seconds=measured.hook_seconds / len(profile.trace.tensors))
+                swap_seconds = measured.hook_seconds / len(profile.trace.tensors)
+                link = replace(link, swap_seconds=min(swap_seconds, self._limits.swap_seconds_max))
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         self._latest = state.planned = planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)

@@ -277,7 +277,8 @@ class EnabledModel:
         self.on_device.state.expire()
         signature = self._signature(args, kwargs)
         observer = self.on_device.controller.observer(signature, model)
-        self.on_device.counts.attribute_misses(self.on_device.engine.misses, isinstance(observer, ScheduleExecutor))
+        prefetches = isinstance(observer, ScheduleExecutor) and not observer.schedule.is_serial
+        self.on_device.counts.attribute_misses(self.on_device.engine.misses, prefetches)
         current.attach(observer)
         is_recorded = type(current) is not StepHooks
         if not is_recorded and not self.on_device.controller.needs_hooks(signature):

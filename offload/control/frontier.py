@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.control.limits import Limits
 from offload.plan import Link, Plan
+from offload.runtime.executor import Measured
 
-__all__ = ["Frontier", "TriedPlan"]
+__all__ = ["Frontier", "StepCost", "TriedPlan"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,33 @@ class TriedPlan:
     slowdown: float
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """What a step took, in seconds by the clock, and without the time in which other programs had the processor.
+
+    Attributes
+    ----------
+    step, computed
+        The step, and its nodes.
+    own_step, own_computed
+        CPU time of the thread that ran it: with what it waited for in hooks, and without hooks.
+    """
+
+    step: float
+    computed: float
+    own_step: float
+    own_computed: float
+
+    @classmethod
+    def of(cls, measured: Measured) -> StepCost:
+        """That of a measured step."""
+        computed, own = sum(measured.node_seconds), measured.thread_seconds
+        if own is None:
+            return cls(measured.step_seconds, computed, measured.step_seconds, computed)
+        waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
+        return cls(measured.step_seconds, computed, own + waited, own - measured.hook_seconds)
+
+
 @dataclass
 class Frontier:
     """Reference steps of a signature, and what its plans turned out to cost.
@@ -41,11 +69,13 @@ class Frontier:
     limits
         How many measurements are kept and needed.
     references
-        Seconds of each node, of the last reference steps.
+        Seconds of each node of the last reference steps, and what those took.
     begun
         Reference steps begun since the present plan.
     tried
         Plans that have been judged, in that order.
+    recompute_byte_seconds
+        By how much each recomputed byte slows the computation, in seconds: operators are recorded for it.
     is_settled
         Whether the search is over: the present plan stays.
     looks
@@ -53,9 +83,10 @@ class Frontier:
     """
 
     limits: Limits
-    references: deque[tuple[float, ...]] = field(init=False)
+    references: deque[tuple[tuple[float, ...], StepCost]] = field(init=False)
     begun: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
+    recompute_byte_seconds: float = 0.0
     is_settled: bool = False
     looks: deque[float] = field(init=False)
 
@@ -66,19 +97,35 @@ class Frontier:
     @property
     def compute_seconds(self) -> float | None:
         """What the step takes without swapping; None before there are enough reference steps."""
-        if not self._are_enough([sum(row) for row in self.references]):
-            return None
-        return median(sum(row) for row in self.references)
+        computed = [self._computed(cost) for _, cost in self.references]
+        return median(computed) if self._are_enough(computed) else None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other programs had the processor in reference steps: then CPU time is compared, not the clock's.
+
+        A thread that has waited for a copy gets the processor at once, one that only computes has to share it. By the
+        clock, reference steps beside other programs would compute faster than steps without swapping.
+        """
+        shares = [cost.computed / cost.own_computed for _, cost in self.references if cost.own_computed > 0]
+        return bool(shares) and median(shares) > 1 + self.limits.sharing
+
+    def _computed(self, cost: StepCost) -> float:
+        return cost.own_computed if self.is_shared else cost.computed
+
+    def _step(self, cost: StepCost) -> float:
+        return cost.own_step if self.is_shared else cost.step
 
     def node_seconds(self) -> list[float]:
         """Each node's median."""
-        return [median(column) for column in zip(*self.references, strict=True)]
+        return [median(column) for column in zip(*(nodes for nodes, _ in self.references), strict=True)]
 
-    def add_reference(self, node_seconds: Sequence[float], step_seconds: Sequence[float]) -> None:
+    def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
         """Take in a reference step, and once settled compare the last steps of the plan with it."""
-        self.references.append(tuple(node_seconds))
-        if self.is_settled and step_seconds:
-            self.looks.append(median(step_seconds) / sum(node_seconds) - 1)
+        cost = StepCost.of(measured)
+        self.references.append((tuple(measured.node_seconds), cost))
+        if self.is_settled and steps:
+            self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
         """Whether a settled plan does not keep the promise any more: not at any of the last looks."""
@@ -88,10 +135,14 @@ class Frontier:
 
     def start_again(self) -> None:
         """Search anew: what was tried is no longer true."""
+        self.search_again()
+        self.references.clear()
+
+    def search_again(self) -> None:
+        """Forget the plans that were tried: they keep the memory limit no more."""
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()
-        self.references.clear()
 
     def is_due(self, plan_steps: int) -> bool:
         """Whether the step that begins is to be a reference step, after `plan_steps` steps of the present plan.
@@ -108,31 +159,47 @@ class Frontier:
         is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
         return not is_noisy or len(seconds) >= self.limits.measurements
 
-    def byte_seconds(self, plan: Plan, computed_seconds: Sequence[float], link: Link) -> float:
-        """By how much each swapped byte slows the computation, in seconds.
+    def learn(self, plan: Plan, steps: Sequence[StepCost], link: Link) -> Link:
+        """The link with what each swapped byte slows the computation by; what a recomputed one does is kept.
 
         Parameters
         ----------
         plan
             The plan that the measured steps followed.
-        computed_seconds
-            What all nodes of a step took together, by step.
+        steps
+            What they took.
         link
             Has the figure so far. After the first plan the mean of both counts, since each is noisy.
         """
         size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
-        swapped = sum(size[swap.id] for swap in plan.swaps)
-        if self.compute_seconds is None or not swapped or not computed_seconds:
-            return link.byte_seconds
-        found = max(0.0, median(computed_seconds) - self.compute_seconds) / swapped
-        return found if len(self.tried) < 2 else (found + link.byte_seconds) / 2
+        moved = sum(size[swap.id] for swap in plan.swaps) + sum(size[row.id] for row in plan.recomputes)
+        if self.compute_seconds is None or not moved or not steps:
+            return link
+        found = max(0.0, median(map(self._computed, steps)) - self.compute_seconds) / moved
+        if plan.recomputes:
+            known = self.recompute_byte_seconds
+            self.recompute_byte_seconds = (found + known) / 2 if known else found
+        if not plan.swaps:
+            return link
+        return replace(link, byte_seconds=found if len(self.tried) < 2 else (found + link.byte_seconds) / 2)
 
-    def judge(self, plan: Plan, step_seconds: Sequence[float]) -> float | None:
+    def wanted_slowdown(self, max_slowdown: float) -> float:
+        """What the next plan is made for: at first what is promised, then less, so that noise does not break it.
+
+        Where plan after plan was too slow, or left time, what it is made for is halved or doubled each time.
+        """
+        if not self.tried:
+            return max_slowdown
+        broken = [each.slowdown > max_slowdown for each in self.tried]
+        alike = next((n for n, each in enumerate(reversed(broken)) if each != broken[-1]), len(broken)) - 1
+        return self.limits.aim * max_slowdown * (0.5 if broken[-1] else 2.0) ** alike
+
+    def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
         """The slowdown of the plan's measured steps, which is kept; None where it is not known yet."""
-        compute = self.compute_seconds
-        if compute is None or not self._are_enough(step_seconds):
+        compute, seconds = self.compute_seconds, [self._step(cost) for cost in steps]
+        if compute is None or not self._are_enough(seconds):
             return None
-        slowdown = median(step_seconds) / compute - 1
+        slowdown = median(seconds) / compute - 1
         self.tried = [each for each in self.tried if each.plan is not plan]
         self.tried.append(TriedPlan(plan, slowdown))
         return slowdown
@@ -158,6 +225,10 @@ class Frontier:
         if has_time and not is_least and not is_next_to_broken:
             return f"a step took only {last.slowdown:.1%} more than without swapping"
         return None
+
+    def slowdown_of(self, plan: Plan) -> float | None:
+        """What the steps of a plan took more, where that was judged."""
+        return next((each.slowdown for each in self.tried if each.plan is plan), None)
 
     def best(self, max_slowdown: float) -> Plan | None:
         """The plan of least memory among those that kept the promise; None where none did."""

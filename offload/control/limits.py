@@ -45,6 +45,12 @@ class Limits:
         How much faster than planned the link has to be to call for a new plan.
     late_seconds
         A shorter wait for a tensor is not called late.
+    swap_seconds_max
+        What hooks of a swapped tensor take, at most, for the first plan: those of the profiled step take longer.
+    exploring
+        How many times `max_slowdown` a first plan may take where none within it moves anything: only steps tell.
+    sharing
+        Relative difference between the clock and the thread's CPU time that tells of other programs.
     aim, spare
         Of `max_slowdown`: the share that a plan after the first is made for, so that noise does not break the promise;
         and the share below which a step has time to swap more.
@@ -70,6 +76,9 @@ class Limits:
     tolerance: float = 0.05
     faster_link: float = 0.25
     late_seconds: float = 0.5e-3
+    swap_seconds_max: float = 1e-4
+    exploring: float = 4.0
+    sharing: float = 0.1
     aim: float = 0.8
     spare: float = 0.6
     peak_step: float = 0.1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from offload.control.frontier import Frontier
+from offload.control.frontier import Frontier, StepCost
 from offload.control.limits import Limits
 from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
@@ -59,8 +59,8 @@ class PlannedStep:
         of recomputation.
     recompute_factors
         How many times as long as in the trial step recomputation has taken since, by tensor id.
-    computed_seconds
-        What all nodes of each of the last measured steps took together, whatever slowed them.
+    costs
+        What the last measured steps took.
     starts
         When each node of the last measured step began, in seconds after the first.
     late
@@ -96,7 +96,7 @@ class PlannedStep:
     executors: deque[MeteredExecutor] = field(default_factory=lambda: deque(maxlen=4))
     node_seconds: deque[tuple[float, ...]] = field(init=False)
     step_seconds: deque[float] = field(init=False)
-    computed_seconds: deque[float] = field(init=False)
+    costs: deque[StepCost] = field(init=False)
     swap_seconds: deque[float] = field(init=False)
     recompute_seconds: deque[float] = field(init=False)
     activation_bytes: deque[int] = field(init=False)
@@ -114,7 +114,7 @@ class PlannedStep:
         self.frontier = Frontier(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
-        self.computed_seconds = deque(maxlen=self.limits.measurements)
+        self.costs = deque(maxlen=self.limits.measurements)
         self.swap_seconds = deque(maxlen=self.limits.measurements)
         self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)
@@ -143,7 +143,8 @@ class PlannedStep:
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
         if self.recipes is None:
             return trace
-        return self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds)
+        slowed = self.frontier.recompute_byte_seconds
+        return self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds, slowed)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
@@ -160,7 +161,7 @@ class PlannedStep:
         self.serial = serial_schedule(self.profile.order, plan, self.profile.members)
         self.plan_steps = self.frontier.begun = 0
         self.step_seconds.clear()
-        self.computed_seconds.clear()
+        self.costs.clear()
         self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
@@ -197,7 +198,7 @@ class PlannedStep:
             if measured is None:
                 unread.append(executor)
             elif executor.schedule.is_serial:
-                self.frontier.add_reference(measured.node_seconds, self.step_seconds)
+                self.frontier.add_reference(measured, self.costs)
                 row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)
                 counts.steps_measured.append(row)
             elif executor.schedule is self.schedule:
@@ -226,7 +227,7 @@ class PlannedStep:
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
         self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
-        self.computed_seconds.append(sum(measured.node_seconds))
+        self.costs.append(StepCost.of(measured))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
         if log.isEnabledFor(logging.DEBUG):

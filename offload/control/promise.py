@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 from offload.control.limits import Limits
 from offload.control.planned_step import PlannedStep
-from offload.control.wanted_plan import measured_link
+from offload.control.wanted_plan import measured_link, wanted_plan
 from offload.options import Options
-from offload.plan import Link, least_feasible_limit, make_plan
+from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 
 __all__ = ["SlowdownPromise"]
 
 log = logging.getLogger("offload")
+
+_SEARCH_SECONDS = 4.0  # of the search for tensors to recompute, where a step is small
 
 
 class SlowdownPromise:
@@ -67,7 +70,7 @@ class SlowdownPromise:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         if self.applies(planned):
             return self._is_broken(planned, link)
-        if planned.replans >= self._limits.replans:
+        if planned.replans >= self._limits.replans or planned.frontier.is_settled:
             return False
         reasons = planned.reasons_to_replan(link)
         if reasons:
@@ -94,23 +97,44 @@ class SlowdownPromise:
                 frontier.start_again()
                 planned.replans = 0
             return not frontier.is_settled
-        if frontier.judge(plan, planned.step_seconds) is None:
+        if frontier.judge(plan, planned.costs) is None:
             return False
         reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
         if reason is None or planned.replans >= self._limits.replans:
             self._settle(planned, allowed)
             return False
         planned.replans += 1
-        planned.link = replace(link, byte_seconds=frontier.byte_seconds(plan, planned.computed_seconds, link))
+        planned.link = frontier.learn(plan, planned.costs, link)
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
         return True
 
-    def options_of(self, planned: PlannedStep) -> Options:
-        """What the next plan is made for: after the first one a little less than what was promised."""
-        options = self._options
-        if options.max_slowdown is None or not planned.frontier.tried:
-            return options
-        return replace(options, max_slowdown=self._limits.aim * options.max_slowdown)
+    def plan(self, planned: PlannedStep, device_bytes: int) -> Plan:
+        """The next plan.
+
+        Raises
+        ------
+        InfeasibleLimitError
+            No plan keeps the memory limit.
+        """
+        options, frontier, allowed = self._options, planned.frontier, self._options.max_slowdown
+        trace = planned.trace()
+        held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
+        make = partial(wanted_plan, trace, planned.link, device_bytes=device_bytes, limits=self._limits)
+        if allowed is None or not self._on_cpu:
+            return make(options=options, held_bytes=held_bytes)
+        # A later search is to take no longer than the steps that it delays.
+        effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS) if frontier.tried else 1.0
+        wanted = frontier.wanted_slowdown(allowed)
+        plan = make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
+        if not (plan.swaps or plan.recomputes) and trace.tensors:
+            best = frontier.best(allowed)
+            if best is not None:
+                frontier.is_settled = True
+                return best
+            if not frontier.tried and planned.replans < self._limits.replans:  # what swapping costs is not known yet
+                wanted = self._limits.exploring * allowed
+                return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes)
+        return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:
         """Stay with the plan of least memory that kept the promise, or swap nothing where none did."""

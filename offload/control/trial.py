@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
+from statistics import median
 from typing import Protocol
 
 import torch
@@ -130,17 +131,22 @@ class Recipes:
         """What the recomputations of a plan took in the trial step, in seconds."""
         return sum(self.recompute[row.id].seconds for row in plan.recomputes)
 
-    def added_to(self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0) -> Trace:
+    def added_to(
+        self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0, byte_seconds: float = 0.0
+    ) -> Trace:
         """The trace with the recipes of its tensors; those in `factors` take so many times as long.
 
-        `hook_seconds` is what the hooks of each dropped tensor take besides, of all its entries together.
+        `hook_seconds` is what the hooks of each dropped tensor take besides, of all its entries together; by
+        `byte_seconds` each dropped byte slows the computation.
         """
         if not self.recompute:
             return trace
         rows = dict(self.recompute)
-        for tensor_id, factor in factors.items():
-            rows[tensor_id] = replace(rows[tensor_id], seconds=factor * rows[tensor_id].seconds)
-        rows = {tensor_id: replace(row, seconds=row.seconds + hook_seconds) for tensor_id, row in rows.items()}
+        usual = median(factors.values()) if factors else 1.0
+        size = {tensor.id: tensor.bytes for tensor in trace.tensors}
+        for tensor_id, row in self.recompute.items():
+            besides = hook_seconds + byte_seconds * size[tensor_id]
+            rows[tensor_id] = replace(row, seconds=factors.get(tensor_id, usual) * row.seconds + besides)
         tensors = (replace(tensor, recompute=rows.get(tensor.id)) for tensor in trace.tensors)
         return replace(trace, tensors=tuple(tensors))
 

@@ -19,7 +19,13 @@ _LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
 
 
 def wanted_plan(
-    trace: Trace, link: Link, options: Options, device_bytes: int, limits: Limits, held_bytes: int = 0
+    trace: Trace,
+    link: Link,
+    options: Options,
+    device_bytes: int,
+    limits: Limits,
+    held_bytes: int = 0,
+    effort: float = 1.0,
 ) -> Plan:
     """Plan as the caller asked for. Tensors are recomputed only where that gains more than a measurement's noise.
 
@@ -37,6 +43,8 @@ def wanted_plan(
         Its `noise` is the gain that is not worth a change.
     held_bytes
         What recipes keep on the device until backward, at most.
+    effort
+        The share of the usual time that the search for tensors to recompute may take.
 
     Raises
     ------
@@ -46,7 +54,7 @@ def wanted_plan(
     if options.n_tensors is not None:
         return manual_plan(trace, link, options.n_tensors, "auto", limit_bytes=device_bytes)
     try:
-        plan = _plan(trace, link, options, recompute=True, held_bytes=held_bytes)
+        plan = _plan(trace, link, options, recompute=True, held_bytes=held_bytes, effort=effort)
     except InfeasibleLimitError:
         plan = None
     if plan is None or not plan.recomputes:
@@ -82,9 +90,11 @@ def measured_link(engine: Engine, link: Link) -> Link:
     return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
 
 
-def _plan(trace: Trace, link: Link, options: Options, *, recompute: bool, held_bytes: int = 0) -> Plan:
+def _plan(
+    trace: Trace, link: Link, options: Options, *, recompute: bool, held_bytes: int = 0, effort: float = 1.0
+) -> Plan:
     limit_bytes = None if options.memory_limit is None else max(1, options.memory_limit - held_bytes)
     if options.max_slowdown is not None:
-        return least_memory_plan(trace, link, options.max_slowdown, limit_bytes, recompute=recompute)
+        return least_memory_plan(trace, link, options.max_slowdown, limit_bytes, recompute=recompute, effort=effort)
     assert limit_bytes is not None
     return fastest_plan(trace, link, limit_bytes, recompute=recompute)

@@ -118,12 +118,15 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     # Uses the steps whose times the verdict gives, if there are any: other programs may have slowed earlier ones.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
-    measured, references = planned.frontier.compute_seconds, len(planned.frontier.references)
+    slowdown = planned.frontier.slowdown_of(planned.plan) if planned.plan is not None else None
+    is_judged = slowdown is not None and len(planned.step_seconds) > 0
+    if slowdown is not None and is_judged:
+        compute = median(planned.step_seconds) / (1 + slowdown)
     verdict = replace(
         verdict,
         activation_bytes_unswapped=max(unswapped_activations(trace), default=None),
-        compute_seconds=compute if measured is None else measured,
-        reference_steps=0 if measured is None else references,
+        compute_seconds=compute,
+        reference_steps=len(planned.frontier.references) if is_judged else 0,
         tensors=len(trace.tensors),
     )
     refusal = planned.refusal

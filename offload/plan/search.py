@@ -90,7 +90,13 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
 
 
 def least_memory_plan(
-    trace: Trace, link: Link, max_slowdown: float, limit_bytes: int | None = None, *, recompute: bool = True
+    trace: Trace,
+    link: Link,
+    max_slowdown: float,
+    limit_bytes: int | None = None,
+    *,
+    recompute: bool = True,
+    effort: float = 1.0,
 ) -> Plan:
     """Return the plan with the least peak memory found whose step is at most a given share longer than without swaps.
 
@@ -107,6 +113,8 @@ def least_memory_plan(
         returned, with a warning.
     recompute : bool, default True
         Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
+    effort : float, default 1.0
+        The share of the usual time that the search for tensors to recompute may take.
 
     Returns
     -------
@@ -129,7 +137,7 @@ def least_memory_plan(
     step = Step(trace, link)
     allowed = step.compute_seconds * (1 + max_slowdown) * (1 + ROUNDING)
     recompute = recompute and has_recipes(trace)
-    best = _least_memory(trace, step, allowed, recompute=recompute)
+    best = _least_memory(trace, step, allowed, recompute=recompute, effort=effort)
     plan = make_plan(trace, link, best.step.swaps(best.placement), recomputes=best.dropped if recompute else None)
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
@@ -210,7 +218,7 @@ def _fixed_lead(trace: Trace, step: Step, chosen: Sequence[int], lead_nodes: int
     return tuple(sorted(swaps))
 
 
-def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool) -> JointPlacement:
+def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, effort: float) -> JointPlacement:
     """Return the placement of least memory within `allowed` seconds: bisect the limit, then try lower limits."""
     low, high = least_feasible_limit(trace), int(step.unswapped_bytes.max(initial=0))
     best = JointPlacement(frozenset(), step, SwapPlacement(step.compute_seconds, (), (), (), ()))
@@ -222,7 +230,7 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool) 
         found = JointPlacement(frozenset(), step, placement)
         if not recompute or found.step_seconds <= allowed:
             return found
-        budget = SearchBudget(_joint_seconds(step, joint_seconds))
+        budget = SearchBudget(effort * _joint_seconds(step, joint_seconds))
         return fastest_joint(trace, step.link, limit, found, allowed, budget, guess=sorted(best.dropped))
 
     for _ in range(_LIMITS_MAX):

@@ -5,6 +5,8 @@ Hooks report every pack and unpack; the executor waits for copy-outs and starts 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -118,6 +120,7 @@ class Measured:
     stall_seconds: float  # total time in hooks
     hook_seconds: float  # CPU time of the hooks, without waits; zero on a CUDA device
     step_seconds: float
+    thread_seconds: float | None = None  # CPU time of the thread that ran all of it, hooks included
 
 
 class Stopwatch:
@@ -134,6 +137,8 @@ class Stopwatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._end: Any = None
+        self._begun = threading.get_ident(), time.thread_time()
+        self._thread_seconds: float | None = None
         self.clock = DeviceClock(engine) if engine.is_accelerator else NodeClock()
         self.begin = self.clock.begin
         self.pass_by = self.clock.pass_by
@@ -148,6 +153,8 @@ class Stopwatch:
 
     def _finish(self) -> None:
         self._end = self._engine.mark()
+        thread, before = self._begun
+        self._thread_seconds = time.thread_time() - before if threading.get_ident() == thread else None
 
     @property
     def finished(self) -> bool:
@@ -162,7 +169,8 @@ class Stopwatch:
         if found is None:
             return None
         starts, node_seconds, waits, stall_seconds, step_seconds = found
-        return Measured(starts, node_seconds, waits, stall_seconds, self.clock.hook_seconds, step_seconds)
+        hooks = self.clock.hook_seconds
+        return Measured(starts, node_seconds, waits, stall_seconds, hooks, step_seconds, self._thread_seconds)
 
 
 class ScheduleExecutor:
