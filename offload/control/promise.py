@@ -19,7 +19,7 @@ __all__ = ["SlowdownPromise"]
 
 log = logging.getLogger("offload")
 
-_SEARCH_SECONDS = 4.0  # of the search for tensors to recompute, where a step is small
+_SEARCH_SECONDS = 4.0  # of a search for a plan that may recompute, where a step is small
 
 
 class SlowdownPromise:

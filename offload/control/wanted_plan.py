@@ -44,7 +44,7 @@ def wanted_plan(
     held_bytes
         What recipes keep on the device until backward, at most.
     effort
-        The share of the usual time that the search for tensors to recompute may take.
+        The share of the usual time that the search may take.
 
     Raises
     ------
@@ -58,13 +58,13 @@ def wanted_plan(
     except InfeasibleLimitError:
         plan = None
     if plan is None or not plan.recomputes:
-        return _plan(trace, link, options, recompute=False) if plan is None or held_bytes else plan
+        return _plan(trace, link, options, recompute=False, effort=effort) if plan is None or held_bytes else plan
     threshold = 1 - limits.noise
     if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(
         trace, options.memory_limit or 0, link
     ):
         return plan  # no plan that swaps alone comes near
-    alone = _plan(trace, link, options, recompute=False)
+    alone = _plan(trace, link, options, recompute=False, effort=effort)
     is_faster = plan.expected_seconds < threshold * alone.expected_seconds and plan.peak_bytes <= max(
         alone.peak_bytes, options.memory_limit or 0
     )

@@ -114,7 +114,7 @@ def least_memory_plan(
     recompute : bool, default True
         Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
     effort : float, default 1.0
-        The share of the usual time that the search for tensors to recompute may take.
+        The share of the usual time that the search may take.
 
     Returns
     -------
@@ -237,12 +237,12 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
         if high - floor <= max(1, high // 2000):
             break
         limit = floor if high - floor < 2 else (floor + high) // 2
-        found = fastest(limit, _PROBE_SECONDS * weight, _JOINT_PROBE_SECONDS)
+        found = fastest(limit, effort * _PROBE_SECONDS * weight, _JOINT_PROBE_SECONDS)
         if found.step_seconds <= allowed:
             best, high = found, limit
         else:
             floor = limit
-    share = _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
+    share = effort * _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
     for limit in (low, *(int(high - part * (high - low)) for part in _LOWER_LIMITS)):
         if limit < high:
             found = fastest(limit, share, _JOINT_LOWER_SECONDS)
