@@ -42,7 +42,7 @@ class StepCost:
     step, computed
         The step, and its nodes.
     own_step, own_computed
-        CPU time of the thread that ran it: with what it waited for in hooks, and without hooks.
+        CPU time of the thread that ran it, with the share of waits that computing would have had; and without hooks.
     """
 
     step: float
@@ -56,8 +56,10 @@ class StepCost:
         computed, own = sum(measured.node_seconds), measured.thread_seconds
         if own is None:
             return cls(measured.step_seconds, computed, measured.step_seconds, computed)
+        own_computed = own - measured.hook_seconds
+        share = min(1.0, own_computed / computed) if computed > 0 else 1.0  # what other programs left
         waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
-        return cls(measured.step_seconds, computed, own + waited, own - measured.hook_seconds)
+        return cls(measured.step_seconds, computed, own + share * waited, own_computed)
 
 
 @dataclass
