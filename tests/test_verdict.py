@@ -16,7 +16,7 @@ import torch
 from faults.inject import inject_fault
 from live_bytes import end_copies_at_once
 from page_check import check_page
-from test_planned_training import enabled, known_link, make, train  # noqa: F401
+from test_planned_training import enabled, known_link, make, plain_run, train  # noqa: F401
 from torch import nn
 
 import offload
@@ -269,10 +269,22 @@ def test_two_rounds_at_a_time_are_not_weighed(tmp_path: Path) -> None:
         assert "at peak (predicted) instead of" in verdict.memory()
 
 
+def test_what_a_reference_step_loads_on_demand_is_not_late(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:
+        train(model, optimizer, [512] * 2)  # the second one is the first reference step
+        report = handle.report()
+        assert report.reference_steps == 1
+        assert report.misses > 0
+        assert report.loaded_late == 0
+    assert dict(report.rows())["slow profiling steps"].startswith("1; reference steps: 1; ")
+
+
 def test_late_is_what_a_schedule_brought_back_too_late(tmp_path: Path) -> None:
     """A profiled step loads everything on demand, as it should: that is no delay of a planned one."""
+    _, plain_peak = plain_run([512] * 4)
     model, optimizer = make()
-    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
+    with enabled(model, memory_limit=int(0.4 * plain_peak), spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [512])
         report = handle.report()
         assert report.misses > 0
