@@ -172,7 +172,7 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
 
 def _nothing_can_move(counts: Counts) -> str:
     reasons = sorted((reason for reason in counts if reason != "parameter"), key=lambda reason: -counts[reason].nbytes)
-    return f"no saved tensor can move (kept: {', '.join(reasons[:3]) or 'none was saved'})"
+    return f"no saved tensor can be swapped (kept: {', '.join(reasons[:3]) or 'none was saved'})"
 
 
 def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:
