@@ -37,7 +37,7 @@ optimizer = torch.optim.AdamW(model.parameters())""",
         "text",
         """## The one line
 
-With nothing asked for: the least memory within 5 % of the step time. A fixed budget is `memory_limit="12GiB"` or a
+By default it saves as much memory as it can for about 5 % slower steps. A fixed budget is `memory_limit="12GiB"` or a
 fraction of the device, `memory_limit=0.4`. (`min_tensor_bytes` is here because this model is tiny.)""",
     ),
     ("code", """handle = offload.enable(model, max_slowdown=0.5, min_tensor_bytes="64KiB")"""),
@@ -63,7 +63,7 @@ with tqdm(range(6)) as bar:
         """## What did it do?
 
 The report begins with what a planned step needs and takes, and how it is without offload; behind *details* is what
-moved, and what did not and why. The plan says, tensor by tensor, what was chosen, and how far from the best possible
+is swapped, and what is not and why. The plan says, tensor by tensor, what was chosen, and how far from the best possible
 plan it is (*gap*).""",
     ),
     ("code", "handle.report()"),

@@ -1,6 +1,6 @@
-"""One enabled model on one device: its engine, what of the model may move, and who decides what does.
+"""One enabled model on one device: its engine, which tensors may be swapped, and the controller that chooses them.
 
-Every pack asks here before the engine moves a tensor. A moved model gets another one of these.
+Every pack asks here before the engine swaps a tensor. If the model is moved to another device, it gets a new session.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class DeviceSession:
     # -- what hooks ask -----------------------------------------------------------------------------------------------
 
     def supports(self, tensor: Tensor) -> bool:
-        """Whether the engine can move tensors of this kind."""
+        """Whether the engine can swap tensors of this kind."""
         return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:

@@ -5,9 +5,8 @@ phase, always through `SignatureState.enter`.
 
     PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED for a plan without swaps and no memory limit
         ▲          ▲  │  ▲         │            │
-        │      TRIAL ◀┘  └─────────┴────────────┘   measured steps differ from the plan, or more memory is in use
-        │
-    any phase: a step differs from the recorded one; after several times ON_DEMAND instead
+        │      TRIAL ◀┘  └─────────┴────────────┘   if measured steps differ from the plan, or more memory is in use
+        └── from any phase, if a step differs from the recorded one; if this happens too often, to ON_DEMAND
 
 If a swap-only plan slows the step (with `max_slowdown`: if it needs more memory than the lowest feasible limit), a
 trial step follows. It tries which tensors can be recomputed, and the next plan may recompute them.

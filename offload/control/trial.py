@@ -1,4 +1,4 @@
-"""The trial step: when it is due, and what the planner makes of the recipes that it proves.
+"""The trial step: when it is due, and how its recipes are converted for the planner.
 
 It maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
 """
@@ -42,7 +42,7 @@ class TrialObserver(StepObserver, Protocol):
         """Whether the step saved what the recorded one did."""
 
     def recipes(self) -> Mapping[int, MeasuredRecipe]:
-        """What has been proven, by pack index of the entry."""
+        """The recipes whose results were bit-identical, by pack index of the entry."""
 
     def refusals(self) -> Mapping[int, str]:
         """Why other entries have no recipe, by pack index."""
@@ -51,8 +51,8 @@ class TrialObserver(StepObserver, Protocol):
         """What the step took; None where it is not over."""
 
 
-# Begins the trial step of a recorded step: with the bytes by node that no plan moves, and the most that it may take. A
-# string says why none may run.
+# Starts the trial step of a recorded step. Arguments: engine, recorded order, `base_bytes` by node, and the most bytes
+# that the trial may use. If no trial can run, the result is a string that says why.
 MakeTrial = Callable[[Engine, StepOrder, Sequence[int], int], TrialObserver | str]
 
 
@@ -96,7 +96,7 @@ def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limi
 
 @dataclass(frozen=True)
 class Recipes:
-    """What a trial step has proven.
+    """The results of a trial step.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class Recipes:
 
 
 def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
-    """Whether recomputation could improve a plan that swaps alone: its step, or under `max_slowdown` its memory."""
+    """Whether recomputation could improve a swap-only plan: its step time, or with `max_slowdown` its memory."""
     if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
         return False
     if options.max_slowdown is None:

@@ -26,7 +26,7 @@ def wanted_plan(
     Parameters
     ----------
     trace
-        The step, with the recipes that have been proven.
+        The step, with the recipes that the trial step has found.
     link
         The link.
     options
