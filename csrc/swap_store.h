@@ -66,7 +66,7 @@ constexpr size_t kSmallBytes = size_t{1} << 20;  // adjacent queued blocks below
 
 struct StoreOptions {
   size_t host_bytes_max = 0;              // limit on the slab tier's pinned memory
-  size_t slab_bytes = size_t{256} << 20;  // bytes that are pinned at a time
+  size_t slab_bytes = size_t{256} << 20;  // size of a slab, which is pinned in one call
   size_t slice_bytes = size_t{32} << 20;  // larger blocks are copied in slices, between which urgent copies can start
   std::string spill_directory;            // empty: no disk tier
 };

@@ -69,7 +69,7 @@ needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions 
 def test_a_forward_that_does_not_fit_says_what_would() -> None:
     told = run_out("model(x).sum().backward()")
     assert re.search(r"out of memory in forward of \d+ \((Linear|Tanh)\)", told), told
-    assert re.search(r"wanted +16\.00 MiB", told)
+    assert re.search(r"requested +16\.00 MiB", told)
     assert re.search(r"free .* \(address space, ulimit -v\)", told)
     assert re.search(r"kept: n_tensors +\d+\.00 MiB in \d+ tensors  \(could be swapped\)", told)
     assert re.search(r"kept: parameter .*\(cannot be swapped\)", told)
@@ -101,7 +101,7 @@ def test_pythons_own_memory_error_is_explained() -> None:
     """
     told = run_out(body)
     assert told.startswith("MemoryError")
-    assert re.search(r"wanted +not said", told)
+    assert re.search(r"requested +unknown", told)
     assert "the caller's own code" in told
 
 

@@ -131,9 +131,10 @@ class Recipes:
         return sum(self.recompute[row.id].seconds for row in plan.recomputes)
 
     def added_to(self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0) -> Trace:
-        """The trace with the recipes of its tensors; those in `factors` take so many times as long.
+        """The trace with the recipes of its tensors.
 
-        `hook_seconds` is what the hooks of each dropped tensor take besides, of all its entries together.
+        `factors`: by tensor id, how many times as long as in the trial step recomputation takes. `hook_seconds`: time in
+        hooks per dropped tensor, which is added to its recipe.
         """
         if not self.recompute:
             return trace

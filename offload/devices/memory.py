@@ -1,6 +1,6 @@
 """Reads how the memory of a device is used now: by torch, the driver and other processes; on the CPU, by this process.
 
-Explanations of out-of-memory errors and the progress bar use it. It changes no memory.
+Explanations of out-of-memory errors, `recover` and the values for progress bars use it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class DeviceMemory:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table: name and amount."""
-        asked = "not said" if self.asked_bytes is None else format_bytes(self.asked_bytes)
-        rows = [("wanted", asked)]
+        asked = "unknown" if self.asked_bytes is None else format_bytes(self.asked_bytes)
+        rows = [("requested", asked)]
         if self.is_accelerator:
             cached = self.reserved_bytes - self.used_bytes
             rows += [

@@ -116,12 +116,12 @@ class Step:
     def with_changes(
         self, kept: Sequence[int], seconds: list[float], more_bytes: Sequence[int], first_uses: Mapping[int, int]
     ) -> Step:
-        """Return the step with some of its tensors only.
+        """Return the step without the tensors that are recomputed.
 
         Parameters
         ----------
         kept : sequence of int
-            The tensors, in copy-out order.
+            Indices of the tensors that remain, in copy-out order.
         seconds : list of float
             The time of each node.
         more_bytes : sequence of int

@@ -27,8 +27,8 @@ from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-# Search budgets, in estimated seconds (see `SearchBudget`), for up to 1,000 tensors. With more tensors, the budgets of
-# swap-only searches grow in proportion to their number, the others to its power of 0.4.
+# Search budgets, in estimated seconds (see `SearchBudget`), for n <= 1,000 tensors. For larger n, the budgets of
+# swap-only searches grow with n, those of searches with recomputation with n**0.4.
 _BUDGET_SECONDS = 0.6  # swap-only search
 _PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection
 _JOINT_SECONDS = 2.0  # search with recomputation
@@ -37,7 +37,7 @@ _JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each of `_LOWER_LIM
 _EXHAUSTIVE_MAX = 12  # up to this number of tensors, all sets are tried; 4,096 sets
 _EXHAUSTIVE_PROBE_MAX = 8  # the same, for each limit of a bisection
 _LIMITS_MAX = 16  # limits tried by bisection
-# Tried after the bisection: limits that are lower by these shares of the distance to the least feasible limit.
+# After the bisection, limits between its result and the least feasible limit are tried, at these shares of the way.
 _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 
