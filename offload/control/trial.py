@@ -133,8 +133,8 @@ class Recipes:
     def added_to(self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0) -> Trace:
         """The trace with the recipes of its tensors.
 
-        `factors`: by tensor id, how many times as long as in the trial step recomputation takes. `hook_seconds`: time in
-        hooks per dropped tensor, which is added to its recipe.
+        `factors`: by tensor id, how many times as long as in the trial step recomputation takes. `hook_seconds`: the
+        time in hooks per dropped tensor; it is added to each recipe.
         """
         if not self.recompute:
             return trace
