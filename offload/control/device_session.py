@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ from offload.control.limits import Limits
 from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener
+from offload.control.regions import CompiledRegions
 from offload.control.trial import MakeTrial
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory, ModelState
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
+from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat.compiled import has_compiled_parts
 from offload.torch_compat.tensors import has_own_bytes
@@ -88,8 +91,9 @@ class DeviceSession:
             self.controller = ManualController(options, engine, self.counts, on_recorded, limits)
         else:
             self.held = HeldMemory(self.state, engine)
+            regions = CompiledRegions(options, engine, limits, partial(_is_in_step, weakref.ref(self)))
             self.controller = PlanController(
-                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, on_profile, limits
+                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, regions, on_profile, limits
             )
             self.held.on_optimizer_step(self.controller.end_profiles)
 
@@ -111,6 +115,8 @@ class DeviceSession:
         if self.held is not None:
             self.held.close()
         self.controller.end_profiles()
+        if isinstance(self.controller, PlanController):
+            self.controller.regions.close()
         if os.getpid() != self._pid:
             return  # copies and store are those of the process that this one was forked from
         self.engine.drain()
@@ -185,3 +191,9 @@ class DeviceSession:
             yield
         finally:
             self._local.excluded -= 1
+
+
+def _is_in_step(session: weakref.ref[DeviceSession]) -> bool:
+    """Whether the innermost saved-tensor hooks of this thread are those of a step of the session."""
+    current = innermost_step_hooks()
+    return current is not None and current.policy is session()
