@@ -13,7 +13,7 @@ namespace offload {
 // Continues `crc` (0 to begin) over `bytes` bytes at `data`.
 uint32_t crc32c(uint32_t crc, const void* data, size_t bytes);
 
-// The portable version, exposed so that tests can hold the two against each other.
+// The portable version, exposed so that tests can compare the two.
 uint32_t crc32c_portable(uint32_t crc, const void* data, size_t bytes);
 
 }  // namespace offload

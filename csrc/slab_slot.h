@@ -37,7 +37,7 @@ struct SlabSlot final : Slot {
   std::shared_ptr<Transfer> out;  // null once the copy-out has been added to the statistics
   std::shared_ptr<Transfer> in;
   EventRef target_free;  // recorded on the compute stream at prefetch
-  EventRef filled;       // of a lane; fires once a copy-in from disk has been issued, has failed or is cancelled
+  EventRef filled;       // a lane's event; completes once a copy-in from disk has been issued, failed or cancelled
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
@@ -59,8 +59,9 @@ struct SlabParts {
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.
   bool settle(Stream stream);
-  // The event after which no copy touches the slot's block any more.
+  // The event after which no copy reads or writes the slot's block any more.
   EventRef last_copy(const SlabSlot& slot);
+  // Add the time of the slot's copy-out or copy-in to the statistics, if the copy has ended.
   void count_out(SlabSlot& slot);
   void count_in(SlabSlot& slot);
   // Frees the block and the extent, and drops the target's owner. If a copy is still in flight, the block is reused
@@ -95,10 +96,11 @@ class InFlight {
   static constexpr size_t kMax = 2;
 
   explicit InFlight(SlabParts& parts) : parts_(parts) {}
-  // Waits until fewer than kMax are in flight; releases the lock while it waits.
+  // Waits until fewer than kMax transfers are in flight; releases the lock while it waits.
   void await_room(std::unique_lock<std::mutex>& lock);
-  // Records an event on `stream`; everything issued since the previous one counts as one transfer. If no event can be
-  // recorded, the transfer is not counted, so later ones do not wait for it; they report the device's error.
+  // Records an event on `stream`: everything issued since the previous event counts as one transfer. If the event
+  // cannot be recorded, the transfer is not counted, so later transfers do not wait for it. If the device has failed,
+  // they report it.
   void note(Stream stream);
 
  private:

@@ -1,7 +1,7 @@
 // The records of an engine: swapped storages, copies under way, and bytes on the device.
 //
-// engine_core.cpp starts copy-outs and swapped_storage.cpp swaps a storage in; both use these records. Storages own a
-// reference to the books, and the books only borrow storages, so there is no reference cycle.
+// engine_core.cpp starts copy-outs and swapped_storage.cpp swaps a storage in; both use these records. A storage
+// owns a reference to the records (`Books`), and the records only borrow storages, so there is no reference cycle.
 //
 // Callers hold the GIL, which guards everything here. It is released while a thread waits for a copy, and releasing a
 // Python object may run Python code. So an entry is removed from its queue before anything else is done with it.

@@ -9,19 +9,22 @@
 //   · a copy-in starts after its copy-out (and spill), and after everything that is queued on the compute stream at
 //     prefetch, so that it never overwrites memory that this stream still uses;
 //   · swap_in orders the compute stream after the copy-in;
-//   · slab tier: in `arriving` the copy-in has been issued; in_event completes when the target has all bytes; in
-//     `ready` swap_in has ordered the compute stream after in_event. Direct tier: in `ready` the target has all bytes;
 //   · a slot's memory is reused only after the last copy that uses it has ended.
+//
+// The last states differ by tier. Slab tier: in `arriving` the copy-in has been issued, and in_event completes when the
+// target has all bytes; in `ready` swap_in has ordered the compute stream after in_event. Direct tier: there is no
+// `arriving`; in `ready` the target has all bytes.
 //
 // Two tiers implement it. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host driver
 // only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in RAM.
 //
 // Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket, one throws. A
-// Ticket may be dropped at any time and in any state, without waiting. Errors: every method but id, bytes, state,
-// failure_text, cancel and release throws DriverError when the device fails; other errors are listed with the method.
-// After a failed copy-out the source is unchanged; after a failed copy-in the ticket can be prefetched again. If memory
-// runs out, swap_out and prefetch throw std::bad_alloc before anything has begun. release always succeeds, but then its
-// block or extent may stay counted as used.
+// Ticket may be destroyed at any time and in any state; its destructor does not wait.
+//
+// Errors: every method but id, bytes, state, failure_text, cancel and release throws DriverError when the device fails;
+// other errors are listed with the method. After a failed copy-out the source is unchanged; after a failed copy-in the
+// ticket can be prefetched again. If host memory runs out, swap_out and prefetch throw std::bad_alloc before anything
+// has begun; release does not throw, but the pool or the file may count the released block as used from then on.
 #pragma once
 
 #include <atomic>
@@ -63,8 +66,8 @@ constexpr size_t kSmallBytes = size_t{1} << 20;  // adjacent queued blocks below
 
 struct StoreOptions {
   size_t host_bytes_max = 0;              // limit on the slab tier's pinned memory
-  size_t slab_bytes = size_t{256} << 20;  // bytes that are pinned at a time
-  size_t slice_bytes = size_t{32} << 20;  // an urgent copy-in waits for at most the slices in flight
+  size_t slab_bytes = size_t{256} << 20;  // size of a slab, which is pinned in one call
+  size_t slice_bytes = size_t{32} << 20;  // larger blocks are copied in slices, between which urgent copies can start
   std::string spill_directory;            // empty: no disk tier
 };
 
@@ -86,7 +89,7 @@ struct Slot {
   virtual ~Slot() = default;
   uint64_t id = 0;
   size_t bytes = 0;
-  uint64_t need = 0;  // larger: needed later
+  uint64_t need = 0;  // larger if backward needs the block later; the largest are spilled to disk first
   std::atomic<State> state{State::queued};
   EventRef out_event;  // completes when the source is no longer read
   EventRef in_event;   // completes when the target has all bytes
@@ -123,10 +126,11 @@ class Ticket {
   void wait_out(Stream compute);
   // Cancels a copy-out that has not begun. Returns false if it has.
   bool cancel();
-  // Queues the copy-in to `target` (of `bytes` bytes; in the direct tier its address is congruent to the source's
-  // modulo alignment_bytes). The direct tier holds `owner` until the copy has ended. The slab tier holds it until the
-  // ticket is dropped, which may be before the copy has ended: there the caller keeps the target until in_done() or
-  // settle(). Throws std::logic_error if a copy-in is in flight or nothing was swapped out.
+  // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
+  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
+  // only until the ticket is destroyed; if that may be before the end of the copy, the caller must keep the target
+  // alive until in_done() is true or settle() returns. Throws std::logic_error if a copy-in is in flight or nothing was
+  // swapped out.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Whether no copy-in writes to the target any more, whether it succeeded or failed.
   bool in_done();
@@ -152,19 +156,18 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
                                                 const StoreOptions& options);
   virtual ~SwapStore() = default;
 
-  // Queues the copy-out of `bytes` bytes at `source`, after everything queued on `compute`. `need`: larger means needed
-  // later. The source must stay unchanged until out_done() or wait_out(). If this throws (PoolExhausted, PinningFailed,
-  // DriverError), nothing is queued. A small block may be queued first and copied together with others; if its copy
-  // cannot be issued then, its state becomes `failed`.
+  // Queues the copy-out of `bytes` bytes at `source`, after everything queued on `compute`. `need`: see Slot. The
+  // source must stay unchanged until out_done() or wait_out(). If this throws (PoolExhausted, PinningFailed,
+  // DriverError), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
+  // copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;
   // Frees empty slabs and truncates the unused end of the spill file. Returns the bytes freed.
   virtual size_t trim() = 0;
   virtual StoreStats stats() = 0;
-  // From now on, records the begin and end of copies, at most the newest `limit`; 0 stops and clears the record. By
-  // default nothing is recorded.
-  // "out" and "in" are copies from and to the device, "spill" and "fill" those between slab and file.
+  // Starts to record the begin and end of copies; the newest `limit` are kept. 0 stops and clears the record. In it,
+  // "out" and "in" are copies from and to the device, "spill" and "fill" copies between slab and file.
   void record_copies(size_t limit);
   // Returns the recorded copies that have ended, each once. If this throws, the next call returns them.
   std::vector<CopyEntry> take_copies();

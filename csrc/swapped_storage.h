@@ -22,7 +22,7 @@ struct SwappedState {
   uintptr_t source_address = 0;  // of the first byte
   int64_t views = 0;             // saved tensors on this storage
   int64_t views_left = 0;        // those that backward has not unpacked yet
-  bool is_counted = false;       // in the books' `unswapped` and `resident`
+  bool is_counted = false;       // in `unswapped` and `resident` of the books
   Owned owner;                   // weak reference; reserves the address of the version counter's owner
   Owned counter;                 // shares the saved tensors' version counter; null if they can no longer change
   CopyOutRef copy_out;           // null after the copy-out has ended and the source has been released

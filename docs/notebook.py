@@ -37,7 +37,7 @@ optimizer = torch.optim.AdamW(model.parameters())""",
         "text",
         """## The one line
 
-With nothing asked for: the least memory within 5 % of the step time. A fixed budget is `memory_limit="12GiB"` or a
+By default it saves as much memory as it can for about 5 % slower steps. A fixed budget is `memory_limit="12GiB"` or a
 fraction of the device, `memory_limit=0.4`. (`min_tensor_bytes` is here because this model is tiny.)""",
     ),
     ("code", """handle = offload.enable(model, max_slowdown=0.5, min_tensor_bytes="64KiB")"""),
@@ -62,9 +62,9 @@ with tqdm(range(6)) as bar:
         "text",
         """## What did it do?
 
-The report begins with what a planned step needs and takes, and how it is without offload; behind *details* is what
-moved, and what did not and why. The plan says, tensor by tensor, what was chosen, and how far from the best possible
-plan it is (*gap*).""",
+The report begins with the memory and the time of a planned step, with and without offload; *details* shows what is
+swapped, and what is not and why. The plan says what was chosen for each tensor, and how far the plan can be from the
+best possible one (*gap*).""",
     ),
     ("code", "handle.report()"),
     ("code", "print(handle.plan.explain())"),
@@ -90,8 +90,8 @@ IFrame("data:text/html;base64," + page, width="100%", height=560)""",
         "text",
         """## After running out of memory
 
-The exception itself carries a note: who holds the memory, and the line to type. The notebook keeps the dead step alive
-through its last traceback; this gives it back, and the model stays enabled.""",
+The exception has a note: what uses the memory, and which arguments to use. The notebook's last traceback still holds
+the tensors of the failed step; this call frees them. The model stays enabled.""",
     ),
     ("code", "offload.recover()"),
     ("text", "## Off again"),

@@ -99,7 +99,7 @@ def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int
     limit_bytes = parse_bytes(limit, "memory_limit")
     if limit_bytes < smallest_bytes and str(limit).isdecimal():  # meant in another unit
         raise ValueError(
-            f"memory_limit: {limit!r} is {format_bytes(limit_bytes)}, less than the smallest tensor that moves "
+            f"memory_limit: {limit!r} is {format_bytes(limit_bytes)}, less than the smallest tensor that is swapped "
             f'(min_tensor_bytes, {format_bytes(smallest_bytes)}); write the unit, such as "{limit}GiB"'
         )
     return limit_bytes

@@ -23,7 +23,7 @@ from offload.control.enabled_model import EnabledModel
 from offload.control.limits import LIMITS
 from offload.control.manual import ManualController
 from offload.control.trial import make_trial
-from offload.devices.memory import peak_bytes, watch_refusals
+from offload.devices.memory import peak_bytes, record_out_of_memory
 from offload.diagnostics import oom
 from offload.diagnostics.assessment import wish
 from offload.diagnostics.report import Feed, Report
@@ -176,7 +176,7 @@ class Session:
         >>> with offload.enable(model) as handle, handle.explain_oom("oom.html"):
         ...     model(torch.ones(2, 4)).sum().backward()
         """
-        watch_refusals()
+        record_out_of_memory()
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -369,7 +369,7 @@ def enable(
     }
     device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
     options = check_options(model, device, **asked)
-    watch_refusals()
+    record_out_of_memory()
     session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
     registry.register(session._enabled)
     return session

@@ -157,9 +157,10 @@ def run(
     """
     defaults = dict.fromkeys(("memory_limit", "max_slowdown", "n_tensors", "lookahead_nodes"))
     wanted = Options(**{**defaults, **options}, min_tensor_bytes=1, exclude=(), host_limit=0, spill_dir="")
+    regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
         wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, lambda: HeldBytes(0, 0),
-        lambda *_: "there are no operators",
+        lambda *_: "there are no operators", regions,
     )  # fmt: skip
     members = {tensor.id: (tensor.id,) for tensor in recorded.tensors}
     none = [0] * len(recorded.nodes)

@@ -69,10 +69,10 @@ needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions 
 def test_a_forward_that_does_not_fit_says_what_would() -> None:
     told = run_out("model(x).sum().backward()")
     assert re.search(r"out of memory in forward of \d+ \((Linear|Tanh)\)", told), told
-    assert re.search(r"wanted +16\.00 MiB", told)
+    assert re.search(r"requested +16\.00 MiB", told)
     assert re.search(r"free .* \(address space, ulimit -v\)", told)
-    assert re.search(r"kept: n_tensors +\d+\.00 MiB in \d+ tensors  \(could move\)", told)
-    assert re.search(r"kept: parameter .*\(cannot move\)", told)
+    assert re.search(r"kept: n_tensors +\d+\.00 MiB in \d+ tensors  \(could be swapped\)", told)
+    assert re.search(r"kept: parameter .*\(cannot be swapped\)", told)
     assert "offload.enable(model, n_tensors=-1, lb=1)" in told
     assert told.count("offload: out of memory in") == 1
     assert "end process" not in told, "the limit is this process's own"
@@ -101,7 +101,7 @@ def test_pythons_own_memory_error_is_explained() -> None:
     """
     told = run_out(body)
     assert told.startswith("MemoryError")
-    assert re.search(r"wanted +not said", told)
+    assert re.search(r"requested +unknown", told)
     assert "the caller's own code" in told
 
 
@@ -203,7 +203,7 @@ def handle() -> Iterator[Any]:
 def explained(
     handle: Any, memory: DeviceMemory, kept: dict[str, Count], monkeypatch: pytest.MonkeyPatch
 ) -> oom.Explanation:
-    monkeypatch.setattr(oom, "look", lambda device, asked_bytes=None: memory)
+    monkeypatch.setattr(oom, "memory_of", lambda device, asked_bytes=None: memory)
     subject = oom.Subject(handle.model, handle._engine, handle._options, Count(), kept)
     return oom.explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), subject)
 
@@ -211,8 +211,8 @@ def explained(
 @pytest.mark.parametrize(
     ("changes", "kept", "verdict"),
     [
-        ({}, {"n_tensors": Count(9, 4 * GIB)}, "Offloading can lower this peak: 512.00 MiB are short, and 4.00 GiB"),
-        ({}, {"n_tensors": Count(9, GIB // 4)}, "Offloading alone is not enough: 512.00 MiB are short, and only 256"),
+        ({}, {"n_tensors": Count(9, 4 * GIB)}, "Offloading can lower this peak: 512.00 MiB are missing, and 4.00 GiB"),
+        ({}, {"n_tensors": Count(9, GIB // 4)}, "Offloading alone is not enough: 512.00 MiB are missing, and only 256"),
         ({}, {}, "Offloading cannot lower this peak: nothing saved for backward"),
         ({"asked_bytes": 30 * GIB}, {"n_tensors": Count(9, GIB)}, "Nothing can make this fit: one tensor of 30.00 GiB"),
         ({"asked_bytes": None}, {"n_tensors": Count(9, GIB)}, "Offloading can lower this peak: 1.00 GiB"),
@@ -318,7 +318,7 @@ def test_whose_processes_may_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_rank_of_this_run_is_not_to_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have a launcher in common."""
     lines = {os.getpid(): [os.getpid(), 500, 1], 600: [600, 500, 1], 700: [700, 1]}
-    monkeypatch.setattr(device_memory, "_line_of", lines.__getitem__)
+    monkeypatch.setattr(device_memory, "_with_ancestors", lines.__getitem__)
     monkeypatch.setattr(device_memory, "_read", lambda path: f"Uid:\t{os.getuid()}\t{os.getuid()}\t0\t0\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not device_memory._can_be_ended(600)
@@ -391,19 +391,19 @@ def test_a_refusal_is_taken_down_before_anything_unwinds(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 20))
     monkeypatch.setattr(device_memory, "_gpu_processes", lambda device: [Process(5, "other", 4)])
     monkeypatch.setattr(device_memory, "_watching", False)
-    device_memory.watch_refusals()
-    device_memory.watch_refusals()
+    device_memory.record_out_of_memory()
+    device_memory.record_out_of_memory()
     (observer,) = observers  # attached once: there is no way to take it off
     device = torch.device("cuda", 0)
     observer(0, 1000, 20, 3)
-    found = device_memory.last_refusal(device, 1000)
+    found = device_memory.last_out_of_memory(device, 1000)
     assert found is not None
     assert (found.asked_bytes, found.used_bytes, found.reserved_bytes, found.free_bytes) == (1000, 7, 9, 3)
     assert (found.foreign_bytes, found.short_bytes, found.peak_bytes) == (8, 995, 8)
     assert found.processes == (Process(5, "other", 4),)
-    assert device_memory.last_refusal(device, 1000) is None  # told once
+    assert device_memory.last_out_of_memory(device, 1000) is None  # told once
     observer(0, 1000, 20, 3)
-    assert device_memory.last_refusal(device, 500) is None  # another request: that one was dealt with
+    assert device_memory.last_out_of_memory(device, 500) is None  # another request: that one was dealt with
 
 
 def test_recover_drops_what_the_last_exception_holds() -> None:

@@ -1,23 +1,23 @@
-"""The layering and the house rules that a reader may rely on, checked on the sources as they stand."""
+"""The layering and the code rules that a reader may rely on, checked on the sources as they stand."""
 
 import ast
 import re
 from pathlib import Path
 
-import house
+import package_graph
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "offload"
 SOURCES = sorted((ROOT / "csrc").glob("*.[ch]*"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
-GRAPH = house.import_graph(PACKAGE)
+GRAPH = package_graph.import_graph(PACKAGE)
 ADDRESSES = re.compile(r"data_ptr\(|cuda_stream\b|\.address\b|_cdata\b|_weak_ref\(")
 PRIVATE_TORCH = re.compile(
     r"torch\._[A-Za-z]|_execution_engine|_functorch|from torch\._|\._(cdata|base|version|weak_ref|expired|is_view)\b"
 )
-# Rooms from the bottom up: a module may import from its own room and from those below.
-ROOMS = [
+# Packages from the bottom up: a module may import from its own package and from those below.
+PACKAGES = [
     {"units", "_core"},
     {"torch_compat", "plan"},
     {"devices"},
@@ -62,7 +62,7 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return found
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[0] or "__init__"
 
 
@@ -103,7 +103,7 @@ def test_addresses_stay_in_the_runtime(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_private_interfaces_of_torch_stay_in_their_room(path):
+def test_private_interfaces_of_torch_stay_in_their_package(path):
     if path.parent.name != "torch_compat":
         assert not PRIVATE_TORCH.search(path.read_text())
 
@@ -114,21 +114,21 @@ def test_kinds_of_devices_are_told_apart_in_one_place(path):
         assert not re.search(r"torch\.cuda\b|\bis_cuda\b|type == \"cuda\"", path.read_text())
 
 
-def test_every_module_has_a_room():
-    assert {room_of(module) for module in GRAPH} <= set().union(*ROOMS)
+def test_every_module_has_a_package():
+    assert {package_of(module) for module in GRAPH} <= set().union(*PACKAGES)
     assert {path.stem for path in PACKAGE.glob("*.py")} == TOP
 
 
 @pytest.mark.parametrize("module", GRAPH)
-def test_no_room_imports_from_above(module):
-    rank = {name: number for number, names in enumerate(ROOMS) for name in names}
+def test_no_package_imports_from_above(module):
+    rank = {name: number for number, names in enumerate(PACKAGES) for name in names}
     for name in GRAPH[module]:
-        assert rank[room_of(name)] <= rank[room_of(module)], f"{module} imports {name}, which is above it"
+        assert rank[package_of(name)] <= rank[package_of(module)], f"{module} imports {name}, which is above it"
 
 
 def test_no_imports_form_a_cycle():
-    assert house.cycles(GRAPH) == []
-    assert house.cycles(house.rooms(GRAPH)) == []
+    assert package_graph.cycles(GRAPH) == []
+    assert package_graph.cycles(package_graph.packages(GRAPH)) == []
 
 
 @pytest.mark.parametrize("path", [*MODULES, *SOURCES], ids=lambda p: str(p.relative_to(ROOT)))

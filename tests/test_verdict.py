@@ -349,9 +349,7 @@ def test_nothing_to_swap_says_why() -> None:
         for _ in range(6):
             model(torch.randn(8, 64)).sum().backward()
         verdict = handle.report().verdict
-    state = (
-        r"nothing to swap: no saved tensor can move \(kept: small\)(; hooks are off)?"  # not while it is planned anew
-    )
+    state = r"nothing to swap: no saved tensor can be swapped \(kept: small\)(; hooks are off)?"
     assert re.fullmatch(state, verdict.state()), verdict.state()
     assert verdict.memory().startswith("whole step ")
     assert "activations" not in verdict.memory()

@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "plan",
         help=HELP,
         usage="offload plan [OPTION …] TRACE.json  |  offload plan [OPTION …] train.py [ARGUMENT …]",
-        description="Plan which saved tensors to swap in a recorded step, and when. Without a wish, show the options.",
+        description="Plan which saved tensors to swap in a recorded step, and when. Without a goal, compare several.",
         epilog="exit status: 0 planned, 2 a mistake in the call or the trace, 3 no plan keeps the limit",
     )
     parser.add_argument(
@@ -191,7 +191,7 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
 
 
 def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: int | None = None) -> int:
-    """Plan as `args` wish and print."""
+    """Make the plans that `args` ask for and print them."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

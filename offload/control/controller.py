@@ -18,10 +18,12 @@ from torch import nn
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep, most
-from offload.control.profile_listener import ProfileListener, tell_profile, tell_recipes
+from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
+from offload.control.regions import CompiledRegions
 from offload.control.signature import Signature
-from offload.control.trial import MakeTrial, Recipes, is_worth_a_trial
+from offload.control.trial import MakeTrial
+from offload.control.trials import Trials
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
 from offload.profiling.model_state import HeldBytes
@@ -75,6 +77,8 @@ class PlanController:
         What is on the device before a step begins.
     make_trial
         Begins a trial step, or says why none may run.
+    regions
+        The compiled parts of the model.
     on_profile
         Called with every profile before it is planned.
     limits
@@ -90,6 +94,7 @@ class PlanController:
         measure_link: Callable[[], Link],
         held: Callable[[], HeldBytes],
         make_trial: MakeTrial,
+        regions: CompiledRegions,
         on_profile: ProfileListener | None = None,
         limits: Limits = LIMITS,
     ) -> None:
@@ -100,7 +105,8 @@ class PlanController:
         self._on_recorded = on_recorded
         self._measure_link = measure_link
         self._held = held
-        self._make_trial = make_trial
+        self._trials = Trials(options, engine, counts, make_trial, regions, on_profile, limits)
+        self.regions = regions
         self._on_profile = on_profile
         self._limits = limits
         self._promise = SlowdownPromise(options, limits, engine)
@@ -133,13 +139,22 @@ class PlanController:
                 self.forget(signature)
                 return self._record(state, model, held())
             if planned.trial_bytes is not None:
-                return self._requested_trial(state, planned)
+                return self._trials.begin_requested(state, planned)
+            if self.regions.choose(planned, device_bytes(self._engine.device)):
+                return self._record_anew(state, signature, model, held())
             self._judge(state, planned, held)
             if state.phase is not Phase.PLANNING:
                 return self._follow(signature, state, planned)
-            self._plan(planned, held())
+            try:
+                self._plan(planned, held())
+            except InfeasibleLimitError:
+                if not self.regions.are_given_up(None):
+                    raise
+                return self._record_anew(state, signature, model, held())
+            if self.regions.are_given_up(planned.plan):
+                return self._record_anew(state, signature, model, held())
             state.enter(Phase.MEASURING)
-            return self._trial(state, planned) or self._follow(signature, state, planned)
+            return self._trials.begin_due(state, planned, model) or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
         """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
@@ -175,6 +190,13 @@ class PlanController:
         self._counts.profiled_steps += 1
         state.profiler = Profiler(self._engine, model, held)
         return state.profiler
+
+    def _record_anew(self, state: SignatureState, signature: object, model: nn.Module, held: HeldBytes) -> StepObserver:
+        """Profile again what every signature does: other parts of the model are recomputed as a whole from now on."""
+        self.end_profiles()
+        self._states = OrderedDict([(signature, state)])
+        state.planned = state.profiler = None
+        return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
         """Move a planned signature to the phase that its measured steps and the held memory call for."""
@@ -213,35 +235,6 @@ class PlanController:
         executor = MeteredExecutor(*about, Stopwatch(self._engine), planned.weights)
         planned.executors.append(executor)
         return executor
-
-    def _trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver | None:
-        """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
-        plan = planned.plan
-        assert plan is not None
-        has_had_one = planned.recipes is not None or planned.trial is not None
-        if has_had_one or not is_worth_a_trial(plan, self._options, self._limits):
-            return None
-        return self._begin_trial(state, planned, self._options.memory_limit or plan.peak_bytes)
-
-    def _begin_trial(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:
-        trial = self._make_trial(self._engine, planned.profile.order, planned.trace().base_bytes, room)
-        if isinstance(trial, str):
-            planned.recipes = Recipes(reason=trial)
-            log.info("nothing is recomputed: %s", trial)
-            return None
-        planned.trial = trial
-        self._counts.trial_steps += 1
-        state.enter(Phase.TRIAL)
-        return trial
-
-    def _requested_trial(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
-        """Run the trial step that the listener asked for, then tell it the recipes."""
-        trial = self._begin_trial(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
-        self._tell_recipes(planned)
-        return trial or SwapOnDemand()
-
-    def _tell_recipes(self, planned: PlannedStep) -> None:
-        tell_recipes(self._on_profile, planned, self._options, self._counts, on_cpu=self._on_cpu)
 
     def _about(
         self, signature: object, schedule: Schedule | None
@@ -361,7 +354,7 @@ class PlanController:
             for state in self._states.values():
                 if state.planned is not None:
                     state.planned.read_measurements(self._counts)
-                    self._tell_recipes(state.planned)
+                    self._trials.tell_recipes(state.planned)
             return self._latest
 
     @property
@@ -380,7 +373,8 @@ class PlanController:
     def why_nothing_recomputed(self) -> str:
         """Why no trial step could run for the signature with the most steps; empty if one has, or none was due."""
         planned = self.main
-        return planned.recipes.reason if planned is not None and planned.recipes is not None else ""
+        own = planned.recipes.reason if planned is not None and planned.recipes is not None else ""
+        return own or self.regions.reason
 
     @property
     def knows_temporaries(self) -> bool:

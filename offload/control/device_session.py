@@ -1,6 +1,6 @@
-"""One enabled model on one device: its engine, what of the model may move, and who decides what does.
+"""One enabled model on one device: its engine, which tensors may be swapped, and the controller that chooses them.
 
-Every pack asks here before the engine moves a tensor. A moved model gets another one of these.
+Every pack asks here before the engine swaps a tensor. If the model is moved to another device, it gets a new session.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ from offload.control.limits import Limits
 from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener
+from offload.control.regions import CompiledRegions
 from offload.control.trial import MakeTrial
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory, ModelState
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
+from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat.compiled import has_compiled_parts
 from offload.torch_compat.tensors import has_own_bytes
@@ -88,8 +91,9 @@ class DeviceSession:
             self.controller = ManualController(options, engine, self.counts, on_recorded, limits)
         else:
             self.held = HeldMemory(self.state, engine)
+            regions = CompiledRegions(options, engine, limits, partial(_is_in_step, weakref.ref(self)))
             self.controller = PlanController(
-                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, on_profile, limits
+                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, regions, on_profile, limits
             )
             self.held.on_optimizer_step(self.controller.end_profiles)
 
@@ -111,6 +115,8 @@ class DeviceSession:
         if self.held is not None:
             self.held.close()
         self.controller.end_profiles()
+        if isinstance(self.controller, PlanController):
+            self.controller.regions.close()
         if os.getpid() != self._pid:
             return  # copies and store are those of the process that this one was forked from
         self.engine.drain()
@@ -126,7 +132,7 @@ class DeviceSession:
     # -- what hooks ask -----------------------------------------------------------------------------------------------
 
     def supports(self, tensor: Tensor) -> bool:
-        """Whether the engine can move tensors of this kind."""
+        """Whether the engine can swap tensors of this kind."""
         return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
@@ -185,3 +191,9 @@ class DeviceSession:
             yield
         finally:
             self._local.excluded -= 1
+
+
+def _is_in_step(session: weakref.ref[DeviceSession]) -> bool:
+    """Whether the innermost saved-tensor hooks of this thread are those of a step of the session."""
+    current = innermost_step_hooks()
+    return current is not None and current.policy is session()

@@ -29,14 +29,14 @@ class Limits:
     replans
         New plans for a signature whose steps were measured.
     recheck_steps
-        Of the steps of a plan without swaps, one in so many is still checked.
+        If a plan has no swaps, one step in this many is still checked.
     measurements, measurements_before_judging
-        Measured steps that are kept, and how many there have to be before a plan is judged: a neighbour may have
-        slowed one.
+        Number of measured steps that are kept, and the number that is needed before they are compared with the plan:
+        other programs may have slowed a single step.
     device_measured_steps
-        Steps that are measured on an accelerator, where every mark is an event.
+        Number of steps that are measured on an accelerator, where each measurement records an event.
     steady_measured_every
-        On the CPU, of the steady steps of a plan, one in so many is measured.
+        On the CPU, one step in this many is measured once the plan agrees with the measurements.
     manual_measured_steps
         Steps that are measured in the manual mode; after them one in `recheck_steps`.
     tolerance

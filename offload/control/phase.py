@@ -1,14 +1,15 @@
-"""The phase of a signature: what its steps are run for, from the first one to steady ones.
+"""The state machine of a signature: profile its first step, plan, measure the plan, then only follow it.
 
-The controller moves signatures from phase to phase, always through `SignatureState.enter`.
+A signature is the kind of a step: the shapes and dtypes of its inputs (`signature.py`). The controller changes its
+phase, always through `SignatureState.enter`.
 
-    PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY ──▶ UNHOOKED      (a plan without swaps, no limit to keep)
-        ▲          ▲  │  ▲         │            │          │
-        │      TRIAL ◀┘  └─────────┴────────────┴──────────┘          a promise is broken, or memory has grown
-        └─── the step deviates from the recorded one ◀── any ──▶ ON_DEMAND   it has done so too often
+    PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED for a plan without swaps and no memory limit
+        ▲          ▲  │  ▲         │            │
+        │      TRIAL ◀┘  └─────────┴────────────┘   if measured steps differ from the plan, or more memory is in use
+        └── from any phase, if a step differs from the recorded one; if this happens too often, to ON_DEMAND
 
-A plan that swaps alone and costs time, or under `max_slowdown` more memory than the least, is followed by one trial
-step, which proves how tensors can be recomputed. The next plan chooses between both.
+If a swap-only plan slows the step (with `max_slowdown`: if it needs more memory than the lowest feasible limit), a
+trial step follows. It tries which tensors can be recomputed, and the next plan may recompute them.
 """
 
 from __future__ import annotations
@@ -26,29 +27,32 @@ log = logging.getLogger("offload")
 
 
 class Phase(enum.Enum):
-    """What the steps of a signature are run for."""
+    """What the steps of a signature do."""
 
-    PROFILING = "profiling"  # a step is recorded; until its backward has ended, others swap everything on demand
-    PLANNING = "planning"  # recorded; the next step begins with a new plan
-    TRIAL = "trial"  # one step is recorded by operator and its recipes are proven; meanwhile others follow the plan
-    MEASURING = "measuring"  # the plan's first steps are measured
-    STEADY = "steady"  # the plan keeps what it promised, or may not be replaced any more
-    UNHOOKED = "unhooked"  # the plan swaps nothing: hooks are off, but for one step in many
-    ON_DEMAND = "on demand"  # steps never run the same way twice: everything swaps, and is loaded when asked for
+    # One step is recorded. Steps that begin before its backward has ended swap every tensor and load it on demand.
+    PROFILING = "profiling"
+    PLANNING = "planning"  # a profile exists; a new plan is made before the next step
+    TRIAL = "trial"  # one step runs every recipe once; steps that begin before it has ended follow the plan
+    MEASURING = "measuring"  # the first steps of a plan are measured
+    STEADY = "steady"  # measurements agree with the plan, or the limit on new plans is reached
+    UNHOOKED = "unhooked"  # the plan swaps nothing: only one step in `recheck_steps` has hooks
+    ON_DEMAND = "on demand"  # steps differ too often to plan: they swap every tensor and load it on demand
 
 
 @dataclass
 class SignatureState:
-    """One signature: its phase, and what that phase works with.
+    """The phase and the data of one signature.
 
     Attributes
     ----------
+    phase
+        What its steps do now.
     profiler
-        Of a recorded step whose profile has not been read yet.
+        The profiler of a step that has been recorded, until its profile is read; None otherwise.
     planned
-        What was made of the latest profile.
+        The latest profile with its plan and measurements; None before the first profile.
     deviations
-        How often its steps have deviated from the recorded one.
+        How often a step has differed from the recorded one.
     """
 
     phase: Phase = Phase.PROFILING
@@ -57,7 +61,7 @@ class SignatureState:
     deviations: int = 0
 
     def enter(self, phase: Phase, why: str = "") -> None:
-        """Move on to `phase`; logged, with the reason, where it is another one."""
+        """Change the phase. A change is logged, with the reason."""
         if phase is not self.phase:
             log.debug("phase: %s → %s%s", self.phase.value, phase.value, f" ({why})" if why else "")
             self.phase = phase

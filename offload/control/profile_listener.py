@@ -1,6 +1,6 @@
-"""Who is told of profiled steps before they are planned: `offload plan train.py`.
+"""Passes profiled steps to a listener before they are planned: to `offload plan train.py`.
 
-It may ask for the trial step too, and is then told the recipes that this step proves.
+The listener may request a trial step too, and then gets the recipes that this step has found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ProfileListener = Callable[[Trace, Link, int, bool], int | None]
 
 
 def tell_profile(listener: ProfileListener | None, planned: PlannedStep, options: Options, *, on_cpu: bool) -> None:
-    """Tell of a step that has just been profiled; `planned.trial_bytes` is the answer."""
+    """Pass a step that has just been profiled to the listener; its answer is stored in `planned.trial_bytes`."""
     if listener is not None:
         may_try = options.recompute is not None and options.n_tensors is None
         host_bytes = 0 if on_cpu else options.host_limit
@@ -31,7 +31,7 @@ def tell_profile(listener: ProfileListener | None, planned: PlannedStep, options
 def tell_recipes(
     listener: ProfileListener | None, planned: PlannedStep, options: Options, counts: Counts, *, on_cpu: bool
 ) -> None:
-    """Tell the recipes of the trial step that the listener asked for, if it is over or cannot run."""
+    """Pass the recipes of the requested trial step to the listener, if the step is over or cannot run."""
     if listener is None or planned.trial_bytes is None:
         return
     planned.read_trial(counts, cheap=options.recompute == "cheap")

@@ -1,4 +1,4 @@
-"""The trial step: when it is due, and what the planner makes of the recipes that it proves.
+"""The trial step: when it is due, and how its recipes are converted for the planner.
 
 It maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
 """
@@ -43,7 +43,7 @@ class TrialObserver(StepObserver, Protocol):
         """Whether the step saved what the recorded one did."""
 
     def recipes(self) -> Mapping[int, MeasuredRecipe]:
-        """What has been proven, by pack index of the entry."""
+        """The recipes whose results were bit-identical, by pack index of the entry."""
 
     def refusals(self) -> Mapping[int, str]:
         """Why other entries have no recipe, by pack index."""
@@ -52,8 +52,8 @@ class TrialObserver(StepObserver, Protocol):
         """What the step took; None where it is not over."""
 
 
-# Begins the trial step of a recorded step: with the bytes by node that no plan moves, and the most that it may take. A
-# string says why none may run.
+# Starts the trial step of a recorded step. Arguments: engine, recorded order, `base_bytes` by node, and the most bytes
+# that the trial may use. If no trial can run, the result is a string that says why.
 MakeTrial = Callable[[Engine, StepOrder, Sequence[int], int], TrialObserver | str]
 
 
@@ -97,7 +97,7 @@ def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limi
 
 @dataclass(frozen=True)
 class Recipes:
-    """What a trial step has proven.
+    """The results of a trial step.
 
     Attributes
     ----------
@@ -134,10 +134,11 @@ class Recipes:
     def added_to(
         self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0, byte_seconds: float = 0.0
     ) -> Trace:
-        """The trace with the recipes of its tensors; those in `factors` take so many times as long.
+        """The trace with the recipes of its tensors.
 
-        `hook_seconds` is what the hooks of each dropped tensor take besides, of all its entries together; by
-        `byte_seconds` each dropped byte slows the computation.
+        `factors`: by tensor id, how many times as long as in the trial step recomputation takes; where it is not known,
+        the median of those. `hook_seconds`: the time in hooks per dropped tensor; it is added to each recipe.
+        `byte_seconds`: by how much each dropped byte slows the computation.
         """
         if not self.recompute:
             return trace
@@ -152,7 +153,7 @@ class Recipes:
 
 
 def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
-    """Whether recomputation could improve a plan that swaps alone: its step, or under `max_slowdown` its memory."""
+    """Whether recomputation could improve a swap-only plan: its step time, or with `max_slowdown` its memory."""
     if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
         return False
     if options.max_slowdown is None:

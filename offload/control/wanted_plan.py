@@ -32,7 +32,7 @@ def wanted_plan(
     Parameters
     ----------
     trace
-        The step, with the recipes that have been proven.
+        The step, with the recipes that the trial step has found.
     link
         The link.
     options
@@ -63,7 +63,7 @@ def wanted_plan(
     if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(
         trace, options.memory_limit or 0, link
     ):
-        return plan  # no plan that swaps alone comes near
+        return plan  # no swap-only plan can be nearly as fast
     alone = _plan(trace, link, options, recompute=False, effort=effort)
     is_faster = plan.expected_seconds < threshold * alone.expected_seconds and plan.peak_bytes <= max(
         alone.peak_bytes, options.memory_limit or 0

@@ -1,6 +1,6 @@
 """Reads how the memory of a device is used now: by torch, the driver and other processes; on the CPU, by this process.
 
-Explanations of out-of-memory errors and the progress bar use it. It changes no memory.
+Explanations of out-of-memory errors, `recover` and the values for progress bars use it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ from offload.devices.device import device_of
 from offload.devices.processes import local_processes
 from offload.units import format_bytes
 
-__all__ = ["DeviceMemory", "Process", "last_refusal", "look", "peak_bytes", "resident_set", "watch_refusals"]
+__all__ = [
+    "DeviceMemory",
+    "Process",
+    "last_out_of_memory",
+    "memory_of",
+    "peak_bytes",
+    "record_out_of_memory",
+    "resident_set",
+]
 
 _PROCESSES_MAX = 3
 _RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
-# What counts towards each limit of the CPU besides the process's resident memory.
-_BESIDES = {
+# By limit on the CPU: what uses it besides the resident memory of this process.
+_OTHER_USE = {
     _RAM: "other processes",
     _ADDRESS_SPACE: "mapped and not resident",
     _CONTROL_GROUP: "the rest of the control group",
 }
 
-_refused: dict[torch.device, DeviceMemory] = {}
+_at_out_of_memory: dict[torch.device, DeviceMemory] = {}
 _watching = False
 
 
@@ -68,9 +76,10 @@ class DeviceMemory:
     reserved_bytes : int
         Reserved by torch's allocator, including tensors (accelerator); mapped (CPU).
     free_bytes, total_bytes : int
-        Free and total bytes of the device, or of the limit of this process with the fewest free bytes.
+        Free and total bytes of the device. On the CPU, several limits apply to this process: RAM, its control group and
+        its address space. Then these are the bytes of the limit with the fewest free bytes.
     limit : str
-        The limit to which `total_bytes` refers.
+        Name of the limit to which `free_bytes` and `total_bytes` refer.
     peak_bytes : int
         Maximum of `used_bytes` so far.
     processes : tuple of Process
@@ -103,8 +112,8 @@ class DeviceMemory:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of a table: name and amount."""
-        asked = "not said" if self.asked_bytes is None else format_bytes(self.asked_bytes)
-        rows = [("wanted", asked)]
+        asked = "unknown" if self.asked_bytes is None else format_bytes(self.asked_bytes)
+        rows = [("requested", asked)]
         if self.is_accelerator:
             cached = self.reserved_bytes - self.used_bytes
             rows += [
@@ -122,13 +131,13 @@ class DeviceMemory:
         return rows
 
     def parts(self, swapped_bytes: int, movable_bytes: int) -> list[tuple[str, int]]:
-        """Return name and bytes of each part of the memory, for a picture; the sum is the total plus what is short."""
+        """Return name and bytes of each part of the memory, for a picture. They add up to total plus missing bytes."""
         movable = min(movable_bytes, self.used_bytes)
         swapped = min(swapped_bytes, self.used_bytes - movable)
         parts = [
             ("parameters, gradients, temporaries and the rest", self.used_bytes - movable - swapped),
             ("swapped tensors on the device", swapped),
-            ("saved tensors that could move", movable),
+            ("saved tensors that could be swapped", movable),
         ]
         if self.is_accelerator:
             parts += [
@@ -136,20 +145,20 @@ class DeviceMemory:
                 ("not torch's", self.foreign_bytes),
             ]
         else:
-            parts.append((_BESIDES[self.limit], max(self.total_bytes - self.free_bytes - self.used_bytes, 0)))
-        return [*parts, ("free", self.free_bytes), ("short", self.short_bytes or 0)]
+            parts.append((_OTHER_USE[self.limit], max(self.total_bytes - self.free_bytes - self.used_bytes, 0)))
+        return [*parts, ("free", self.free_bytes), ("missing", self.short_bytes or 0)]
 
 
-def look(device: torch.device, asked_bytes: int | None = None) -> DeviceMemory:
+def memory_of(device: torch.device, asked_bytes: int | None = None) -> DeviceMemory:
     """Return how the memory of `device` is used now.
 
     Examples
     --------
-    >>> look(torch.device("cpu")).used_bytes > 0
+    >>> memory_of(torch.device("cpu")).used_bytes > 0
     True
     """
     known = device_of(device)
-    return _look_accelerator(known, asked_bytes) if isinstance(known, Accelerator) else _look_cpu(asked_bytes)
+    return _accelerator_memory(known, asked_bytes) if isinstance(known, Accelerator) else _cpu_memory(asked_bytes)
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -158,7 +167,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_set() -> tuple[int, int]:
-    """Return the resident set of this process in bytes: now and at most so far."""
+    """Return the resident set of this process in bytes: its size now and its peak."""
     status = _kilobyte_fields("/proc/self/status")
     now = status.get("VmRSS", 0)
     return now, max(now, status.get("VmHWM", 0))
@@ -167,32 +176,33 @@ def resident_set() -> tuple[int, int]:
 # -- an accelerator ---------------------------------------------------------------------------------------------------
 
 
-def watch_refusals() -> None:
-    """From now on, record the memory of a GPU whenever torch runs out of memory, before the error is raised.
+def record_out_of_memory() -> None:
+    """From now on, record how the memory of a GPU is used whenever torch runs out of it, before the error is raised.
 
     Torch has no way to stop this; it costs nothing until memory runs out.
     """
     global _watching
     if not _watching:
-        _watching = watch_out_of_memory(_take_down)
+        _watching = watch_out_of_memory(_record)
 
 
-def _take_down(device: torch.device, asked_bytes: int) -> None:
-    _refused[device] = _look_accelerator(Accelerator(device), asked_bytes)
+def _record(device: torch.device, asked_bytes: int) -> None:
+    _at_out_of_memory[device] = _accelerator_memory(Accelerator(device), asked_bytes)
 
 
-def last_refusal(device: torch.device, asked_bytes: int | None) -> DeviceMemory | None:
-    """Return the last record of `watch_refusals` for this device, if it is of a request for about `asked_bytes` bytes.
+def last_out_of_memory(device: torch.device, asked_bytes: int | None) -> DeviceMemory | None:
+    """Return the record of the last out-of-memory error on this device, and delete it.
 
-    A record of another size is of an earlier error, which has been handled meanwhile. The record is removed.
+    Returns None if that error was not caused by a request for about `asked_bytes` bytes: then the record is of an
+    earlier error, which the program has caught.
     """
-    refused = _refused.pop(torch.device(device.type, device.index or 0), None)
-    if refused is None or refused.asked_bytes is None or asked_bytes is None:
+    memory = _at_out_of_memory.pop(torch.device(device.type, device.index or 0), None)
+    if memory is None or memory.asked_bytes is None or asked_bytes is None:
         return None
-    return refused if abs(refused.asked_bytes - asked_bytes) <= 0.01 * asked_bytes else None
+    return memory if abs(memory.asked_bytes - asked_bytes) <= 0.01 * asked_bytes else None
 
 
-def _look_accelerator(device: Accelerator, asked_bytes: int | None) -> DeviceMemory:
+def _accelerator_memory(device: Accelerator, asked_bytes: int | None) -> DeviceMemory:
     stats = device.memory_stats()
     free, total = device.memory_info()
     return DeviceMemory(
@@ -223,15 +233,15 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
         return
     others = [each for each in running if each.pid != os.getpid() and each.usedGpuMemory]
     for each in sorted(others, key=lambda process: -process.usedGpuMemory)[:_PROCESSES_MAX]:
-        # A container has its own process numbers. The number is right if that process has the driver open.
-        is_meant = "/dev/nvidia" in _read(f"/proc/{each.pid}/maps")
-        yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory, is_meant and _can_be_ended(each.pid))
+        # In a container, NVML's pid may belong to an unrelated process: check that the process has the driver open.
+        uses_gpu = "/dev/nvidia" in _read(f"/proc/{each.pid}/maps")
+        yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory, uses_gpu and _can_be_ended(each.pid))
 
 
 # -- the CPU ----------------------------------------------------------------------------------------------------------
 
 
-def _look_cpu(asked_bytes: int | None) -> DeviceMemory:
+def _cpu_memory(asked_bytes: int | None) -> DeviceMemory:
     status = _kilobyte_fields("/proc/self/status")
     machine = _kilobyte_fields("/proc/meminfo")
     resident, mapped = status.get("VmRSS", 0), status.get("VmSize", 0)
@@ -273,19 +283,19 @@ def _can_be_ended(pid: int) -> bool:
     users = re.search(r"^Uid:\s+(\d+)\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
     if users is None or {int(users[1]), int(users[2])} != {os.getuid()}:
         return False
-    own, theirs = _line_of(os.getpid()), _line_of(pid)
-    is_rank = local_processes() > 1 and theirs[1:2] == own[1:2]  # of the same launcher
+    own, theirs = _with_ancestors(os.getpid()), _with_ancestors(pid)
+    is_rank = local_processes() > 1 and theirs[1:2] == own[1:2]  # started by the same launcher
     return pid not in own and os.getpid() not in theirs and not is_rank
 
 
-def _line_of(pid: int) -> list[int]:
+def _with_ancestors(pid: int) -> list[int]:
     """Return the ids of a process, its parent, the parent of that, and so on."""
-    line: list[int] = []
-    while pid > 0 and pid not in line:
-        line.append(pid)
+    found: list[int] = []
+    while pid > 0 and pid not in found:
+        found.append(pid)
         parent = re.search(r"^PPid:\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
         pid = int(parent[1]) if parent is not None else 0
-    return line
+    return found
 
 
 def _process_name(pid: int) -> str:

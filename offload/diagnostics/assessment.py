@@ -115,6 +115,8 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
             return replace(verdict, kind="unplanned", reason=reason)
         return replace(verdict, kind="profiling", reason="the first step is not over yet")
     trace = planned.plan.trace if planned.plan is not None else planned.trace()
+    before = controller.regions.before  # in its steps, no compiled part ran again in backward
+    whole = before.trace() if before is not None else trace
     # Uses the steps whose times the verdict gives, if there are any: other programs may have slowed earlier ones.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
@@ -122,9 +124,11 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     is_judged = slowdown is not None and len(planned.step_seconds) > 0
     if slowdown is not None and is_judged:
         compute = median(planned.step_seconds) / (1 + slowdown)
+    compute -= controller.regions.seconds
     verdict = replace(
         verdict,
-        activation_bytes_unswapped=max(unswapped_activations(trace), default=None),
+        regions=len(controller.regions.chosen),
+        activation_bytes_unswapped=max(unswapped_activations(whole), default=None),
         compute_seconds=compute,
         reference_steps=len(planned.frontier.references) if is_judged else 0,
         tensors=len(trace.tensors),
@@ -133,7 +137,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     if refusal is None and planned.plan is None:  # the optimizer's state is not known yet
         return replace(verdict, kind="profiling", reason="the next step of this shape follows a plan")
     if planned.profile.knows_temporaries:
-        verdict = replace(verdict, step_bytes_unswapped=max(unswapped_bytes(trace), default=0))
+        verdict = replace(verdict, step_bytes_unswapped=max(unswapped_bytes(whole), default=0))
     if refusal is not None:
         asked, least = refusal.limit_bytes, refusal.least_limit_bytes
         return replace(verdict, kind="refused", limit_bytes=asked, least_limit_bytes=least)
@@ -145,9 +149,10 @@ def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdic
     assert plan is not None
     assert weights is not None
     is_by_hand = subject.options.n_tensors is not None and len(plan.trace.tensors) > 0
+    moves = plan.swaps or plan.recomputes or verdict.regions
     return replace(
         verdict,
-        kind="by hand" if is_by_hand else "planned" if plan.swaps or plan.recomputes else "nothing to swap",
+        kind="by hand" if is_by_hand else "planned" if moves else "nothing to swap",
         activation_bytes=max(planned.activation_bytes, default=None),
         activation_bytes_planned=max(weights.planned, default=None),
         step_bytes_planned=plan.peak_bytes if planned.profile.knows_temporaries else None,
@@ -177,7 +182,7 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
 
 def _nothing_can_move(counts: Counts) -> str:
     reasons = sorted((reason for reason in counts if reason != "parameter"), key=lambda reason: -counts[reason].nbytes)
-    return f"no saved tensor can move (kept: {', '.join(reasons[:3]) or 'none was saved'})"
+    return f"no saved tensor can be swapped (kept: {', '.join(reasons[:3]) or 'none was saved'})"
 
 
 def _problems(verdict: Verdict, subject: Subject) -> Iterable[str]:

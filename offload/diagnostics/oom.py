@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.devices.device import device_of
-from offload.devices.memory import DeviceMemory, Process, last_refusal, look
+from offload.devices.memory import DeviceMemory, Process, last_out_of_memory, memory_of
 from offload.diagnostics.html import oom as oom_page
 from offload.options import Options
 from offload.runtime.counters import Count
@@ -96,10 +96,11 @@ class Explanation:
 
     def saved_rows(self) -> list[tuple[str, str, str]]:
         """Return what autograd saved in this step: reason, amount, and whether it can be swapped."""
-        rows = [("swapped out", _words(self.swapped), "moved")] if self.swapped.tensors else []
+        rows = [("swapped out", _words(self.swapped), "copied out")] if self.swapped.tensors else []
         rows += [("dropped", _words(self.dropped), "recomputed in backward")] if self.dropped.tensors else []
         for reason, count in sorted(self.kept.items(), key=lambda item: -item[1].nbytes):
-            rows.append((f"kept: {reason}", _words(count), "cannot move" if reason in _FIXED else "could move"))
+            can = "cannot" if reason in _FIXED else "could"
+            rows.append((f"kept: {reason}", _words(count), f"{can} be swapped"))
         return rows
 
     def __str__(self) -> str:
@@ -175,7 +176,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
     """
     engine = subject.engine
     asked = asked_bytes(str(error))
-    memory = last_refusal(engine.device, asked) or look(engine.device, asked)
+    memory = last_out_of_memory(engine.device, asked) or memory_of(engine.device, asked)
     kept = {reason: count for reason, count in subject.kept.items() if count.tensors}
     movable = _movable_bytes(kept)
     engine.collect()
@@ -251,14 +252,14 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
         )
     if not is_saved:
         return f"Offloading cannot lower this peak: nothing saved for backward is on the device now; {others}."
-    could = f"{format_bytes(movable)} of what autograd saved in this step could still move"
+    could = f"{format_bytes(movable)} of what autograd saved in this step could still be swapped"
     if leaving:
         could += f" and {format_bytes(leaving)} of swapped tensors are still or again on the device"
     if short is None:
         return f"Offloading {'can lower' if movable else 'does what it can for'} this peak: {could}; {others}."
     if movable + leaving >= short:
-        return f"Offloading can lower this peak: {format_bytes(short)} are short, and {could}; {others}."
-    return f"Offloading alone is not enough: {format_bytes(short)} are short, and only {could}; {others}."
+        return f"Offloading can lower this peak: {format_bytes(short)} are missing, and {could}; {others}."
+    return f"Offloading alone is not enough: {format_bytes(short)} are missing, and only {could}; {others}."
 
 
 def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> list[Remedy]:
@@ -277,7 +278,7 @@ def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options,
         what, whose = (
             ("process", "it is yours and holds") if len(ending) == 1 else ("processes", "they are yours and hold")
         )
-        found.append(Remedy(f"end {what} {names}", f"{whose} {holds}: enough for what is short"))
+        found.append(Remedy(f"end {what} {names}", f"{whose} {holds}: at least as much as is missing"))
     why = "halves what is saved for backward; the gradients of two halves, each loss divided by 2, add up to the same"
     found.append(Remedy("halve the batch, and call optimizer.step() after every second one", why))
     return found
@@ -326,8 +327,8 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
         arguments["spill_dir"] = options.spill_dir
     words = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
     moved = unchosen + small + excluded + unhoused
-    why = "moves what it can" if options.n_tensors == 0 else "brings tensors back later, so that fewer are here at once"
-    why = f"moves up to {format_bytes(moved)} more" if moved else why
+    why = "swaps what it can" if options.n_tensors == 0 else "prefetches later, so that fewer tensors are here at once"
+    why = f"swaps up to {format_bytes(moved)} more" if moved else why
     why = "plans the fastest step that stays below it, or refuses beforehand" if limit else why
     return Remedy(f"offload.enable(model, {words})", why + "; the step takes longer")
 

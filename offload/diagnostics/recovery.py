@@ -15,7 +15,7 @@ import torch
 
 from offload.devices import allocator
 from offload.devices.device import accelerators
-from offload.devices.memory import look
+from offload.devices.memory import memory_of
 from offload.runtime.stores import engines
 from offload.runtime.weak import run_pending_callbacks
 
@@ -61,7 +61,7 @@ def recover() -> dict[str, int]:
 
 
 def _held(device: torch.device) -> int:
-    memory = look(device)
+    memory = memory_of(device)
     return memory.reserved_bytes if memory.is_accelerator else memory.used_bytes
 
 

@@ -104,6 +104,8 @@ class Report:
         Storages that were dropped and recomputed in backward, and their bytes.
     recompute_seconds : float
         Time of the recomputation, in seconds.
+    regions : tuple of str
+        Compiled parts of the model that torch's checkpoint runs again in backward; their tensors are not saved.
     borrowed_steps : int
         Steps that followed the plan of a larger shape.
     bare_steps : int
@@ -135,6 +137,7 @@ class Report:
     reference_steps: int = 0
     recomputed: Count = field(default_factory=Count)
     recompute_seconds: float = 0.0
+    regions: tuple[str, ...] = ()
     borrowed_steps: int = 0
     bare_steps: int = 0
     steps_measured: tuple[StepRecord, ...] = ()
@@ -172,6 +175,7 @@ class Report:
             "trial_steps": self.trial_steps,
             "reference_steps": self.reference_steps,
             "recomputed": {**self.recomputed.to_dict(), "seconds": self.recompute_seconds},
+            "regions": list(self.regions),
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
@@ -230,6 +234,8 @@ class Report:
     def _recomputed(self) -> Iterator[tuple[str, str]]:
         if self.recomputed.tensors:
             yield "recomputed", f"{_words(self.recomputed)} in {format_seconds(self.recompute_seconds)}"
+        if self.regions:
+            yield "compiled parts run again", ", ".join(self.regions)
 
     def _profiled(self) -> Iterator[tuple[str, str]]:
         if self.profiled_steps or self.borrowed_steps:

@@ -46,6 +46,7 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         reference_steps=counts.reference_steps,
         recomputed=counts.recomputed.copy(),
         recompute_seconds=counts.recompute_seconds,
+        regions=here.controller.regions.chosen if isinstance(here.controller, PlanController) else (),
         borrowed_steps=counts.borrowed_steps,
         bare_steps=counts.bare_steps,
         steps_measured=tuple(counts.steps_measured),

@@ -61,6 +61,8 @@ class Verdict:
         Number of tensors of a step that could be swapped, that are swapped, and that are recomputed instead.
     recompute_seconds : float
         Planned time of recomputation per step, in seconds.
+    regions : int
+        Number of compiled parts of the model that run again in backward, so that their tensors are not saved.
     late_tensors : int
         Number of tensors for which the last measured step waited.
     late_seconds : float
@@ -100,6 +102,7 @@ class Verdict:
     tensors_swapped: int = 0
     tensors_recomputed: int = 0
     recompute_seconds: float = 0.0
+    regions: int = 0
     late_tensors: int = 0
     late_seconds: float = 0.0
     late_seconds_planned: float = 0.0
@@ -196,6 +199,8 @@ class Verdict:
         if self.tensors_recomputed:
             moved += f", {self.tensors_recomputed} recomputed"
             moved += f" in {format_seconds(self.recompute_seconds)} a step" if self.recompute_seconds >= _SHORT else ""
+        if self.regions:
+            moved += f", {self.regions} compiled parts run again"
         if not self.late_tensors:
             return f"{moved}, none late"
         seconds, planned = self.late_seconds, self.late_seconds_planned

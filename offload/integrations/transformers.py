@@ -150,7 +150,7 @@ def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
 
 
 def refuse_other_offloading(args: Any) -> None:
-    """Check that nothing else moves the same tensors.
+    """Check that nothing else swaps the same tensors.
 
     Raises
     ------

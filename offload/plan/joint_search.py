@@ -26,8 +26,8 @@ __all__ = ["JointPlacement", "fastest_joint", "small_share"]
 
 _ALL_SETS_MAX = 8  # candidates; 256 sets
 _EXHAUSTIVE_MAX = 8  # tensors that may be swapped; up to this number, every set of swaps is tried
-_PROBE_SECONDS = 0.01  # nominal, for the swaps of one set, per 1,000 tensors; fewer take as much, but see `small_share`
-_SMALL = 10_000  # tensors times nodes; a smaller step is probed for less
+_PROBE_SECONDS = 0.01  # estimated seconds to choose the swaps of one set, for up to 1,000 tensors; see `small_share`
+_SMALL = 10_000  # tensors times nodes; for a smaller step, less time is used
 _PREFIX_SHARE = 0.2  # of the budget, for each order
 _FLIP_SHARE = 0.8  # of the remaining budget; the rest is used to improve the swaps of the best set
 _POLISH_SHARE = 0.25  # of what the search for the set has used, at most
@@ -128,7 +128,7 @@ def fastest_joint(
 
 
 def small_share(trace: Trace) -> float:
-    """Return the share of the usual time that a quick search is worth: less than 1 for a small step."""
+    """Return the share of its budget that a quick search may use: less than 1 for a small step."""
     return min(1.0, len(trace.tensors) * len(trace.nodes) / _SMALL)
 
 

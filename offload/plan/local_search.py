@@ -26,7 +26,7 @@ _IDLE_MAX = 400  # consecutive changes that give no new set; then the search end
 
 @dataclass(slots=True)
 class SearchBudget:
-    """Nominal seconds that the search may still use. Counted, not measured, so that plans are deterministic."""
+    """Estimated seconds that the search may still use. Estimated, not measured, so that plans are deterministic."""
 
     seconds: float
 

@@ -9,9 +9,9 @@ Given the set, few choices remain:
 
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its copy-out has ended.
   If a node needs the memory earlier, the head of the queue is released there and compute waits for its copy-out.
-* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued at the last node at which it can be queued
-  such that it and all later copy-ins end in time. Its memory must be free from that node until `first_backward`. If it
-  is not, the copy-in is queued at the first later node for which it is.
+* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued as late as possible: at the last node from
+  which it and all later copy-ins still end in time. From its prefetch node to `first_backward` it needs memory. If
+  memory is not free during all of these nodes, the prefetch is moved to the first later node for which it is.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
@@ -31,7 +31,7 @@ from offload.plan.trace import Trace
 
 __all__ = ["Stall", "Step", "SwapPlacement"]
 
-_ARRAY_FROM = 40  # if ranges have more nodes than this on average, NumPy slices are faster than a Python loop
+_ARRAY_FROM = 40  # nodes from prefetch to use; if there are more on average, NumPy is faster than a Python loop
 
 Ints = NDArray[np.int64]
 _NO_NODES: Mapping[int, int] = {}
@@ -63,7 +63,7 @@ class SwapPlacement:
     stalls : tuple of Stall
         Where compute waits, in node order.
     not_before : mapping of int to int
-        The earliest prefetch node that is allowed, by tensor index, for tensors that have one.
+        Lower bounds on the prefetch node, by tensor index. Other tensors have none.
     """
 
     step_seconds: float
@@ -116,16 +116,16 @@ class Step:
     def with_changes(
         self, kept: Sequence[int], seconds: list[float], more_bytes: Sequence[int], first_uses: Mapping[int, int]
     ) -> Step:
-        """Return the step with some of its tensors only.
+        """Return the step without the tensors that are recomputed.
 
         Parameters
         ----------
         kept : sequence of int
-            The tensors, in copy-out order.
+            Indices of the tensors that remain, in copy-out order.
         seconds : list of float
             The time of each node.
         more_bytes : sequence of int
-            Per node, what is added to the resident bytes; all tensors of this step are included in these.
+            Per node, the bytes to add to this step's `unswapped_bytes`; negative where a dropped tensor is freed.
         first_uses : mapping of int to int
             `first_backward` of the tensors in which it differs.
         """
@@ -180,9 +180,9 @@ class Step:
         cutoff_seconds : float, default infinite
             Step time above which no placement is returned.
         safety_factor : float, default 1.0
-            Prefetch as early as if every copy-in took this many times as long.
+            Copy-ins are assumed to take this many times as long, so that they are prefetched earlier.
         not_before : mapping of int to int
-            The earliest prefetch node that is allowed, by tensor index, for tensors that have one.
+            Lower bounds on the prefetch node, by tensor index. Other tensors have none.
 
         Returns
         -------
@@ -206,7 +206,7 @@ class Step:
             indices = [i for i in indices if i not in useless]
 
     def releases(self, indices: Iterable[int], limit_bytes: int) -> dict[int, int]:
-        """Return the release of each tensor as `place` chooses it; it may be at `first_backward` or later."""
+        """Return the releases that `place` would choose. A release may be at `first_backward` or later."""
         indices = sorted(indices)
         return self._choose_releases(indices, self.headroom(indices, limit_bytes).tolist())[0]
 
@@ -333,9 +333,9 @@ class Step:
 
 
 def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """Reserve memory for each tensor in turn, in the longest range of nodes that ends at its use and has room.
+    """Reserve memory for each tensor in turn: in as many nodes before its use as have room, back to `first` at most.
 
-    Returns the first node of each range, which is at least `first`.
+    Returns the first of these nodes for each tensor.
     """
     free_bytes, nodes = free.tolist(), []
     for low, k, needed in zip(first, use, count, strict=True):

@@ -167,7 +167,7 @@ class Plan:
         elif most <= self.limit_bytes:
             why = f"since the step takes at most {format_bytes(most)} while it is not in use"
         else:
-            why = "since moving others is enough"
+            why = "since swapping or recomputing others is enough"
         return f"{self._name(tensor)}: kept {why}{self._instead(tensor)}"
 
     def _instead(self, tensor: SavedTensor) -> str:

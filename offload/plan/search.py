@@ -27,16 +27,19 @@ from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-_BUDGET_SECONDS = 0.6  # nominal, per 1,000 tensors, and for fewer tensors too
-_PROBE_SECONDS = 0.03  # the same, for each limit of a bisection
-_JOINT_SECONDS = 2.0  # nominal, for the tensors to recompute; above 1,000 tensors it grows less than their number
-_JOINT_PROBE_SECONDS = 0.1  # the same, for each limit of a bisection
-_JOINT_LOWER_SECONDS = 0.4  # the same, for each limit after it
-_EXHAUSTIVE_MAX = 12  # tensors; 4,096 sets
-_EXHAUSTIVE_PROBE_MAX = 8
+# Search budgets, in estimated seconds (see `SearchBudget`), for n <= 1,000 tensors. For larger n, the budgets of
+# swap-only searches grow with n, those of searches with recomputation with n**0.4.
+_BUDGET_SECONDS = 0.6  # swap-only search
+_PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection
+_JOINT_SECONDS = 2.0  # search with recomputation
+_JOINT_PROBE_SECONDS = 0.1  # search with recomputation, for each limit of a bisection
+_JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each of `_LOWER_LIMITS`
+_EXHAUSTIVE_MAX = 12  # up to this number of tensors, all sets are tried; 4,096 sets
+_EXHAUSTIVE_PROBE_MAX = 8  # the same, for each limit of a bisection
 _LIMITS_MAX = 16  # limits tried by bisection
-_LOWER_LIMITS = (0.02, 0.005, 0.001)  # tried after the bisection: lower by this share of the way to the least limit
-_SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement
+# After the bisection, limits between its result and the least feasible limit are tried, at these shares of the way.
+_LOWER_LIMITS = (0.02, 0.005, 0.001)
+_SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 
 
 def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool = True) -> Plan:
@@ -98,7 +101,7 @@ def least_memory_plan(
     recompute: bool = True,
     effort: float = 1.0,
 ) -> Plan:
-    """Return the plan with the least peak memory found whose step is at most a given share longer than without swaps.
+    """Return the plan with the lowest peak memory found that makes the step at most `max_slowdown` longer.
 
     Parameters
     ----------
@@ -107,10 +110,10 @@ def least_memory_plan(
     link : Link
         Bandwidths and latency.
     max_slowdown : float
-        0.05 allows a step that is 5 % longer than without swaps, with all waits, overhead and recomputation.
+        0.05 allows a step that is 5 % longer than without swaps. Waits, overhead and recomputation count.
     limit_bytes : int, optional
-        Hard limit on the resident bytes, in bytes. If it needs a larger slowdown, the fastest plan within the limit is
-        returned, with a warning.
+        Hard limit on the resident bytes, in bytes. If no plan within `max_slowdown` meets the limit, the fastest plan
+        within the limit is returned, with a warning.
     recompute : bool, default True
         Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
     effort : float, default 1.0
@@ -119,8 +122,8 @@ def least_memory_plan(
     Returns
     -------
     Plan
-        The limit of the plan, to which its bound refers, is its own peak, or `limit_bytes` if that needs a larger
-        slowdown.
+        Its lower bound on the step time is computed for a limit equal to the plan's own peak. If `max_slowdown` cannot
+        be met, the bound is computed for `limit_bytes`.
 
     Raises
     ------
@@ -142,7 +145,7 @@ def least_memory_plan(
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
         slowdown = plan.expected_seconds / plan.compute_seconds - 1
-        warnings.warn(f"max_slowdown: {max_slowdown:.3g} asked, memory_limit needs {slowdown:.3g}", stacklevel=2)
+        warnings.warn(f"max_slowdown: {max_slowdown:.3g} is not met, memory_limit needs {slowdown:.3g}", stacklevel=2)
     return plan
 
 
@@ -165,8 +168,8 @@ def manual_plan(
         Number of tensors to swap; -1 swaps all, 0 none. Tensors with the most nodes between their last use in forward
         and their first use in backward are swapped first.
     lead_nodes : int or "auto", default "auto"
-        Backward nodes between the prefetch and the first use in backward (`lb`). "auto" chooses for each tensor the
-        last node that causes no stall, and does not swap tensors that are needed before their copy-out has ended.
+        Backward nodes between the prefetch and the first use in backward (`lb`). "auto" prefetches each tensor as
+        late as is possible without a stall, and does not swap tensors that are needed before their copy-out has ended.
     limit_bytes : int, optional
         Limit on the resident bytes, in bytes; a plan that exceeds it is returned with a warning.
 
@@ -219,7 +222,10 @@ def _fixed_lead(trace: Trace, step: Step, chosen: Sequence[int], lead_nodes: int
 
 
 def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, effort: float) -> JointPlacement:
-    """Return the placement of least memory within `allowed` seconds: bisect the limit, then try lower limits."""
+    """Return the placement with the lowest peak found whose step takes at most `allowed` seconds.
+
+    Bisects the limit with small search budgets, then tries lower limits with a larger one.
+    """
     low, high = least_feasible_limit(trace), int(step.unswapped_bytes.max(initial=0))
     best = JointPlacement(frozenset(), step, SwapPlacement(step.compute_seconds, (), (), (), ()))
     weight = max(1.0, step.count / 1000)

@@ -39,7 +39,7 @@ class RecipeTrial(SwapOnDemand):
     order
         The recorded step.
     base_bytes
-        By node of it: on the device beside the tensors that move. None: not known.
+        `base_bytes` of the trace, by node; None if unknown.
     limit_bytes
         A recipe that does not fit into what is left is not tried. None: there is no limit.
     """
@@ -144,7 +144,7 @@ class _Trial(Recording):
                 self.refusals[index] = refusal
 
     def _try(self, storage: torch.UntypedStorage, index: int, recipe: Recipe) -> Refusal:
-        """Run a recipe once, compare and time it. Returns why it is refused; empty if it is proven."""
+        """Run a recipe once, compare and time it. Returns why it cannot be used; empty if it can."""
         assert self._recorder is not None
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
         missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}

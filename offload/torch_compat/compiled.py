@@ -121,6 +121,32 @@ def modules_in_graphs(model: nn.Module) -> set[nn.Module]:
     return {part for root in roots for part in root.modules()}
 
 
+def compiled_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the outermost compiled parts of a model that is not compiled itself.
+
+    Yields
+    ------
+    tuple of str, torch.nn.Module and str
+        The part's name, the part, and which of its attributes holds the compiled callable.
+    """
+    kind = _optimized_module()
+    if kind is None or getattr(model, "_compiled_call_impl", None) is not None or wrappers_of(model):
+        return
+    pending = list(reversed(list(model.named_children())))
+    seen = {id(model)}
+    while pending:
+        name, part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if type(part) is kind:
+            yield name, part, "forward"
+        elif getattr(part, "_compiled_call_impl", None) is not None:
+            yield name, part, "_compiled_call_impl"
+        else:
+            pending += reversed([(f"{name}.{inner}", each) for inner, each in part.named_children()])
+
+
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the model or a part of it is compiled. Results of `torch.compile(model)` are not searched for."""
     kind = _optimized_module()

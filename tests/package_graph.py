@@ -1,4 +1,4 @@
-"""The package's structure, read from its sources: `python tests/house.py [CHECKOUT]` prints it.
+"""The package's structure, read from its sources: `python tests/package_graph.py [CHECKOUT]` prints it.
 
 Files, lines, the longest file, how deep imports go and which imports form cycles. `test_tidy.py` checks the same.
 """
@@ -82,13 +82,13 @@ def levels(graph: Mapping[str, set[str]]) -> int:
     return max(depth_of(module, ()) for module in graph)
 
 
-def rooms(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The same graph by room: a package below `offload`, or a module at its top."""
-    by_room: dict[str, set[str]] = {}
+def packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The same graph by package: a package below `offload`, or a module at its top."""
+    by_package: dict[str, set[str]] = {}
     for module, imported in graph.items():
-        room = module.split(".")[0]
-        by_room.setdefault(room, set()).update(name.split(".")[0] for name in imported)
-    return {room: imported - {room} for room, imported in by_room.items()}
+        package = module.split(".")[0]
+        by_package.setdefault(package, set()).update(name.split(".")[0] for name in imported)
+    return {package: imported - {package} for package, imported in by_package.items()}
 
 
 def main(checkout: Path) -> None:
@@ -96,23 +96,23 @@ def main(checkout: Path) -> None:
     package = checkout / "offload"
     graph = import_graph(package)
     lines = {module_of(path, package): len(path.read_text().splitlines()) for path in sorted(package.rglob("*.py"))}
-    by_room: dict[str, list[str]] = {}
+    by_package: dict[str, list[str]] = {}
     for module in graph:
-        by_room.setdefault(module.split(".")[0] or "__init__", []).append(module)
-    print(f"{'room':<16}{'files':>6}{'lines':>7}  {'longest file':<42}imports")
-    for room, modules in sorted(by_room.items()):
+        by_package.setdefault(module.split(".")[0] or "__init__", []).append(module)
+    print(f"{'package':<16}{'files':>6}{'lines':>7}  {'longest file':<42}imports")
+    for name, modules in sorted(by_package.items()):
         longest = max(modules, key=lines.__getitem__)
-        imported = " ".join(sorted(rooms(graph).get(room, set())))
+        imported = " ".join(sorted(packages(graph).get(name, set())))
         print(
-            f"{room:<16}{len(modules):>6}{sum(lines[m] for m in modules):>7}  "
+            f"{name:<16}{len(modules):>6}{sum(lines[m] for m in modules):>7}  "
             f"{longest + f' ({lines[longest]})':<42}{imported}"
         )
     top = [module for module in graph if "." not in module and (not module or not (package / module).is_dir())]
     print(
         f"\n{len(graph)} files, {sum(lines.values())} lines, {len(top)} files at the top, "
         f"{sum(count > 400 for count in lines.values())} files over 400 lines\n"
-        f"import levels: {levels(graph)} of modules, {levels(rooms(graph))} of rooms\n"
-        f"cycles of modules: {cycles(graph) or 'none'}\ncycles of rooms: {cycles(rooms(graph)) or 'none'}"
+        f"import levels: {levels(graph)} of modules, {levels(packages(graph))} of packages\n"
+        f"cycles of modules: {cycles(graph) or 'none'}\ncycles of packages: {cycles(packages(graph)) or 'none'}"
     )
 
 

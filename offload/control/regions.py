@@ -1,0 +1,228 @@
+"""Which compiled parts of a model are recomputed as a whole.
+
+The controller tries them in one step that follows a plan, then compares plans in which some of them are dropped. The
+better choice is profiled anew, and given up if its plan turns out to be no better than swapping alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from offload.control.limits import Limits
+from offload.control.planned_step import PlannedStep
+from offload.control.wanted_plan import wanted_plan
+from offload.options import Options
+from offload.plan import InfeasibleLimitError, Plan
+from offload.plan.recompute import recomputed
+from offload.plan.trace import Recompute, SavedTensor, Trace
+from offload.runtime.engine import Engine
+from offload.runtime.regions import Region, RegionTrial
+from offload.torch_compat.compiled import compiled_parts
+
+__all__ = ["CompiledRegions"]
+
+log = logging.getLogger("offload")
+
+_CHOICES = 6  # how many numbers of regions are planned with
+_NOT_WORTH_IT = "torch.compile made a part of the step, and no compiled part is worth running again"
+_RATIO = 1.5  # regions whose seconds per byte differ by less count as equal
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A region that can be recomputed: the ids of its tensors, what it is given, what it takes, and where it is."""
+
+    name: str
+    tensors: tuple[int, ...]
+    saved_bytes: int
+    input_bytes: int
+    seconds: float
+    packed: int  # node that begins with its first pack
+    used: int  # first node of backward that uses its tensors
+
+
+class CompiledRegions:
+    """The compiled parts of a model on one device.
+
+    Parameters
+    ----------
+    is_in_step
+        Whether a training step of the model runs in this thread with its hooks innermost.
+
+    Attributes
+    ----------
+    before
+        The signature as it was planned without regions; None where none is recomputed.
+    refusals
+        Why parts cannot be recomputed, by name.
+    reason
+        Why none is, after a trial; empty if some are, or if none was due.
+    """
+
+    def __init__(self, options: Options, engine: Engine, limits: Limits, is_in_step: Callable[[], bool]) -> None:
+        self.before: PlannedStep | None = None
+        self.refusals: dict[str, str] = {}
+        self.reason = ""
+        self._options = options
+        self._engine = engine
+        self._limits = limits
+        self._is_in_step = is_in_step
+        self._regions: list[Region] = []
+        self._tried: PlannedStep | None = None  # whose steps the regions have been tried in
+        self._is_settled = False
+        self._is_new = False  # no plan has been made with the chosen ones
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Names of the parts that backward runs again."""
+        return tuple(region.name for region in self._regions if region.is_checkpointed)
+
+    @property
+    def seconds(self) -> float:
+        """What running them again took in the trial, in seconds."""
+        rows = (region.trial.seconds() for region in self._regions if region.is_checkpointed and region.trial)
+        return sum(row or 0.0 for row in rows)
+
+    def close(self) -> None:
+        """Give all parts their own calls back."""
+        while self._regions:
+            self._regions.pop().close()
+
+    def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
+        """Have the step that begins try the compiled parts, where they may be recomputed. It has to swap everything."""
+        options, plan = self._options, planned.plan
+        is_wanted = options.recompute == "auto" and options.max_slowdown is None and options.memory_limit is not None
+        if self._is_settled or not is_wanted or plan is None:
+            return False
+        self._is_settled = True
+        names = [name for name, _, _ in compiled_parts(model)]
+        tensors = {name: _tensors_of(name, planned) for name in names}
+        trace = planned.trace()
+        rows = {tensor.id: tensor for tensor in trace.tensors}
+        for name, part, slot in compiled_parts(model):
+            inside = tensors[name]
+            if not inside or any(_is_within(name, other) or _is_within(other, name) for other in options.exclude):
+                continue
+            packed = [rows[each].packed for each in inside]
+            saved_bytes = sum(rows[each].bytes for each in inside)
+            room = (options.memory_limit or 0) - max(trace.base_bytes[min(packed) : max(packed) + 2]) - saved_bytes
+            region = Region(name, part, slot, self._is_in_step)
+            region.trial = RegionTrial(self._engine, room, saved_bytes)
+            region.is_trying = True
+            self._regions.append(region)
+        self._tried = planned if self._regions else None
+        return bool(self._regions)
+
+    def choose(self, planned: PlannedStep, device_bytes: int) -> bool:
+        """Choose among what the trial of this signature has found; True where the next step is to be profiled anew."""
+        if self._tried is not planned:
+            return False
+        seconds = {region.name: region.trial.seconds() for region in self._regions if region.trial is not None}
+        if None in seconds.values():
+            return False  # the device has not come that far
+        self._tried = None
+        tried = []
+        for region in self._regions:
+            region.is_trying = False
+            trial = region.trial
+            assert trial is not None
+            refusal = trial.refusal if trial.calls == 1 else f"it ran {trial.calls} times in the step"
+            if refusal:
+                self.refusals[region.name] = refusal
+                log.info("%s is not recomputed: %s", region.name, refusal)
+            else:
+                tried.append(_row(region.name, planned, trial.input_bytes, seconds[region.name] or 0.0))
+        best = self._best(planned, tried, device_bytes)
+        for region in self._regions:
+            region.is_checkpointed = region.name in best
+        if best:
+            self.before, self._is_new = planned, True
+            log.info("recomputed as a whole from the next step on: %s", ", ".join(sorted(best)))
+        else:
+            self.reason = _NOT_WORTH_IT if tried else "; ".join(f"{name}: {why}" for name, why in self.refusals.items())
+            self.close()
+        return bool(best)
+
+    def are_given_up(self, plan: Plan | None) -> bool:
+        """Give the regions up if the first plan with them is no faster; None: the limit is below what it needs."""
+        before = self.before.plan if self.before is not None and self._is_new else None
+        self._is_new = False
+        if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
+            return False
+        log.info("no compiled part is recomputed: the plan with them is no faster")
+        self.before, self.reason = None, _NOT_WORTH_IT
+        self.close()
+        return True
+
+    def _best(self, planned: PlannedStep, tried: Sequence[_Tried], device_bytes: int) -> frozenset[str]:
+        assert planned.plan is not None
+        # Of equally cheap ones the last first: their tensors have the least time to be swapped.
+        order = sorted(
+            tried, key=lambda row: (round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed)
+        )
+        trace, best = planned.trace(), planned.plan.expected_seconds * (1 - self._limits.noise)
+        chosen: frozenset[str] = frozenset()
+        for count in sorted({math.ceil(len(order) * share / _CHOICES) for share in range(1, _CHOICES + 1)}):
+            rows = order[:count]
+            try:
+                plan = wanted_plan(_without(trace, rows), planned.link, self._options, device_bytes, self._limits)
+            except InfeasibleLimitError:
+                continue
+            if plan.expected_seconds < best:
+                best, chosen = plan.expected_seconds, frozenset(row.name for row in rows)
+        return chosen
+
+
+def _price(row: _Tried) -> tuple[int, int]:
+    return round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed
+
+
+def _is_within(name: str, other: str) -> bool:
+    return name == other or name.startswith(f"{other}.")
+
+
+def _tensors_of(name: str, planned: PlannedStep) -> tuple[int, ...]:
+    """Ids of the tensors of the trace that a part saves."""
+    profile = planned.profile
+    nodes, after = profile.trace.nodes, profile.order.node_after_pack
+    return tuple(
+        tensor
+        for tensor, packs in profile.members.items()
+        if all(index in after and _is_within(nodes[after[index]].name, name) for index in packs)
+    )
+
+
+def _row(name: str, planned: PlannedStep, input_bytes: int, seconds: float) -> _Tried:
+    inside = set(_tensors_of(name, planned))
+    tensors = [tensor for tensor in planned.profile.trace.tensors if tensor.id in inside]
+    return _Tried(
+        name,
+        tuple(tensor.id for tensor in tensors),
+        sum(tensor.bytes for tensor in tensors),
+        input_bytes,
+        seconds,
+        min(tensor.packed for tensor in tensors),
+        min(tensor.first_backward for tensor in tensors),
+    )
+
+
+def _without(trace: Trace, rows: Collection[_Tried]) -> Trace:
+    """The step in which some regions save their inputs alone and run again in backward."""
+    recipes: dict[int, Recompute] = {}
+    inputs: list[SavedTensor] = []
+    size: Mapping[int, int] = {tensor.id: tensor.bytes for tensor in trace.tensors}
+    number = max(size, default=0)
+    for row in rows:
+        for each in row.tensors:
+            recipes[each] = Recompute(row.seconds * size[each] / row.saved_bytes, ())
+        if row.input_bytes:
+            number += 1
+            packed, used = row.packed, row.used
+            inputs.append(SavedTensor(number, row.input_bytes, packed, packed, packed, used, used))
+    own = (replace(tensor, recompute=recipes.get(tensor.id)) for tensor in trace.tensors)
+    return recomputed(replace(trace, tensors=(*own, *inputs)), recipes)

@@ -1,0 +1,97 @@
+"""Begins trial steps: of recipes, of compiled parts, and those that a listener asked for.
+
+Part of the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from offload.control.limits import Limits
+from offload.control.phase import Phase, SignatureState
+from offload.control.planned_step import PlannedStep
+from offload.control.profile_listener import ProfileListener, tell_recipes
+from offload.control.regions import CompiledRegions
+from offload.control.trial import MakeTrial, Recipes, TimedTrial, TrialObserver, is_worth_a_trial
+from offload.options import Options
+from offload.runtime.counters import Counts
+from offload.runtime.engine import Engine
+from offload.runtime.executor import StepObserver, SwapOnDemand
+
+__all__ = ["Trials"]
+
+log = logging.getLogger("offload")
+
+
+class Trials:
+    """The trial steps of one model on one device.
+
+    Parameters
+    ----------
+    make
+        Begins a trial step of recipes, or says why none may run.
+    regions
+        The compiled parts of the model.
+    on_profile
+        Told the recipes of the trial steps that it asked for.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        engine: Engine,
+        counts: Counts,
+        make: MakeTrial,
+        regions: CompiledRegions,
+        on_profile: ProfileListener | None,
+        limits: Limits,
+    ) -> None:
+        self._options = options
+        self._engine = engine
+        self._counts = counts
+        self._make = make
+        self._regions = regions
+        self._on_profile = on_profile
+        self._limits = limits
+
+    def begin_due(self, state: SignatureState, planned: PlannedStep, model: nn.Module) -> StepObserver | None:
+        """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
+        plan = planned.plan
+        assert plan is not None
+        has_had_one = planned.recipes is not None or planned.trial is not None
+        if has_had_one or not is_worth_a_trial(plan, self._options, self._limits):
+            return None
+        if self._regions.chosen:
+            planned.recipes = Recipes()
+            return None
+        order = planned.profile.order
+        if order.compiled_nodes and self._regions.begin_trial(planned, model):
+            return self._enter(state, planned, TimedTrial(self._engine, order, planned.trace().base_bytes, 0))
+        return self._begin(state, planned, self._options.memory_limit or plan.peak_bytes)
+
+    def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
+        """Run the trial step that the listener asked for, then tell it the recipes."""
+        trial = self._begin(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
+        self.tell_recipes(planned)
+        return trial or SwapOnDemand()
+
+    def tell_recipes(self, planned: PlannedStep) -> None:
+        """Tell the listener the recipes of a trial step that it asked for, if the step is over or cannot run."""
+        on_cpu = self._engine.device.type == "cpu"
+        tell_recipes(self._on_profile, planned, self._options, self._counts, on_cpu=on_cpu)
+
+    def _begin(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:
+        trial = self._make(self._engine, planned.profile.order, planned.trace().base_bytes, room)
+        if isinstance(trial, str):
+            planned.recipes = Recipes(reason=trial)
+            log.info("nothing is recomputed: %s", trial)
+            return None
+        return self._enter(state, planned, trial)
+
+    def _enter(self, state: SignatureState, planned: PlannedStep, trial: TrialObserver) -> StepObserver:
+        planned.trial = trial
+        self._counts.trial_steps += 1
+        state.enter(Phase.TRIAL)
+        return trial
