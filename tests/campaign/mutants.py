@@ -123,6 +123,7 @@ OUTSIDE = {
     "a forked child leaks its tickets": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
     "a forked child waits for no lane": [PROCESSES + "forks.py::test_child_that_leaves_the_engine_alone"],
     "the host's tier locks no memory": [PROCESSES + "limits.py::test_no_memory_to_lock[slab]"],
+    "a copy without an entry is waited for": ["tests/core/test_no_memory.py::test_no_memory_for_the_engine"],
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }
 OUTSIDE |= {
