@@ -37,7 +37,8 @@ def refused_copies(fail, directory):
         except MemoryError:
             saved = None
         except RuntimeError as error:  # what torch's own functions make of it
-            assert str(error) == "std::bad_alloc"
+            if str(error) != "std::bad_alloc":
+                raise
             saved = None
         if fail(False, 0, 0) < nth:  # no allocation failed: there are no more
             assert saved is not None
