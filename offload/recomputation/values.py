@@ -188,6 +188,11 @@ class View:
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """Dtype, shape, stride, offset, and whether it is conjugated or negated lazily."""
+        return self._dtype, self._shape, self._stride, self._offset, self._is_conj, self._is_neg
+
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor sees its storage so."""
         return (
