@@ -5,10 +5,8 @@
 #include <new>
 #include <unordered_set>
 
-#include "mutants.h"
-#include "operator_script.h"
+#include "operator_match.h"
 #include "python_errors.h"
-#include "saved_identity.h"
 
 namespace offload {
 namespace {
@@ -18,196 +16,75 @@ struct ScriptObject {
   Script script;
 };
 
-struct Follower {
-  PyObject_HEAD
-  PyObject* script;  // null or None: none
-  PyObject* values;  // identity of a storage → its latest value in this window
-  PyObject* saved;   // identity of a storage → the value that was packed
-  PyObject* bound;   // values by label
-  Py_ssize_t position;
-  unsigned long thread;
-  char follows;
-};
-
 struct {
-  PyObject *version, *follow_or_record, *leaf_of, *bind_results;
+  PyObject *follow_or_record, *leave, *bind_results;
 } names;
+struct {
+  PyObject *value, *watch, *is_inference;  // classes, and a method of tensors
+} made_of;
 PyTypeObject* script_type = nullptr;
 std::unordered_set<PyObject*> passing;  // operators that are never recorded; the references are never released
 
 Follower* follower_of(PyObject* self) { return reinterpret_cast<Follower*>(self); }
 
-enum class Match { same, differs, failed };
+// -- results ----------------------------------------------------------------------------------------------------------
 
-Match match_if(bool same) { return same ? Match::same : PyErr_Occurred() ? Match::failed : Match::differs; }
-
-bool is_tensor(PyObject* object) {
-  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensors.tensor_type));
+// The result at a place; null without an error where it is no new storage that recipes can read.
+Owned made_at(Follower* self, PyObject* result, int64_t place, Owned* key) {
+  const bool is_many = PyTuple_Check(result) || PyList_Check(result);
+  if (is_many && place >= PySequence_Fast_GET_SIZE(result)) return Owned();
+  Owned made = shared(is_many ? PySequence_Fast_GET_ITEM(result, place) : result);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(made.get())) != tensors.tensor_type) return Owned();
+  *key = key_of(made.get());
+  if (!*key) return Owned();
+  // A known storage: the operator returned a view that its schema does not declare.
+  const int is_known = PyDict_Contains(self->values, key->get());
+  if (is_known != 0 || is_true(PyObject_CallOneArg(made_of.is_inference, made.get())) != 0) return Owned();
+  return made;
 }
 
-bool is_plain_tensor(PyObject* object) {
-  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  return type == tensors.tensor_type || type == tensors.parameter_type;
+bool bind(Follower* self, int64_t label, PyObject* key, Owned version, PyObject* watch) {
+  static PyObject* const no_bytes = PyLong_FromLong(0);
+  Owned value(PyObject_CallFunctionObjArgs(made_of.value, no_bytes, version.get(), watch, nullptr));
+  return value && PyDict_SetItem(self->values, key, value.get()) == 0 &&
+         PyList_SetItem(self->bound, label, value.release()) == 0;
 }
 
-PyObject* call(PyObject* function, PyObject* argument) {
-  return PyObject_CallFunctionObjArgs(function, argument, nullptr);
+Match bind_result(Follower* self, PyObject* result, const Made& made) {
+  Owned key;
+  const Owned tensor = made_at(self, result, made.place, &key);
+  if (!tensor) return PyErr_Occurred() ? Match::failed : Match::differs;
+  const Owned storage(PyObject_CallOneArg(tensors.untyped_storage, tensor.get()));
+  const Owned watch(storage ? PyObject_CallOneArg(made_of.watch, storage.get()) : nullptr);
+  if (!watch || PyList_Append(self->watches, watch.get()) < 0) return Match::failed;
+  Owned version(get(tensors.version, tensor.get()));
+  return version && bind(self, made.label, key.get(), std::move(version), watch.get()) ? Match::same : Match::failed;
 }
 
-// The identity of a tensor's storage; null without an error where it has none.
-Owned key_of(PyObject* tensor) {
-  const Owned storage(call(tensors.untyped_storage, tensor));
-  if (storage) return Owned(get(tensors.storage_identity, storage.get()));
-  if (PyErr_ExceptionMatches(PyExc_NotImplementedError)) PyErr_Clear();
-  return Owned();
-}
-
-// -- arguments --------------------------------------------------------------------------------------------------------
-
-bool is_equal(PyObject* expected, PyObject* owned) {
-  const Owned found(owned);
-  return found && (found.get() == expected || PyObject_RichCompareBool(found.get(), expected, Py_EQ) == 1);
-}
-
-bool is_seen_so(PyObject* view, PyObject* tensor) {
-  if (OFFLOAD_BROKEN("a followed operator sees its arguments as before")) return true;
-  PyObject* const* const facts = &PyTuple_GET_ITEM(view, 0);
-  return is_equal(facts[0], get(tensors.dtype, tensor)) && is_equal(facts[1], get(tensors.shape, tensor)) &&
-         is_equal(facts[2], call(tensors.stride, tensor)) && is_equal(facts[3], call(tensors.storage_offset, tensor)) &&
-         is_equal(facts[4], call(tensors.is_conj, tensor)) && is_equal(facts[5], call(tensors.is_neg, tensor));
-}
-
-// The value that a tensor shows; null without an error where it is not in its latest version.
-Owned value_of(PyObject* self, PyObject* tensor) {
-  const Owned key = key_of(tensor);
-  if (!key) return Owned();
-  Owned value = shared(PyDict_GetItemWithError(follower_of(self)->values, key.get()));
-  if (!value) {
-    if (PyErr_Occurred()) return Owned();
-    return Owned(PyObject_CallMethodObjArgs(self, names.leaf_of, tensor, key.get(), nullptr));
-  }
-  const Owned version(PyObject_GetAttr(value.get(), names.version));
-  if (!version) return Owned();
-  const bool is_latest = is_equal(version.get(), get(tensors.version, tensor));
-  return is_latest || OFFLOAD_BROKEN("a followed operator reads the version that was bound") ? std::move(value) : Owned();
-}
-
-Match match_read(PyObject* self, const Expected& expected, PyObject* given) {
-  if (!is_plain_tensor(given)) return Match::differs;
-  Owned value = value_of(self, given);
-  if (!value || value.get() == Py_None) return match_if(false);
-  if (!is_seen_so(expected.view.get(), given)) return match_if(false);
-  PyObject* const bound = follower_of(self)->bound;
-  if (expected.label < 0 || expected.label >= PyList_GET_SIZE(bound)) return Match::differs;
-  PyObject* const before = PyList_GET_ITEM(bound, expected.label);
-  if (before == value.get() || OFFLOAD_BROKEN("a followed operator reads the same values")) return Match::same;
-  if (before != Py_None || expected.is_made) return Match::differs;
-  return match_if(PyList_SetItem(bound, expected.label, value.release()) == 0);
-}
-
-Match match(PyObject* self, const Expected& expected, PyObject* given) {
-  switch (expected.kind) {
-    case Expected::Kind::any:
-      return Match::same;
-    case Expected::Kind::read:
-      return match_read(self, expected, given);
-    case Expected::Kind::plain:
-      return match_if(is_same_plain(expected.object.get(), given));
-    case Expected::Kind::several:
-      break;
-  }
-  if (!PyList_CheckExact(given) || static_cast<size_t>(PyList_GET_SIZE(given)) != expected.each.size())
-    return Match::differs;
-  for (size_t i = 0; i < expected.each.size(); ++i) {
-    const Owned each = shared(PyList_GET_ITEM(given, static_cast<Py_ssize_t>(i)));
-    const Match found = match(self, expected.each[i], each.get());
+Match bind_results(Follower* self, const ScriptLine& line, PyObject* result) {
+  for (const Made& made : line.made) {
+    if (made.label >= PyList_GET_SIZE(self->bound)) return Match::differs;
+    const Match found = bind_result(self, result, made);
     if (found != Match::same) return found;
   }
   return Match::same;
-}
-
-Match match_arguments(PyObject* self, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
-  const size_t named = kwargs != nullptr ? static_cast<size_t>(PyDict_GET_SIZE(kwargs)) : 0;
-  if (static_cast<size_t>(PyTuple_GET_SIZE(args)) != line.args.size() || named != line.kwargs.size())
-    return Match::differs;
-  for (size_t i = 0; i < line.args.size(); ++i) {
-    const Match found = match(self, line.args[i], PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(i)));
-    if (found != Match::same) return found;
-  }
-  for (const Named& each : line.kwargs) {
-    PyObject* const given = PyDict_GetItemWithError(kwargs, each.name.get());
-    const Match found = given != nullptr ? match(self, each.expected, given) : match_if(false);
-    if (found != Match::same) return found;
-  }
-  return Match::same;
-}
-
-// -- one operator -----------------------------------------------------------------------------------------------------
-
-// Whether it writes, where the template does not say so, to a storage that a recipe may read.
-Match match_writes(PyObject* self, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
-  if (OFFLOAD_BROKEN("a write to what is known ends the following")) return Match::same;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(line.writes.get()); ++i) {
-    PyObject* const place = PyTuple_GET_ITEM(line.writes.get(), i);
-    PyObject* given = nullptr;
-    if (!PyLong_CheckExact(place)) {
-      given = kwargs != nullptr ? PyDict_GetItemWithError(kwargs, place) : nullptr;
-    } else if (const Py_ssize_t at = PyLong_AsSsize_t(place); at < PyTuple_GET_SIZE(args)) {
-      given = PyTuple_GET_ITEM(args, at);
-    }
-    if (given == nullptr || !is_tensor(given)) return match_if(false);
-    const Owned key = key_of(given);
-    if (!key) return match_if(false);
-    const int is_value = PyDict_Contains(follower_of(self)->values, key.get());
-    const int is_known = is_value != 0 ? is_value : PyDict_Contains(follower_of(self)->saved, key.get());
-    if (is_known != 0) return match_if(false);
-  }
-  return Match::same;
-}
-
-// Whether autograd saves the factors of a matrix product or convolution, as it did in the recorded step.
-Match match_history(const ScriptLine& line, PyObject* args) {
-  bool has_history = false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !has_history; ++i) {
-    PyObject* const given = PyTuple_GET_ITEM(args, i);
-    if (!is_tensor(given)) continue;
-    const int requires_grad = is_true(get(tensors.requires_grad, given));
-    if (requires_grad < 0) return Match::failed;
-    if (requires_grad == 0) continue;
-    const Owned owner(version_owner(given));
-    if (!owner) return Match::failed;
-    has_history = reinterpret_cast<PyObject*>(Py_TYPE(owner.get())) != tensors.parameter_type;
-  }
-  return match_if(has_history == line.saves_weights || OFFLOAD_BROKEN("autograd saves the same weights"));
-}
-
-Match match_settings(const ScriptLine& line, PyObject* readers) {
-  if (OFFLOAD_BROKEN("settings are the step's")) return Match::same;
-  PyObject* const settings = line.settings.get();
-  if (PyTuple_GET_SIZE(settings) > PyTuple_GET_SIZE(readers)) return Match::differs;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(settings); ++i)
-    if (!is_equal(PyTuple_GET_ITEM(settings, i), PyObject_CallNoArgs(PyTuple_GET_ITEM(readers, i))))
-      return match_if(false);
-  return Match::same;
-}
-
-Match match_line(PyObject* self, const Script& script, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
-  if (!line.is_quick) return Match::differs;
-  Match found = match_writes(self, line, args, kwargs);
-  if (found != Match::same || !line.is_needed()) return found;
-  if (line.is_heavy) found = match_history(line, args);
-  if (found == Match::same) found = match_arguments(self, line, args, kwargs);
-  return found == Match::same ? match_settings(line, script.readers.get()) : found;
 }
 
 // Calls an operator that is the template's.
-PyObject* run(PyObject* self, PyObject* line, PyObject* func, PyObject* args, PyObject* kwargs) {
-  Owned result(PyObject_Call(func, args, kwargs));
-  if (!result || line == Py_None) return result.release();
+PyObject* run(PyObject* self, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
+  Owned result(PyObject_Call(line.func.get(), args, kwargs));
+  if (!result || !line.is_needed()) return result.release();
+  if (!line.changes_arguments) {
+    const Match found = bind_results(follower_of(self), line, result.get());
+    if (found == Match::same) return result.release();
+    const Owned left(found == Match::failed ? nullptr : PyObject_CallMethodNoArgs(self, names.leave));
+    return left ? result.release() : nullptr;
+  }
   const Owned no_names(kwargs == nullptr ? PyDict_New() : nullptr);
   PyObject* const named = kwargs == nullptr ? no_names.get() : kwargs;
   if (named == nullptr) return nullptr;
-  const Owned bound(PyObject_CallMethodObjArgs(self, names.bind_results, line, args, named, result.get(), nullptr));
+  const Owned bound(
+      PyObject_CallMethodObjArgs(self, names.bind_results, line.line.get(), args, named, result.get(), nullptr));
   return bound ? result.release() : nullptr;
 }
 
@@ -221,18 +98,18 @@ PyObject* dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   PyObject* const args = given[2];
   if (passing.count(func) != 0) return PyObject_Call(func, args, kwargs);
   Follower* const follower = follower_of(self);
-  if (follower->follows && follower->thread == PyThread_get_thread_ident() &&
+  if (follower->follows && follower->thread == PyThread_get_thread_ident() && follower->script != nullptr &&
       Py_TYPE(follower->script) == script_type) {
     const Owned held = shared(follower->script);  // Python code may replace it
     const Script& script = reinterpret_cast<ScriptObject*>(held.get())->script;
     const auto position = static_cast<size_t>(follower->position);
     if (position < script.lines.size() && script.lines[position].func.get() == func) {
       const ScriptLine& line = script.lines[position];
-      const Match found = match_line(self, script, line, args, kwargs);
+      const Match found = match_line(follower, script, line, args, kwargs);
       if (found == Match::failed) return nullptr;
       if (found == Match::same) {
         ++follower->position;
-        return run(self, line.line.get(), func, args, kwargs);
+        return run(self, line, args, kwargs);
       }
     }
   }
@@ -264,7 +141,9 @@ void script_dealloc(PyObject* self) {
 
 int follower_traverse(PyObject* self, visitproc visit, void* arg) {
   Follower* const follower = follower_of(self);
-  for (PyObject* each : {follower->script, follower->values, follower->saved, follower->bound}) Py_VISIT(each);
+  for (PyObject* each : 
+       {follower->script, follower->values, follower->saved, follower->bound, follower->watches})
+    Py_VISIT(each);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -275,6 +154,7 @@ int follower_clear(PyObject* self) {
   Py_CLEAR(follower->values);
   Py_CLEAR(follower->saved);
   Py_CLEAR(follower->bound);
+  Py_CLEAR(follower->watches);
   return 0;
 }
 
@@ -294,10 +174,18 @@ PyObject* pass(PyObject*, PyObject* func) {
   Py_RETURN_NONE;
 }
 
+PyObject* make_of(PyObject*, PyObject* given) {
+  PyObject *value, *watch, *is_inference;
+  if (!PyArg_ParseTuple(given, "OOO", &value, &watch, &is_inference)) return nullptr;
+  made_of = {shared(value).release(), shared(watch).release(), shared(is_inference).release()};
+  Py_RETURN_NONE;
+}
+
 PyMemberDef follower_members[] = {{"script", T_OBJECT, offsetof(Follower, script), 0, nullptr},
                                   {"values", T_OBJECT_EX, offsetof(Follower, values), 0, nullptr},
                                   {"_saved", T_OBJECT_EX, offsetof(Follower, saved), 0, nullptr},
                                   {"_bound", T_OBJECT_EX, offsetof(Follower, bound), 0, nullptr},
+                                  {"watches", T_OBJECT_EX, offsetof(Follower, watches), 0, nullptr},
                                   {"_position", T_PYSSIZET, offsetof(Follower, position), 0, nullptr},
                                   {"thread", T_ULONG, offsetof(Follower, thread), 0, nullptr},
                                   {"follows", T_BOOL, offsetof(Follower, follows), 0, nullptr},
@@ -309,12 +197,13 @@ PyMethodDef follower_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 bool add_names() {
-  names.version = PyUnicode_InternFromString("version");
+  version_name = PyUnicode_InternFromString("version");
+  leaf_of_name = PyUnicode_InternFromString("_leaf_of");
   names.follow_or_record = PyUnicode_InternFromString("_follow_or_record");
-  names.leaf_of = PyUnicode_InternFromString("_leaf_of");
+  names.leave = PyUnicode_InternFromString("_leave");
   names.bind_results = PyUnicode_InternFromString("_bind_results");
-  return names.version != nullptr && names.follow_or_record != nullptr && names.leaf_of != nullptr &&
-         names.bind_results != nullptr;
+  return version_name != nullptr && leaf_of_name != nullptr && names.follow_or_record != nullptr &&
+         names.leave != nullptr && names.bind_results != nullptr;
 }
 
 bool add_script_type(PyObject* module) {
@@ -332,6 +221,8 @@ bool add_script_type(PyObject* module) {
 bool add_follower_types(PyObject* module) {
   static PyMethodDef functions[] = {{"pass_operator", pass, METH_O,
                                      "pass_operator(func): from now on no OperatorFollower records this operator."},
+                                    {"set_value_types", make_of, METH_VARARGS,
+                                     "set_value_types(value, watch, is_inference): what values are made with."},
                                     {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Base class of FollowingRecorder.")},
                                 {Py_tp_members, follower_members},

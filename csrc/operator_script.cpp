@@ -42,7 +42,7 @@ bool read_expected(PyObject* encoded, Expected* expected) {
 }
 
 bool read_line(PyObject* encoded, ScriptLine* line) {
-  if (!is_tuple(encoded, 9)) return false;
+  if (!is_tuple(encoded, 11)) return false;
   line->func = shared(item(encoded, 0));
   line->line = shared(item(encoded, 1));
   line->is_quick = item(encoded, 2) == Py_True;
@@ -61,7 +61,13 @@ bool read_line(PyObject* encoded, ScriptLine* line) {
     line->kwargs.back().name = shared(name);
     if (!read_expected(value, &line->kwargs.back().expected)) return false;
   }
-  return true;
+  PyObject* const made = item(encoded, 9);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
+    if (!is_tuple(item(made, i), 2)) return false;
+    line->made.push_back({PyLong_AsLongLong(item(item(made, i), 0)), PyLong_AsLongLong(item(item(made, i), 1))});
+  }
+  line->changes_arguments = item(encoded, 10) == Py_True;
+  return !PyErr_Occurred();
 }
 
 bool is_same_float(PyObject* expected, PyObject* given) {

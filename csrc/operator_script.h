@@ -28,6 +28,12 @@ struct Named {
   Expected expected;
 };
 
+// A result that a recipe reads: its number, and the label of its value.
+struct Made {
+  int64_t place;
+  int64_t label;
+};
+
 // One operator, in its place.
 struct ScriptLine {
   Owned func;
@@ -37,8 +43,10 @@ struct ScriptLine {
   bool is_quick = false;  // C++ may run it
   bool is_heavy = false;
   bool saves_weights = false;
+  bool changes_arguments = false;  // which recipes read afterwards
   std::vector<Expected> args;
   std::vector<Named> kwargs;
+  std::vector<Made> made;
 
   bool is_needed() const { return line.get() != Py_None; }
 };

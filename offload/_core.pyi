@@ -118,12 +118,14 @@ class OperatorFollower:
     follows: bool
     _saved: dict[int, Any]
     _bound: list[Any]
+    watches: list[Any]
     _position: int
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, /
     ) -> Any: ...
 
 def pass_operator(func: object, /) -> None: ...
+def set_value_types(value: type, watch: type, is_inference: Callable[[Tensor], bool], /) -> None: ...
 
 class Gauge:
     """A figure at one moment, and the most it ever was."""

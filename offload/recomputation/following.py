@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from offload._core import OperatorFollower
+from offload._core import OperatorFollower, set_value_types
 from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
 from offload.recomputation.recipe import Recipe, Step
@@ -31,7 +31,7 @@ from offload.recomputation.slicing import Sources
 from offload.recomputation.template import ANY, Line, Read, Several, Template
 from offload.recomputation.values import Value
 from offload.torch_compat.settings import Settings, in_force
-from offload.torch_compat.tensors import storage_identity, version_of
+from offload.torch_compat.tensors import StorageWatch, storage_identity, version_of
 
 __all__ = ["FollowingRecorder"]
 
@@ -254,3 +254,6 @@ def _is_same(expected: Any, given: Any) -> bool:
     if type(expected) in (Read, Several):
         return True
     return bool(expected == given) and (type(expected) not in (float, complex, list) or repr(expected) == repr(given))
+
+
+set_value_types(Value, StorageWatch, torch.Tensor.is_inference)

@@ -220,6 +220,8 @@ def _encoded(call: Call, line: Line) -> tuple[Any, ...]:
         call.settings,
         tuple(map(_encoded_argument, line.args)),
         {name: _encoded_argument(each) for name, each in line.kwargs.items()},
+        line.results,
+        bool(line.writes),
     )
 
 
