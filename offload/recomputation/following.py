@@ -5,9 +5,9 @@ Steps that drop tensors record with it. Where a step differs from the template, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class _Own:
     settings: Settings
 
 
-class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-untyped-call, misc]
+class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-untyped-call]
     """A recorder that can follow a template.
 
     Torch calls the base class in C++, which runs an operator that is exactly the template's. All others come here.
@@ -93,7 +93,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
     def _follow_or_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; bind what it read and made where the template says so."""
         operator = operator_of(func)
-        if operator.passes or self.is_closed or threading.get_ident() != self.thread:
+        if operator.passes or self.is_closed or get_ident() != self.thread:
             return run(func, operator, args, kwargs)
         if self.follows:
             position = self._position
