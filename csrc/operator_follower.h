@@ -2,7 +2,7 @@
 //
 // OperatorFollower is the base class of offload.recomputation.following.FollowingRecorder, and torch calls its
 // `__torch_dispatch__`. An operator that is in every respect the template's runs at once. All others go to the method
-// `follow_or_record` in Python, which decides alone; C++ has bound no more then than Python binds again.
+// `_follow_or_record` in Python, which decides alone; C++ has bound no more then than Python binds again.
 // Callers hold the GIL.
 #pragma once
 
