@@ -10,6 +10,7 @@
 #include "engine_core.h"
 #include "gauge_type.h"
 #include "hook_core.h"
+#include "operator_follower.h"
 #include "schedule_cursor.h"
 #include "saved_identity.h"
 #include "state_watch.h"
@@ -258,7 +259,7 @@ void register_hooks(py::module_& module) {
   PyObject* const target = module.ptr();
   if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_engine_type(target) ||
       !add_swapped_storage_type(target) || !add_swapped_view_type(target) || !add_identity_functions(target) ||
-      !add_state_watch_type(target))
+      !add_state_watch_type(target) || !add_follower_types(target))
     throw py::error_already_set();
   register_counts(module);
   register_step(module);

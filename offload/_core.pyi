@@ -104,6 +104,29 @@ class StateWatch:
     def look(self, model: nn.Module) -> tuple[bool, bool]: ...
     def same_leaves(self, value: object) -> bool: ...
 
+class OperatorScript:
+    """The operators of a template; see csrc/operator_script.h."""
+
+    def __init__(self, lines: tuple[Any, ...], readers: tuple[Callable[[], Any], ...], /) -> None: ...
+
+class OperatorFollower:
+    """Follows a script in a dispatch mode; see csrc/operator_follower.h."""
+
+    script: OperatorScript | None
+    values: dict[int, Any]
+    thread: int
+    follows: bool
+    _saved: dict[int, Any]
+    _bound: list[Any]
+    watches: list[Any]
+    _position: int
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, /
+    ) -> Any: ...
+
+def pass_operator(func: object, /) -> None: ...
+def set_value_types(value: type, watch: type, is_inference: Callable[[Tensor], bool], /) -> None: ...
+
 class Gauge:
     """A figure at one moment, and the most it ever was."""
 

@@ -5,14 +5,15 @@ Steps that drop tensors record with it. Where a step differs from the template, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from offload._core import OperatorFollower, set_value_types
 from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
 from offload.recomputation.recipe import Recipe, Step
@@ -30,7 +31,7 @@ from offload.recomputation.slicing import Sources
 from offload.recomputation.template import ANY, Line, Read, Several, Template
 from offload.recomputation.values import Value
 from offload.torch_compat.settings import Settings, in_force
-from offload.torch_compat.tensors import storage_identity, version_of
+from offload.torch_compat.tensors import StorageWatch, storage_identity, version_of
 
 __all__ = ["FollowingRecorder"]
 
@@ -45,8 +46,10 @@ class _Own:
     settings: Settings
 
 
-class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
+class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-untyped-call]
     """A recorder that can follow a template.
+
+    Torch calls the base class in C++, which runs an operator that is exactly the template's. All others come here.
 
     Attributes
     ----------
@@ -59,15 +62,15 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self.follows = False
         self._template: Template | None = None
         self._lines: tuple[Line, ...] = ()
-        self._position = 0
-        self._bound: list[Value | None] = []  # by label
+        self._bound = []  # values by label
         self._own: dict[int, _Own] = {}  # by position
 
     def follow(self, template: Template) -> None:
         """A window begins, whose operators are known."""
-        self.follows, self._template, self._lines, self._position = True, template, template.lines, 0
+        self._template, self._lines, self._position, self.script = template, template.lines, 0, template.script
         self._bound = [None] * template.label_count
         self._own = {}
+        self.follows = True
 
     def forget(self) -> None:
         """A window ends."""
@@ -85,15 +88,12 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._own.clear()
 
     def _leave(self) -> None:
-        self.follows, self._lines = False, ()
+        self.follows, self._lines, self.script = False, (), None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _follow_or_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; bind what it read and made where the template says so."""
-        kwargs = kwargs or {}
         operator = operator_of(func)
-        if operator.passes or self.is_closed or threading.get_ident() != self.thread:
+        if operator.passes or self.is_closed or get_ident() != self.thread:
             return run(func, operator, args, kwargs)
         if self.follows:
             position = self._position
@@ -164,12 +164,10 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         if kind is not torch.Tensor and kind is not Parameter:
             return False
         key = key_of(given)
-        value = self.values.get(key)
+        value = self.values.get(key) or self._leaf_of(given, key)
         if value is None:
-            if key == NO_KEY or not is_known(given):
-                return False
-            value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
-        elif value.version != version_of(given):
+            return False
+        if value.version != version_of(given):
             return False  # written to where nothing sees it
         bound = self._bound[expected.label]
         if bound is None and not expected.is_made:
@@ -177,6 +175,13 @@ class FollowingRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         elif bound is not value:
             return False
         return expected.view.is_of(given)
+
+    def _leaf_of(self, given: torch.Tensor, key: int) -> Value | None:
+        """What was there before the window; None where recipes cannot read it."""
+        if key == NO_KEY or not is_known(given):
+            return None
+        value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
+        return value
 
     def _takes(self, expected: Any, given: Any) -> bool:
         """Whether an argument may stand where the template has another one: a number, but no flag."""
@@ -249,3 +254,6 @@ def _is_same(expected: Any, given: Any) -> bool:
     if type(expected) in (Read, Several):
         return True
     return bool(expected == given) and (type(expected) not in (float, complex, list) or repr(expected) == repr(given))
+
+
+set_value_types(Value, StorageWatch, torch.Tensor.is_inference)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from offload._core import pass_operator
+
 __all__ = ["Operator", "operator_of"]
 
 
@@ -99,6 +101,8 @@ def operator_of(func: Any) -> Operator:
     found = _known.get(func)
     if found is None:
         found = _known[func] = _look(func)
+        if found.passes:
+            pass_operator(func)
     return found
 
 

@@ -91,7 +91,7 @@ def _rebuilt(given: Any, storages: _Storages) -> Any:
     return given
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Recipe:
     """How to make one storage again.
 

@@ -5,8 +5,8 @@ Every operator of a window passes through here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from offload.recomputation.operators import Operator
 from offload.recomputation.random_state import random_state
 from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
-from offload.torch_compat.dispatch import OperatorMode, is_compiling, mode_count, push_mode, remove_mode
+from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, tracer
 from offload.torch_compat.settings import in_force
-from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
+from offload.torch_compat.tensors import StorageWatch, close_all, has_own_bytes, storage_identity, version_of
 
 __all__ = ["NO_KEY", "OperatorRecorder", "has_history", "is_known", "key_of"]
 
@@ -56,7 +56,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self.window: Window | None = None
         self._small_nbytes = small_nbytes
         self._is_state = is_state
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self._modes = mode_count()
         self._calls = 0
         self.is_closed = False
@@ -69,15 +69,14 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Record from now on. Does nothing while another mode is on: that mode's exit would pop this one."""
-        if self.is_on or mode_count() != self._modes or threading.get_ident() != self.thread:
+        if self.is_on or mode_count() != self._modes or get_ident() != self.thread or callable(tracer()):
             return
-        if not is_compiling():
-            self.is_on = True
-            push_mode(self)
+        self.is_on = True
+        push_mode(self)
 
     def suspend(self) -> None:
         """Record no longer; what was recorded stays. Nothing happens where all modes are off for a while."""
-        if self.is_on and threading.get_ident() == self.thread and not is_compiling():
+        if self.is_on and get_ident() == self.thread and not callable(tracer()):
             self.is_on = not remove_mode(self)
 
     def forget(self) -> None:
@@ -92,8 +91,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self.window = None
         self.values.clear()
         self._saved.clear()
-        while self.watches:
-            self.watches.pop().close()
+        close_all(self.watches)
 
     # -- values -------------------------------------------------------------------------------------------------------
 

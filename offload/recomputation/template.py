@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from offload._core import OperatorScript
 from offload.recomputation.recipe import Recipe, Step
 from offload.recomputation.slicing import Cut
 from offload.recomputation.values import Call, Reference, Value, View
+from offload.torch_compat.settings import readers
 
 __all__ = ["ANY", "Line", "Read", "Several", "Slice", "Template", "Templates", "Window"]
 
@@ -85,11 +87,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a window holds: its operators in order, and the slices by pack index."""
+    """What a window holds: its operators in order, and the slices by pack index. `script` has the lines for C++."""
 
     lines: tuple[Line, ...]
     slices: dict[int, Slice]
     label_count: int
+    script: OperatorScript
 
 
 class Window:
@@ -161,7 +164,8 @@ class _Maker:
             for call in self._calls
         )
         slices = {index: self._slice(cut, steps) for index, (cut, steps) in self._cuts.items()}
-        return Template(lines, slices, len(self._labels))
+        script = OperatorScript(tuple(map(_encoded, self._calls, lines)), readers())
+        return Template(lines, slices, len(self._labels), script)
 
     def _is_made(self, value: Value) -> bool:
         return value.call is not None and value.call.number in self._needed
@@ -196,6 +200,39 @@ class _Maker:
             is_heavy=any(call.operator.is_heavy for call in cut.calls.values()),
             opens=min(call.opens for call in cut.calls.values()),
         )
+
+
+# Kinds of arguments, as csrc/operator_script.h has them.
+_ANY, _READ, _SEVERAL, _PLAIN = range(4)
+
+
+def _encoded(call: Call, line: Line) -> tuple[Any, ...]:
+    """A line for C++, which leaves out what it cannot run: random numbers, and lists that are written."""
+    operator = call.operator
+    followed = [place for (place, _), _ in line.writes]
+    return (
+        line.func,
+        line if line.call is not None else None,
+        not (operator.is_seeded or operator.writes_lists or operator.writes_all),
+        operator.is_heavy,
+        call.saves_weights,
+        tuple(place for place in operator.writes if place not in followed),
+        call.settings,
+        tuple(map(_encoded_argument, line.args)),
+        {name: _encoded_argument(each) for name, each in line.kwargs.items()},
+        line.results,
+        bool(line.writes),
+    )
+
+
+def _encoded_argument(expected: Any) -> tuple[int, int, bool, Any]:
+    if expected is ANY:
+        return _ANY, 0, False, None
+    if type(expected) is Read:
+        return _READ, expected.label, expected.is_made, expected.view.facts
+    if type(expected) is Several:
+        return _SEVERAL, 0, False, tuple(map(_encoded_argument, expected.each))
+    return _PLAIN, 0, False, expected
 
 
 def _is_plain(expected: Any) -> bool:

@@ -80,7 +80,7 @@ class Held:
         if self.is_state and not is_saved and not is_copied:
             return False
         if not self._is_settled:
-            self.tensor = _copy(self.tensor) if is_copied else self.tensor.detach()
+            self.tensor = _copy(self.tensor, self.nbytes) if is_copied else self.tensor.detach()
             self.version = version_of(self.tensor)
             self.is_own = self.is_own or is_copied
             self._is_settled = True
@@ -161,12 +161,11 @@ class Value:
         self.watch = watch
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same view of other memory with the same bytes."""
-    storage = tensor.untyped_storage()
-    if tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.detach().clone()  # a third of the time
-    return View(tensor).of(copy_of(storage))
+def _copy(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The same view of other memory with the same bytes; `nbytes` of the storage."""
+    if tensor.is_contiguous() and tensor.nbytes == nbytes and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor.data.clone()  # a third of the time
+    return View(tensor).of(copy_of(tensor.untyped_storage()))
 
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -187,6 +186,11 @@ class View:
         self._offset = tensor.storage_offset()
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """Dtype, shape, stride, offset, and whether it is conjugated or negated lazily."""
+        return self._dtype, self._shape, self._stride, self._offset, self._is_conj, self._is_neg
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor sees its storage so."""

@@ -23,7 +23,7 @@ from offload.runtime.engine import Engine
 from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import call_when_dead, weak_callback
-from offload.torch_compat.tensors import StorageWatch
+from offload.torch_compat.tensors import close_all
 
 # What graph nodes hold of a storage whose bytes are out.
 Handle = SwappedStorage | DroppedHandle
@@ -80,7 +80,7 @@ class Recording:
         if surroundings.has_compiled_parts():
             return
         self._recorder = FollowingRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
-        call_when_dead(self, partial(_close_all, self._recorder.watches))
+        call_when_dead(self, partial(close_all, self._recorder.watches))
 
     def pause(self) -> None:
         """A hook begins."""
@@ -217,8 +217,3 @@ class DroppedTensors(Recording):
 def _keeps_to(recipe: Recipe, known: MeasuredRecipe) -> bool:
     """Whether it keeps no more than the plan counts with."""
     return known.sources.issuperset(recipe.sources.values()) and recipe.held_bytes <= known.held_bytes
-
-
-def _close_all(watches: list[StorageWatch]) -> None:
-    while watches:
-        watches.pop().close()

@@ -12,22 +12,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorMode", "can_record", "is_compiling", "mode_count", "push_mode", "remove_mode", "undisturbed"]
+__all__ = ["OperatorMode", "can_record", "mode_count", "push_mode", "remove_mode", "tracer", "undisturbed"]
 
 # Number of modes on this thread's stack.
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # One call into C, so an interrupt cannot divide it. `with mode:` also sets flags that only other kinds of modes need.
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 
-_callback_of_tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def is_compiling() -> bool:
-    """Whether this thread is inside a region of torch.compile, including its eager parts.
-
-    At the end of a region torch restores the dispatch keys of its start, whatever modes are on then.
-    """
-    return callable(_callback_of_tracer())
+# Callable if this thread is inside a region of torch.compile, including its eager parts. At the end of a region torch
+# restores the dispatch keys of its start, whatever modes are on then.
+tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def can_record() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Settings", "in_force", "restored"]
+__all__ = ["Settings", "in_force", "readers", "restored"]
 
 Settings = tuple[Any, ...]
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -72,6 +72,11 @@ _READ = [read for read, _ in _SETTINGS]
 def in_force(*, is_heavy: bool) -> Settings:
     """Return the current settings that affect an operator; heavy operators, such as matrix products, depend on more."""
     return tuple([read() for read in (_READ if is_heavy else _READ_ALL)])
+
+
+def readers() -> tuple[Callable[[], Any], ...]:
+    """Functions that read the settings, in the order of `in_force`."""
+    return tuple(_READ)
 
 
 def _apply(wanted: Settings) -> None:

@@ -16,6 +16,7 @@ from offload import _core
 
 __all__ = [
     "StorageWatch",
+    "close_all",
     "has_own_bytes",
     "raise_changed",
     "set_interface",
@@ -34,9 +35,13 @@ conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 
+# Whether it is wrapped by functorch.
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def has_own_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor has its own bytes: it is neither wrapped by functorch nor a zero tensor without memory."""
-    return not tensor._is_zerotensor() and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not tensor._is_zerotensor() and not _is_wrapped(tensor)
 
 
 def raise_changed(kind: str, shape: tuple[int, ...], found: int, expected: int) -> None:
@@ -125,6 +130,9 @@ def set_interface(*, dlpack: bool = True) -> bool:
     return _core.set_dlpack(api if dlpack else None)
 
 
+_free: Callable[[object], None] = torch.UntypedStorage._free_weak_ref
+
+
 class StorageWatch:
     """Tells when a storage has been freed. It must be closed explicitly, because a finalizer would run Python code."""
 
@@ -156,6 +164,15 @@ class StorageWatch:
         reference, self._reference = self._reference, None
         if reference is not None:
             torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
+
+
+def close_all(watches: list[StorageWatch]) -> None:
+    """Close and remove them. An interrupt leaves the rest to the next call."""
+    while watches:
+        watch = watches.pop()
+        reference, watch._reference = watch._reference, None
+        if reference is not None:
+            _free(reference)
 
 
 set_interface()

@@ -68,6 +68,7 @@ PRIVACY = PROCESSES + "spill_privacy.py::test_"
 LONG_RUN = PROCESSES + "long_run.py::test_nothing_grows"
 KEPT = AUTOGRAD + "kept_tensors.py::test_"
 SWAPPED = AUTOGRAD + "swapped_without_python.py::test_"
+FOLLOWING = "tests/recomputation/test_following.py::test_"
 DICTIONARY = AUTOGRAD + "against_dictionary.py::test_any_order_of_events"
 
 
@@ -123,6 +124,7 @@ OUTSIDE = {
     "a forked child leaks its tickets": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
     "a forked child waits for no lane": [PROCESSES + "forks.py::test_child_that_leaves_the_engine_alone"],
     "the host's tier locks no memory": [PROCESSES + "limits.py::test_no_memory_to_lock[slab]"],
+    "a copy without an entry is waited for": ["tests/core/test_no_memory.py::test_no_memory_for_the_engine"],
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }
 OUTSIDE |= {
@@ -155,6 +157,16 @@ OUTSIDE |= {
     ],
     "a kept tensor has the recorded size": [KEPT + "a_tensor_of_another_size_ends_the_schedule"],
     "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
+}
+# Operators that are exactly those of a template; what differs is decided in Python, whose guards have a table beside
+# their tests (tests/recomputation/test_guards.py).
+OUTSIDE |= {
+    "a followed operator reads the version that was bound": [FOLLOWING + "a_write_by_another_thread"],
+    "a followed operator reads the same values": [FOLLOWING + "arguments_in_another_order"],
+    "a followed operator sees its arguments as before": [FOLLOWING + "tensors_seen_otherwise"],
+    "a write to what is known ends the following": [FOLLOWING + "a_write_through_data"],
+    "a followed operator has the same numbers": [FOLLOWING + "scalars_are_those_of_the_step[floats]"],
+    "settings are the step's": [FOLLOWING + "settings_are_those_of_the_step_alone"],
 }
 TESTED = PYTHON | OUTSIDE
 

@@ -25,9 +25,9 @@ def preloaded(tmp_path_factory):
     return compile_sources(output, [HERE / "failing_new.cpp"], "-shared", "-fPIC")
 
 
-def run_rounds(preloaded, *arguments):
+def run_rounds(preloaded, *arguments, program="core.without_memory"):
     run = subprocess.run(
-        [sys.executable, "-m", "core.without_memory", str(preloaded), *map(str, arguments)],
+        [sys.executable, "-m", program, str(preloaded), *map(str, arguments)],
         env={**os.environ, "LD_PRELOAD": str(preloaded), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -55,3 +55,12 @@ def test_no_memory_for_the_caller(tmp_path, preloaded, tier, campaign_counts):
     campaign_counts["faults injected"] += told["swap_out"] + told["prefetch"]
     assert told["swap_out"] > 3
     assert told["prefetch"] > 3
+
+
+@pytest.mark.timeout(300)
+def test_no_memory_for_the_engine(tmp_path, preloaded, campaign_counts):
+    """A storage whose entry finds no memory: its copy is queued by then, and has ended when the call is refused."""
+    told = run_rounds(preloaded, tmp_path, program="core.engine_without_memory")
+    campaign_counts["faults injected"] += told["refused"]
+    assert told["refused"] > 3
+    assert told["queued"] > 0

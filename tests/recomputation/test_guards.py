@@ -85,7 +85,7 @@ GUARDS = {
     "a write to what is known ends the following": (
         (
             following.FollowingRecorder,
-            "__torch_dispatch__",
+            "_follow_or_record",
             "not self._writes_known(line, operator, args, kwargs)",
             "True",
         ),
@@ -112,7 +112,7 @@ GUARDS = {
         test_values.test_random_numbers_are_drawn_again,
     ),
     "another operator ends the following": (
-        (following.FollowingRecorder, "__torch_dispatch__", "line.func is func", "True"),
+        (following.FollowingRecorder, "_follow_or_record", "line.func is func", "True"),
         test_following.test_another_operator_in_the_same_place,
     ),
     "recurrent layers run the kernel for training": (

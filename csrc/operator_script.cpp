@@ -1,0 +1,107 @@
+#include "operator_script.h"
+
+#include <cstring>
+
+#include "mutants.h"
+
+namespace offload {
+namespace {
+
+PyObject* item(PyObject* tuple, Py_ssize_t place) { return PyTuple_GET_ITEM(tuple, place); }
+
+bool is_tuple(PyObject* object, Py_ssize_t size) {
+  if (PyTuple_Check(object) && PyTuple_GET_SIZE(object) == size) return true;
+  PyErr_SetString(PyExc_TypeError, "a script is made of tuples that template.py encodes");
+  return false;
+}
+
+bool read_expected(PyObject* encoded, Expected* expected) {
+  if (!is_tuple(encoded, 4)) return false;
+  expected->kind = static_cast<Expected::Kind>(PyLong_AsLong(item(encoded, 0)));
+  expected->label = PyLong_AsLongLong(item(encoded, 1));
+  expected->is_made = item(encoded, 2) == Py_True;
+  if (PyErr_Occurred()) return false;
+  PyObject* const content = item(encoded, 3);
+  switch (expected->kind) {
+    case Expected::Kind::any:
+      return true;
+    case Expected::Kind::read:
+      expected->view = shared(content);
+      return is_tuple(content, 6);
+    case Expected::Kind::several:
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(content); ++i) {
+        expected->each.emplace_back();
+        if (!read_expected(item(content, i), &expected->each.back())) return false;
+      }
+      return true;
+    case Expected::Kind::plain:
+      expected->object = shared(content);
+      return true;
+  }
+  return false;
+}
+
+bool read_line(PyObject* encoded, ScriptLine* line) {
+  if (!is_tuple(encoded, 11)) return false;
+  line->func = shared(item(encoded, 0));
+  line->line = shared(item(encoded, 1));
+  line->is_quick = item(encoded, 2) == Py_True;
+  line->is_heavy = item(encoded, 3) == Py_True;
+  line->saves_weights = item(encoded, 4) == Py_True;
+  line->writes = shared(item(encoded, 5));
+  line->settings = shared(item(encoded, 6));
+  PyObject* const args = item(encoded, 7);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+    line->args.emplace_back();
+    if (!read_expected(item(args, i), &line->args.back())) return false;
+  }
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(item(encoded, 8), &at, &name, &value);) {
+    line->kwargs.emplace_back();
+    line->kwargs.back().name = shared(name);
+    if (!read_expected(value, &line->kwargs.back().expected)) return false;
+  }
+  PyObject* const made = item(encoded, 9);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
+    if (!is_tuple(item(made, i), 2)) return false;
+    line->made.push_back({PyLong_AsLongLong(item(item(made, i), 0)), PyLong_AsLongLong(item(item(made, i), 1))});
+  }
+  line->changes_arguments = item(encoded, 10) == Py_True;
+  return !PyErr_Occurred();
+}
+
+bool is_same_float(PyObject* expected, PyObject* given) {
+  const double numbers[] = {PyFloat_AS_DOUBLE(expected), PyFloat_AS_DOUBLE(given)};
+  return std::memcmp(&numbers[0], &numbers[1], sizeof(double)) == 0;  // zeros have signs
+}
+
+bool is_same_list(PyObject* expected, PyObject* given) {
+  if (PyList_GET_SIZE(expected) != PyList_GET_SIZE(given)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(expected); ++i)
+    if (!is_same_plain(PyList_GET_ITEM(expected, i), PyList_GET_ITEM(given, i))) return false;
+  return true;
+}
+
+}  // namespace
+
+bool read_script(PyObject* lines, PyObject* readers, Script* script) {
+  script->readers = shared(readers);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lines); ++i) {
+    script->lines.emplace_back();
+    if (!read_line(item(lines, i), &script->lines.back())) return false;
+  }
+  return true;
+}
+
+bool is_same_plain(PyObject* expected, PyObject* given) {
+  if (expected == given) return true;
+  if (Py_TYPE(expected) != Py_TYPE(given)) return false;
+  if (OFFLOAD_BROKEN("a followed operator has the same numbers")) return true;
+  if (PyFloat_CheckExact(expected)) return is_same_float(expected, given);
+  if (PyList_CheckExact(expected)) return is_same_list(expected, given);
+  // Neither type has a comparison in Python, so nothing can fail.
+  if (!PyLong_CheckExact(expected) && !PyUnicode_CheckExact(expected)) return false;
+  return PyObject_RichCompareBool(expected, given, Py_EQ) == 1;
+}
+
+}  // namespace offload
