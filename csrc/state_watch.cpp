@@ -181,6 +181,37 @@ PyObject* look(State& state, PyObject* model) {
   return PyTuple_Pack(2, same_tensors ? Py_True : Py_False, same_gradients ? Py_True : Py_False);
 }
 
+// A parameter or a buffer of a module or of one inside it. Null without an error: there is none.
+Owned find_tensor(PyObject* model) {
+  std::vector<Owned> pending;
+  std::unordered_set<PyObject*> seen{model};
+  pending.push_back(shared(model));
+  while (!pending.empty()) {
+    const Owned module = std::move(pending.back());
+    pending.pop_back();
+    const Owned attributes(PyObject_GenericGetDict(module.get(), nullptr));
+    if (!attributes) return Owned();
+    for (PyObject* const name : {names.parameters, names.buffers, names.modules}) {
+      PyObject* const dictionary = dictionary_of(attributes.get(), name);
+      if (dictionary == nullptr && PyErr_Occurred()) return Owned();
+      Owned found;
+      const auto meet = [&](PyObject* value) {
+        if (name != names.modules) found = shared(value);
+        else if (seen.insert(value).second) pending.push_back(shared(value));
+        return !found;
+      };
+      if (dictionary != nullptr && !for_values(dictionary, meet)) return found;
+    }
+  }
+  return Owned();
+}
+
+PyObject* first_tensor(PyObject*, PyObject* model) {
+  Owned found;
+  if (!without_exceptions([&] { found = find_tensor(model); })) return nullptr;
+  return found || PyErr_Occurred() ? found.release() : shared(Py_None).release();
+}
+
 constexpr int kDepthMax = 16;  // of containers in an optimizer's state, which may hold itself
 
 Walk walk_leaves(Trail& trail, PyObject* value, int depth) {
@@ -261,7 +292,11 @@ bool add_state_watch_type(PyObject* module) {
   names.buffers = PyUnicode_InternFromString("_buffers");
   names.modules = PyUnicode_InternFromString("_modules");
   if (names.parameters == nullptr || names.buffers == nullptr || names.modules == nullptr) return false;
-  return add_type(module, "StateWatch", spec) != nullptr;
+  static PyMethodDef functions[] = {
+      {"first_tensor", first_tensor, METH_O,
+       "first_tensor(model): a parameter or a buffer of a module or of one inside it; None where there is none."},
+      {nullptr, nullptr, 0, nullptr}};
+  return add_type(module, "StateWatch", spec) != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace offload
