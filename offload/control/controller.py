@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from statistics import median
 from typing import Protocol
 
@@ -127,7 +127,7 @@ class PlanController:
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
-            held = cache(partial(self._held_before, signature))  # visits hundreds of tensors, so only if needed
+            held = partial(self._held_before, signature)  # visits hundreds of tensors, so only if needed
             state = self._state(signature)
             planned = state.planned
             if planned is None:
