@@ -140,7 +140,7 @@ class PlanController:
                 return self._record(state, model, held())
             if planned.trial_bytes is not None:
                 return self._trials.begin_requested(state, planned)
-            if self.regions.choose(planned, device_bytes(self._engine.device)):
+            if self.regions.choose(planned, partial(device_bytes, self._engine.device)):
                 return self._record_anew(state, signature, model, held())
             self._judge(state, planned, held)
             if state.phase is not Phase.PLANNING:
