@@ -118,8 +118,11 @@ class CompiledRegions:
         self._tried = planned if self._regions else None
         return bool(self._regions)
 
-    def choose(self, planned: PlannedStep, device_bytes: int) -> bool:
-        """Choose among what the trial of this signature has found; True where the next step is to be profiled anew."""
+    def choose(self, planned: PlannedStep, device_bytes: Callable[[], int]) -> bool:
+        """Choose among what the trial of this signature has found; True where the next step is to be profiled anew.
+
+        Every step asks, so `device_bytes`, which reads the system's figures, is called only where a choice is due.
+        """
         if self._tried is not planned:
             return False
         seconds = {region.name: region.trial.seconds() for region in self._regions if region.trial is not None}
@@ -137,7 +140,7 @@ class CompiledRegions:
                 log.info("%s is not recomputed: %s", region.name, refusal)
             else:
                 tried.append(_row(region.name, planned, trial.input_bytes, seconds[region.name] or 0.0))
-        best = self._best(planned, tried, device_bytes)
+        best = self._best(planned, tried, device_bytes())
         for region in self._regions:
             region.is_checkpointed = region.name in best
         if best:
