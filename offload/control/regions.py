@@ -110,13 +110,20 @@ class CompiledRegions:
                 continue
             packed = [rows[each].packed for each in inside]
             saved_bytes = sum(rows[each].bytes for each in inside)
-            room = (options.memory_limit or 0) - max(trace.base_bytes[min(packed) : max(packed) + 2]) - saved_bytes
+            # The part computes in the node before its first pack; what it saves counts there as in use.
+            base_bytes = trace.base_bytes[max(0, min(packed) - 1) : max(packed) + 2]
+            room = (options.memory_limit or 0) - max(base_bytes) - saved_bytes
             region = Region(name, part, slot, self._is_in_step)
             region.trial = RegionTrial(self._engine, room, saved_bytes)
             region.is_trying = True
             self._regions.append(region)
         self._tried = planned if self._regions else None
         return bool(self._regions)
+
+    def end_trial(self) -> None:
+        """The step that tried is over: another one begins."""
+        for region in self._regions:
+            region.is_trying = False
 
     def choose(self, planned: PlannedStep, device_bytes: int) -> bool:
         """Choose among what the trial of this signature has found; True where the next step is to be profiled anew."""
@@ -128,7 +135,6 @@ class CompiledRegions:
         self._tried = None
         tried = []
         for region in self._regions:
-            region.is_trying = False
             trial = region.trial
             assert trial is not None
             refusal = trial.refusal if trial.calls == 1 else f"it ran {trial.calls} times in the step"
@@ -149,8 +155,8 @@ class CompiledRegions:
         return bool(best)
 
     def are_given_up(self, plan: Plan | None) -> bool:
-        """Give the regions up if the first plan with them is no faster; None: the limit is below what it needs."""
-        before = self.before.plan if self.before is not None and self._is_new else None
+        """Give the regions up if the first plan with them is no faster, or if any is infeasible: None."""
+        before = self.before.plan if self.before is not None and (self._is_new or plan is None) else None
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
             return False
@@ -176,10 +182,6 @@ class CompiledRegions:
             if plan.expected_seconds < best:
                 best, chosen = plan.expected_seconds, frozenset(row.name for row in rows)
         return chosen
-
-
-def _price(row: _Tried) -> tuple[int, int]:
-    return round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed
 
 
 def _is_within(name: str, other: str) -> bool:
