@@ -87,19 +87,19 @@ class RegionTrial:
         if not self.refusal:
             self.refusal = "its trial was interrupted"
             self.refusal = self._run_again(inner, args, kwargs, result, generators)
-            self._watch(result, [(weakref.ref(tensor), version_of(tensor)) for tensor in inputs])
+            self._watch(result, inputs)
         return result
 
     def is_as_tried(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call can run again as the tried one: with the same modes, no new hook, nothing else as an input."""
         return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
 
-    def _watch(self, result: Any, inputs: list[tuple[weakref.ref[Tensor], int]]) -> None:
+    def _watch(self, result: Any, inputs: list[Tensor]) -> None:
         """Refuse the region where its inputs have been changed when backward reaches it: only now are they saved."""
+        watched = [(_version_counter(tensor), version_of(tensor)) for tensor in inputs]
 
         def look(_: Tensor) -> None:
-            found = [(reference(), version) for reference, version in inputs]
-            if any(tensor is not None and version_of(tensor) != version for tensor, version in found):
+            if any(version_of(counter) != version for counter, version in watched):
                 self.refusal = self.refusal or "its inputs are written to after it has run"
 
         for leaf in tree_leaves(result):
@@ -279,6 +279,13 @@ class _Snapshot:
         finally:
             for own, name, value in changed:
                 own[name] = value
+
+
+def _version_counter(tensor: Tensor) -> Tensor:
+    """A tensor without bytes whose version is that of `tensor`, as long as it lives."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves its counter as it is
+    return counter
 
 
 def _tensors_of(part: nn.Module) -> list[Tensor]:

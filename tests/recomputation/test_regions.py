@@ -475,7 +475,7 @@ def test_an_interrupted_trial_proves_nothing(tmp_path, monkeypatch):
                 train(model, 1)
         train(model, 3)
         assert not handle._controller.regions.chosen
-        assert handle._controller.regions.refusals["0"] == "its trial was interrupted"
+        assert handle._controller.regions._regions[0].trial.refusal == "its trial was interrupted"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
