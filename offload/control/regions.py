@@ -22,6 +22,7 @@ from offload.plan.recompute import recomputed
 from offload.plan.trace import Recompute, SavedTensor, Trace
 from offload.runtime.engine import Engine
 from offload.runtime.regions import Region, RegionTrial
+from offload.runtime.weak import WeakReferences
 from offload.torch_compat.compiled import compiled_parts
 
 __all__ = ["CompiledRegions"]
@@ -72,7 +73,7 @@ class CompiledRegions:
         self._engine = engine
         self._limits = limits
         self._is_in_step = is_in_step
-        self._regions: list[Region] = []
+        self._regions: WeakReferences[Region] = WeakReferences()  # the parts hold them, and they the parts
         self._tried: PlannedStep | None = None  # whose steps the regions have been tried in
         self._is_settled = False
         self._is_new = False  # no plan has been made with the chosen ones
@@ -90,8 +91,9 @@ class CompiledRegions:
 
     def close(self) -> None:
         """Give all parts their own calls back."""
-        while self._regions:
-            self._regions.pop().close()
+        for region in self._regions:
+            region.close()
+        self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
         """Have the step that begins try the compiled parts, where they may be recomputed. It has to swap everything."""
@@ -116,9 +118,9 @@ class CompiledRegions:
             region = Region(name, part, slot, self._is_in_step)
             region.trial = RegionTrial(self._engine, room, saved_bytes)
             region.is_trying = True
-            self._regions.append(region)
-        self._tried = planned if self._regions else None
-        return bool(self._regions)
+            self._regions.add(region)
+        self._tried = planned if any(self._regions) else None
+        return self._tried is not None
 
     def end_trial(self) -> None:
         """The step that tried is over: another one begins."""

@@ -104,7 +104,7 @@ class RegionTrial:
 
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(look)
+                leaf.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _run_again(
         self,
@@ -327,7 +327,7 @@ def _modes(part: nn.Module) -> list[bool]:
 def _python_state(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """What Python code can change besides tensors: attributes, containers one level deep, states of generators."""
     leaves, structure = tree_flatten((args, kwargs))
-    numbers = np.random.get_state()
+    numbers: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
     found = [structure, str(random.getstate()), numbers[1].tobytes(), *numbers[2:]]
     for value in (*leaves, *(value for module in part.modules() for value in vars(module).values())):
         found += [value, *_contents(value)]

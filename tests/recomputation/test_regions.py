@@ -5,6 +5,7 @@ import gc
 import pickle
 import random
 import warnings
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -475,7 +476,7 @@ def test_an_interrupted_trial_proves_nothing(tmp_path, monkeypatch):
                 train(model, 1)
         train(model, 3)
         assert not handle._controller.regions.chosen
-        assert handle._controller.regions._regions[0].trial.refusal == "its trial was interrupted"
+        assert next(iter(handle._controller.regions._regions)).trial.refusal == "its trial was interrupted"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -608,6 +609,17 @@ def test_a_model_with_regions_is_freed(tmp_path):
     gc.collect()
     assert store.stats()["pool_used_bytes"] == 0
     assert not [each for each in gc.get_objects() if type(each) is regions.Region]
+
+
+def test_a_handle_does_not_keep_the_model(tmp_path):
+    model = make()
+    with enabled(model, tmp_path) as handle:
+        train(model)
+        assert handle._controller.regions.chosen
+        parameter = weakref.ref(model[0].widen.weight)
+        del model
+        gc.collect()
+        assert parameter() is None
 
 
 def test_regions_that_turn_out_slower_are_given_up():
