@@ -31,6 +31,8 @@ from offload.torch_compat.tensors import raise_changed, storage_identity, versio
 __all__ = ["Region", "RegionTrial"]
 
 _SCALARS = (bool, int, float, str, type(None))
+# Errors of the model's own code, when it is called a second time.
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
 _CONSTANTS = (*_SCALARS, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -123,7 +125,7 @@ class RegionTrial:
                 again = inner(*args, **kwargs)
             self._marks.append((begin, self._engine.mark()))
             return "" if _have_same_bits(result, again) else "run again, it gave other bits"
-        except Exception as error:  # of the model's code, whatever it raises
+        except _REFUSALS as error:
             return f"it failed when run again: {error}"
 
     def seconds(self) -> float | None:

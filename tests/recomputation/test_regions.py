@@ -612,8 +612,10 @@ def test_a_model_with_regions_is_freed(tmp_path):
 
 
 def test_a_handle_does_not_keep_the_model(tmp_path):
+    with enabled(make(), tmp_path) as handle:
+        limit = handle._options.memory_limit
     model = make()
-    with enabled(model, tmp_path) as handle:
+    with offload.enable(model, memory_limit=limit, min_tensor_bytes=4096, spill_dir=tmp_path) as handle:
         train(model)
         assert handle._controller.regions.chosen
         parameter = weakref.ref(model[0].widen.weight)
