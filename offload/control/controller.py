@@ -125,6 +125,7 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
+            self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
             held = partial(self._held_before, signature)  # visits hundreds of tensors, so only if needed

@@ -22,6 +22,7 @@ from offload.plan.recompute import recomputed
 from offload.plan.trace import Recompute, SavedTensor, Trace
 from offload.runtime.engine import Engine
 from offload.runtime.regions import Region, RegionTrial
+from offload.runtime.weak import WeakReferences
 from offload.torch_compat.compiled import compiled_parts
 
 __all__ = ["CompiledRegions"]
@@ -72,7 +73,7 @@ class CompiledRegions:
         self._engine = engine
         self._limits = limits
         self._is_in_step = is_in_step
-        self._regions: list[Region] = []
+        self._regions: WeakReferences[Region] = WeakReferences()  # the parts hold them, and they the parts
         self._tried: PlannedStep | None = None  # whose steps the regions have been tried in
         self._is_settled = False
         self._is_new = False  # no plan has been made with the chosen ones
@@ -90,8 +91,9 @@ class CompiledRegions:
 
     def close(self) -> None:
         """Give all parts their own calls back."""
-        while self._regions:
-            self._regions.pop().close()
+        for region in self._regions:
+            region.close()
+        self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
         """Have the step that begins try the compiled parts, where they may be recomputed. It has to swap everything."""
@@ -110,13 +112,20 @@ class CompiledRegions:
                 continue
             packed = [rows[each].packed for each in inside]
             saved_bytes = sum(rows[each].bytes for each in inside)
-            room = (options.memory_limit or 0) - max(trace.base_bytes[min(packed) : max(packed) + 2]) - saved_bytes
+            # The part computes in the node before its first pack; what it saves counts there as in use.
+            base_bytes = trace.base_bytes[max(0, min(packed) - 1) : max(packed) + 2]
+            room = (options.memory_limit or 0) - max(base_bytes) - saved_bytes
             region = Region(name, part, slot, self._is_in_step)
             region.trial = RegionTrial(self._engine, room, saved_bytes)
             region.is_trying = True
-            self._regions.append(region)
-        self._tried = planned if self._regions else None
-        return bool(self._regions)
+            self._regions.add(region)
+        self._tried = planned if any(self._regions) else None
+        return self._tried is not None
+
+    def end_trial(self) -> None:
+        """The step that tried is over: another one begins."""
+        for region in self._regions:
+            region.is_trying = False
 
     def choose(self, planned: PlannedStep, device_bytes: Callable[[], int]) -> bool:
         """Choose among what the trial of this signature has found; True where the next step is to be profiled anew.
@@ -131,7 +140,6 @@ class CompiledRegions:
         self._tried = None
         tried = []
         for region in self._regions:
-            region.is_trying = False
             trial = region.trial
             assert trial is not None
             refusal = trial.refusal if trial.calls == 1 else f"it ran {trial.calls} times in the step"
@@ -152,8 +160,8 @@ class CompiledRegions:
         return bool(best)
 
     def are_given_up(self, plan: Plan | None) -> bool:
-        """Give the regions up if the first plan with them is no faster; None: the limit is below what it needs."""
-        before = self.before.plan if self.before is not None and self._is_new else None
+        """Give the regions up if the first plan with them is no faster, or if any is infeasible: None."""
+        before = self.before.plan if self.before is not None and (self._is_new or plan is None) else None
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
             return False
@@ -179,10 +187,6 @@ class CompiledRegions:
             if plan.expected_seconds < best:
                 best, chosen = plan.expected_seconds, frozenset(row.name for row in rows)
         return chosen
-
-
-def _price(row: _Tried) -> tuple[int, int]:
-    return round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed
 
 
 def _is_within(name: str, other: str) -> bool:
