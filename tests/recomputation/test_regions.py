@@ -130,7 +130,7 @@ def check(spill_dir, change=None, refused="", share=0.35, **how):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("style", ["in place", "wrapper"])
+@pytest.mark.parametrize("style", ["in place", pytest.param("wrapper", marks=pytest.mark.long)])
 def test_compiled_blocks_run_again_and_give_the_same_bits(style, tmp_path):
     expected = train(make(style=style), 6)
     torch._dynamo.reset()
@@ -183,6 +183,7 @@ def test_a_region_that_changes_an_attribute(tmp_path):
     check(tmp_path, count_calls, refused="it changes a buffer or an attribute")
 
 
+@pytest.mark.long
 def test_a_region_that_changes_a_buffer(tmp_path):
     check(tmp_path, count_in_buffer, refused="it changes a buffer or an attribute")
 
@@ -272,7 +273,10 @@ def draw_a_python_number(block, x):
     random.random()
 
 
-@pytest.mark.parametrize("change", [keep_a_loss, append_a_loss, draw_a_python_number])
+@pytest.mark.parametrize(
+    "change",
+    [draw_a_python_number, *(pytest.param(each, marks=pytest.mark.long) for each in (keep_a_loss, append_a_loss))],
+)
 def test_a_region_with_side_effects_runs_once(change, tmp_path):
     def run(model, steps=4):
         results = []
@@ -342,6 +346,7 @@ class Wrapped:
     __hash__ = None
 
 
+@pytest.mark.long
 def test_a_region_that_returns_an_object(tmp_path):
     class Returning(Block):
         def forward(self, x):
@@ -365,6 +370,7 @@ def test_a_region_that_is_given_a_list_to_fill(tmp_path):
     check_calls(tmp_path, Filling, call, "it changes a buffer or an attribute of a module, a container")
 
 
+@pytest.mark.long
 def test_tensors_inside_containers_are_inputs(tmp_path):
     class Scaled(Block):
         def forward(self, given, *, masks):
@@ -491,7 +497,7 @@ def test_a_part_that_two_enabled_models_share(is_first):
     assert block._compiled_call_impl is plain
 
 
-@pytest.mark.parametrize("how", ["in place", "data"])
+@pytest.mark.parametrize("how", ["in place", pytest.param("data", marks=pytest.mark.long)])
 def test_a_parameter_that_changes_before_backward(tmp_path, how):
     def change(model):
         with torch.no_grad():
@@ -581,6 +587,7 @@ def test_excluded_parts_and_those_that_may_not_be_heavy(tmp_path):
             assert not handle._controller.regions.chosen
 
 
+@pytest.mark.long
 def test_no_room_to_try(tmp_path, monkeypatch):
     class Full(regions.RegionTrial):
         def __init__(self, engine, room_bytes, saved_bytes):
@@ -590,6 +597,7 @@ def test_no_room_to_try(tmp_path, monkeypatch):
     check(tmp_path, refused="memory_limit leaves no room to try it")
 
 
+@pytest.mark.long
 def test_copies_of_the_model_are_free_of_regions(tmp_path):
     model = make()
     with enabled(model, tmp_path) as handle:
@@ -600,6 +608,7 @@ def test_copies_of_the_model_are_free_of_regions(tmp_path):
             assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+@pytest.mark.long
 def test_a_model_with_regions_is_freed(tmp_path):
     model = make()
     with enabled(model, tmp_path) as handle:
