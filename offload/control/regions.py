@@ -45,7 +45,7 @@ class _Tried:
     saved_bytes: int
     input_bytes: int
     seconds: float  # of its second run
-    packed: int  # the node that begins after its first pack
+    packed: int  # the node that starts after its first pack
     used: int  # first node of backward that uses its tensors
 
 
@@ -98,7 +98,7 @@ class CompiledRegions:
         self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
-        """Make the step that begins a trial of the regions. False if none may be recomputed. The step must swap everything."""
+        """Make the step that begins a trial of the regions; False if none is tried. The step must swap everything."""
         options, plan = self._options, planned.plan
         is_wanted = options.recompute == "auto" and options.max_slowdown is None and options.memory_limit is not None
         if self._is_settled or not is_wanted or plan is None:
@@ -114,7 +114,7 @@ class CompiledRegions:
                 continue
             packed = [rows[each].packed for each in inside]
             saved_bytes = sum(rows[each].bytes for each in inside)
-            # The nodes in which the region runs begin before its first pack. Their base_bytes include what it saves.
+            # The region computes in the node that its first pack ends; there, base_bytes includes what it saves.
             base_bytes = trace.base_bytes[max(0, min(packed) - 1) : max(packed) + 2]
             room = (options.memory_limit or 0) - max(base_bytes) - saved_bytes
             region = Region(name, part, slot, self._is_in_step)
@@ -162,7 +162,7 @@ class CompiledRegions:
         return bool(best)
 
     def are_given_up(self, plan: Plan | None) -> bool:
-        """Recompute no region any more, if the first plan with regions is no faster or a later one is infeasible (None)."""
+        """Stop recomputing regions if the first plan with them is no faster, or no plan is feasible (None)."""
         before = self.before.plan if self.before is not None and (self._is_new or plan is None) else None
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):

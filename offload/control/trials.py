@@ -1,6 +1,7 @@
 """Begins trial steps, for the controller: of recipes, or of compiled submodules ("regions").
 
-A trial is due if it could improve a plan, or if `offload plan train.py` has requested one.
+A trial is due if it could improve the plan of a signature (the shapes and kinds of a step's inputs), or if the listener
+of `offload plan train.py` has requested one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Trials:
         return self._begin(state, planned, self._options.memory_limit or plan.peak_bytes)
 
     def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
-        """Begin the trial step that the listener has requested. If none can run, tell the listener so."""
+        """Begin the trial step that the listener has requested. If it is over or cannot run, pass the recipes on."""
         trial = self._begin(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
         self.tell_recipes(planned)
         return trial or SwapOnDemand()

@@ -130,7 +130,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         )
 
     def _binds(self, position: int, line: Line, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator reads the values that its line names; binds them. Numbers may differ: they are stored."""
+        """Whether an operator reads the values that its line names. Binds them; stores other arguments that differ."""
         call = line.call
         assert call is not None
         if len(args) != len(line.args) or kwargs.keys() != line.kwargs.keys():
@@ -188,7 +188,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         return value
 
     def _takes(self, expected: Any, given: Any) -> bool:
-        """Whether an argument may differ from its line: numbers may, bools may not. Tensors are bound."""
+        """Whether an argument that differs from its line is allowed: of the same type, but no bool. Binds tensors."""
         kind = type(expected)
         if kind is Read:
             return self._binds_tensor(expected, given)

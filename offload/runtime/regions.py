@@ -98,7 +98,7 @@ class RegionTrial:
         return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
 
     def _watch(self, result: Any, inputs: list[Tensor]) -> None:
-        """Refuse the region if an input has changed when backward reaches it: checkpoint would save the inputs."""
+        """Refuse the region if one of its inputs is changed in place before backward reaches the region."""
         watched = [(_version_counter(tensor), version_of(tensor)) for tensor in inputs]
 
         def look(_: Tensor) -> None:
@@ -141,7 +141,7 @@ class RegionTrial:
 
 
 class Region:
-    """Replaces the compiled callable of one submodule; runs it as is, in a trial, or under checkpoint.
+    """Replaces the compiled callable of one submodule. Calls it directly, in a trial, or under checkpoint.
 
     Parameters
     ----------
