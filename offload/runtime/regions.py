@@ -70,7 +70,7 @@ class RegionTrial:
         self._modes: list[bool] = []
 
     def run(self, part: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a region. Run it a second time if the first run has changed nothing."""
+        """Run a region. Run it a second time if the first run has changed nothing and memory suffices."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before, versions = _Snapshot(part), [version_of(tensor) for tensor in inputs]
         generators = [state for state in _random_states(self._engine.device) if state is not None]
