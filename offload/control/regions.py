@@ -1,7 +1,9 @@
-"""Which compiled parts of a model are recomputed as a whole.
+"""Chooses the compiled submodules ("regions", see `runtime/regions.py`) that are recomputed as a whole.
 
-The controller tries them in one step that follows a plan, then compares plans in which some of them are dropped. The
-better choice is profiled anew, and given up if its plan turns out to be no better than swapping alone.
+1. A trial step runs each region twice.
+2. Plans that recompute some of the regions are computed. If one of them is faster, the next step is profiled with its
+   regions recomputed.
+3. If the plan from this profile is not faster than the swap-only plan, no region is recomputed.
 """
 
 from __future__ import annotations
@@ -29,40 +31,40 @@ __all__ = ["CompiledRegions"]
 
 log = logging.getLogger("offload")
 
-_CHOICES = 6  # how many numbers of regions are planned with
+_CHOICES = 6  # plans computed: with 1/6 of the regions recomputed, 2/6, ..., all
 _NOT_WORTH_IT = "torch.compile made a part of the step, and no compiled part is worth running again"
-_RATIO = 1.5  # regions whose seconds per byte differ by less count as equal
+_RATIO = 1.5  # seconds per byte are rounded to powers of this; regions with the same result count as equal
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A region that can be recomputed: the ids of its tensors, what it is given, what it takes, and where it is."""
+    """A region that passed its trial."""
 
     name: str
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # ids in the trace of what it saves
     saved_bytes: int
     input_bytes: int
-    seconds: float
-    packed: int  # node that begins with its first pack
+    seconds: float  # of its second run
+    packed: int  # the node that starts after its first pack
     used: int  # first node of backward that uses its tensors
 
 
 class CompiledRegions:
-    """The compiled parts of a model on one device.
+    """The regions of a model on one device.
 
     Parameters
     ----------
     is_in_step
-        Whether a training step of the model runs in this thread with its hooks innermost.
+        Whether this thread runs a training step of the model, and the step's saved-tensor hooks are the innermost ones.
 
     Attributes
     ----------
     before
-        The signature as it was planned without regions; None where none is recomputed.
+        The planned step before regions were recomputed; None if none is.
     refusals
-        Why parts cannot be recomputed, by name.
+        Why regions cannot be recomputed, by name.
     reason
-        Why none is, after a trial; empty if some are, or if none was due.
+        Why a trial led to no recomputed region; empty if some are recomputed, or without a trial.
     """
 
     def __init__(self, options: Options, engine: Engine, limits: Limits, is_in_step: Callable[[], bool]) -> None:
@@ -73,30 +75,30 @@ class CompiledRegions:
         self._engine = engine
         self._limits = limits
         self._is_in_step = is_in_step
-        self._regions: WeakReferences[Region] = WeakReferences()  # the parts hold them, and they the parts
-        self._tried: PlannedStep | None = None  # whose steps the regions have been tried in
+        self._regions: WeakReferences[Region] = WeakReferences()  # weak: the submodules own them
+        self._tried: PlannedStep | None = None  # the planned step of the trial, until `choose`
         self._is_settled = False
-        self._is_new = False  # no plan has been made with the chosen ones
+        self._is_new = False  # the first plan with the chosen regions is still to come
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Names of the parts that backward runs again."""
+        """Names of the regions that backward runs again."""
         return tuple(region.name for region in self._regions if region.is_checkpointed)
 
     @property
     def seconds(self) -> float:
-        """What running them again took in the trial, in seconds."""
+        """Total duration of the chosen regions' second runs in the trial."""
         rows = (region.trial.seconds() for region in self._regions if region.is_checkpointed and region.trial)
         return sum(row or 0.0 for row in rows)
 
     def close(self) -> None:
-        """Give all parts their own calls back."""
+        """Restore the compiled callables of all submodules."""
         for region in self._regions:
             region.close()
         self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
-        """Have the step that begins try the compiled parts, where they may be recomputed. It has to swap everything."""
+        """Make the step that begins a trial of the regions; False if none is tried. The step must swap everything."""
         options, plan = self._options, planned.plan
         is_wanted = options.recompute == "auto" and options.max_slowdown is None and options.memory_limit is not None
         if self._is_settled or not is_wanted or plan is None:
@@ -112,7 +114,7 @@ class CompiledRegions:
                 continue
             packed = [rows[each].packed for each in inside]
             saved_bytes = sum(rows[each].bytes for each in inside)
-            # The part computes in the node before its first pack; what it saves counts there as in use.
+            # The region computes in the node that its first pack ends; there, base_bytes includes what it saves.
             base_bytes = trace.base_bytes[max(0, min(packed) - 1) : max(packed) + 2]
             room = (options.memory_limit or 0) - max(base_bytes) - saved_bytes
             region = Region(name, part, slot, self._is_in_step)
@@ -123,20 +125,20 @@ class CompiledRegions:
         return self._tried is not None
 
     def end_trial(self) -> None:
-        """The step that tried is over: another one begins."""
+        """Another step begins, so the trial step is over."""
         for region in self._regions:
             region.is_trying = False
 
     def choose(self, planned: PlannedStep, device_bytes: Callable[[], int]) -> bool:
-        """Choose among what the trial of this signature has found; True where the next step is to be profiled anew.
+        """Choose the regions to recompute, if a trial has ended. True: profile the next step again.
 
-        Every step asks, so `device_bytes`, which reads the system's figures, is called only where a choice is due.
+        Every step calls this. `device_bytes` reads figures of the system, so it is called only after a trial.
         """
         if self._tried is not planned:
             return False
         seconds = {region.name: region.trial.seconds() for region in self._regions if region.trial is not None}
         if None in seconds.values():
-            return False  # the device has not come that far
+            return False  # the device has not finished the trial
         self._tried = None
         tried = []
         for region in self._regions:
@@ -160,7 +162,7 @@ class CompiledRegions:
         return bool(best)
 
     def are_given_up(self, plan: Plan | None) -> bool:
-        """Give the regions up if the first plan with them is no faster, or if any is infeasible: None."""
+        """Stop recomputing regions if the first plan with them is no faster, or no plan is feasible (None)."""
         before = self.before.plan if self.before is not None and (self._is_new or plan is None) else None
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
@@ -172,7 +174,7 @@ class CompiledRegions:
 
     def _best(self, planned: PlannedStep, tried: Sequence[_Tried], device_bytes: int) -> frozenset[str]:
         assert planned.plan is not None
-        # Of equally cheap ones the last first: their tensors have the least time to be swapped.
+        # Cheapest first. Among equally cheap regions, the last of forward first: it has the least time to swap.
         order = sorted(
             tried, key=lambda row: (round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed)
         )
@@ -194,7 +196,7 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def _tensors_of(name: str, planned: PlannedStep) -> tuple[int, ...]:
-    """Ids of the tensors of the trace that a part saves."""
+    """Ids of the tensors of the trace that a region saves."""
     profile = planned.profile
     nodes, after = profile.trace.nodes, profile.order.node_after_pack
     return tuple(
@@ -219,7 +221,7 @@ def _row(name: str, planned: PlannedStep, input_bytes: int, seconds: float) -> _
 
 
 def _without(trace: Trace, rows: Collection[_Tried]) -> Trace:
-    """The step in which some regions save their inputs alone and run again in backward."""
+    """The trace of a step in which some regions save only their inputs and run again in backward."""
     recipes: dict[int, Recompute] = {}
     inputs: list[SavedTensor] = []
     size: Mapping[int, int] = {tensor.id: tensor.bytes for tensor in trace.tensors}

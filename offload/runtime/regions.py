@@ -1,7 +1,8 @@
-"""Compiled parts of a model that run again in backward as a whole, under torch's own checkpoint.
+"""Recomputes compiled submodules as a whole, with torch's checkpoint.
 
-Recipes are made of operators and do not reach into compiled code. A checkpointed region saves its inputs alone, through
-the hooks of the step. Which regions are checkpointed is decided in `control/regions.py`.
+A recipe consists of operators, so it cannot recompute a tensor that compiled code saves. A *region* is a submodule that
+was compiled by itself. If it is checkpointed, it saves only its inputs, and the step's hooks may swap these.
+`control/regions.py` decides which regions are checkpointed.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ from offload.torch_compat.tensors import raise_changed, storage_identity, versio
 __all__ = ["Region", "RegionTrial"]
 
 _SCALARS = (bool, int, float, str, type(None))
-# Errors of the model's own code, when it is called a second time.
+# Errors that the model's code may raise when it runs a second time.
 _REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
 _CONSTANTS = (*_SCALARS, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class RegionTrial:
-    """What one step finds out about a region: it runs twice, and the results are compared bit for bit.
+    """Runs a region twice in one step, compares the results bit for bit, and keeps what it finds.
 
     Parameters
     ----------
     engine
-        Its marks measure the second run.
+        Measures the time of the second run.
     room_bytes
-        What the second run may take on the device.
+        Bytes that the second run may use on the device.
     saved_bytes
-        What the region saves for backward, which the second run allocates once more.
+        Bytes that the region saves for backward. The second run allocates as much again.
 
     Attributes
     ----------
     calls
-        How often the region ran.
+        How often the region was called in the step.
     refusal
         Why it is not recomputed; empty if it can be.
     input_bytes
-        Of the tensors that it is given, in all calls.
+        Bytes of its input tensors, summed over all calls.
     """
 
     def __init__(self, engine: Engine, room_bytes: int, saved_bytes: int) -> None:
@@ -69,7 +70,7 @@ class RegionTrial:
         self._modes: list[bool] = []
 
     def run(self, part: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a region, and run it again where that is safe."""
+        """Run a region. Run it a second time if the first run has changed nothing and memory suffices."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before, versions = _Snapshot(part), [version_of(tensor) for tensor in inputs]
         generators = [state for state in _random_states(self._engine.device) if state is not None]
@@ -93,11 +94,11 @@ class RegionTrial:
         return result
 
     def is_as_tried(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call can run again as the tried one: with the same modes, no new hook, nothing else as an input."""
+        """Whether a call may be recomputed: modes as in the trial, no hooks, only tensors and constants as inputs."""
         return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
 
     def _watch(self, result: Any, inputs: list[Tensor]) -> None:
-        """Refuse the region where its inputs have been changed when backward reaches it: only now are they saved."""
+        """Refuse the region if one of its inputs is changed in place before backward reaches the region."""
         watched = [(_version_counter(tensor), version_of(tensor)) for tensor in inputs]
 
         def look(_: Tensor) -> None:
@@ -129,7 +130,7 @@ class RegionTrial:
             return f"it failed when run again: {error}"
 
     def seconds(self) -> float | None:
-        """What running it again took, in seconds; None while the device has not come that far."""
+        """Duration of the second run in seconds; None if the device has not finished it."""
         total = 0.0
         for begin, end in self._marks:
             found = self._engine.seconds_since(begin, [end])
@@ -140,25 +141,28 @@ class RegionTrial:
 
 
 class Region:
-    """Stands in for the compiled call of one part of a model.
+    """Replaces the compiled callable of one submodule. Calls it directly, in a trial, or under checkpoint.
 
     Parameters
     ----------
     name
-        Of the part, as in ``named_modules()``.
+        Name of the submodule, as in ``named_modules()``.
     part
-        What `torch.compile` returned, or a module compiled in place.
+        The submodule: a result of `torch.compile`, or a module that was compiled in place.
     slot
-        Name of the part's attribute that holds the compiled callable.
+        Name of its attribute that holds the compiled callable.
     is_in_step
-        Whether a training step of the enabled model runs in this thread with its hooks innermost.
+        Whether this thread runs a training step of the enabled model, and the step's saved-tensor hooks are the
+        innermost ones.
 
     Attributes
     ----------
     is_checkpointed
         Whether backward runs it again.
+    is_trying
+        Whether the current step is its trial.
     trial
-        The trial that is under way, or its result; None before it.
+        The current or finished trial; None if there was none.
     """
 
     def __init__(self, name: str, part: nn.Module, slot: str, is_in_step: Callable[[], bool]) -> None:
@@ -184,30 +188,30 @@ class Region:
             return self.trial.run(part, self._inner, args, kwargs)
         if not self.trial.is_as_tried(part, args, kwargs):
             return self._inner(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))  # checkpoint saves tensors, and none inside a container
+        leaves, structure = tree_flatten((args, kwargs))  # checkpoint saves only tensors that are arguments themselves
         return checkpoint(_Rerun(part, self._inner, args, kwargs, structure), *leaves, use_reentrant=False)
 
     def close(self) -> None:
-        """Give the part its own call back. Graphs that exist can still be differentiated."""
+        """Restore the submodule's own callable. Backward over existing graphs still works."""
         part = self._part()
         if part is None:
             return
         found = part.__dict__.get(self._slot)
         if found is self:
             part.__dict__[self._slot] = self._inner
-        while isinstance(found, Region):  # of another enabled model that shares the part
+        while isinstance(found, Region):  # Regions of other enabled models that share the submodule
             if found._inner is self:
                 found._inner = self._inner
             found = found._inner
 
 
 class _Rerun:
-    """Runs a region, and in backward again with the settings of its modules as they were.
+    """The function that checkpoint calls: in forward, and again in backward with the settings of the forward.
 
     Raises
     ------
     RuntimeError
-        A parameter or a buffer of the region was changed since it ran first.
+        A parameter or a buffer of the region has changed since its forward.
     """
 
     def __init__(
@@ -239,7 +243,7 @@ class _Rerun:
 
 
 class _Snapshot:
-    """What the result of a region depends on besides its inputs and random numbers."""
+    """The parameters, buffers and settings of a region: its result depends on them too."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
@@ -252,11 +256,11 @@ class _Snapshot:
         ]
 
     def is_same(self) -> bool:
-        """Whether the region still has the same tensors, unchanged, and the same settings."""
+        """Whether the region has the same tensors, in the same versions, and the same settings."""
         return self._changed() is None and all(own.get(name) == value for own, name, value in self._settings)
 
     def check(self) -> None:
-        """Raise autograd's error where a parameter or a buffer was changed."""
+        """Raise autograd's error if a parameter or a buffer has changed."""
         changed = self._changed()
         if changed is not None:
             tensor, version = changed
@@ -271,7 +275,7 @@ class _Snapshot:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Put the settings of the modules back for a while, such as `training`."""
+        """Within the context, modules have the settings of the snapshot, such as `training`."""
         changed = [(own, name, own[name]) for own, name, value in self._settings if own.get(name, value) != value]
         values = {(id(own), name): value for own, name, value in self._settings}
         try:
@@ -284,9 +288,9 @@ class _Snapshot:
 
 
 def _version_counter(tensor: Tensor) -> Tensor:
-    """A tensor without bytes whose version is that of `tensor`, as long as it lives."""
+    """An empty tensor that shares the version counter of `tensor`."""
     counter = tensor.detach()
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves its counter as it is
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter
     return counter
 
 
@@ -300,7 +304,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _random_states(device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
-    """The generators that an operator may draw from, with their states."""
+    """The default generators of the CPU and the device, with their states."""
     for kind in {"cpu", device.type}:
         where = device if kind == device.type else torch.device("cpu")
         yield random_state((), {"device": where})
@@ -327,7 +331,7 @@ def _modes(part: nn.Module) -> list[bool]:
 
 
 def _python_state(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What Python code can change besides tensors: attributes, containers one level deep, states of generators."""
+    """Objects, other than tensors, that the region may change: attributes, elements of containers, generator states."""
     leaves, structure = tree_flatten((args, kwargs))
     numbers: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
     found = [structure, str(random.getstate()), numbers[1].tobytes(), *numbers[2:]]
@@ -356,12 +360,12 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _are_plain(values: Any) -> bool:
-    """Whether there is nothing but tensors and constants in them, whose changes can be noticed."""
+    """Whether all values are tensors or constants. Changes of other objects could not be detected."""
     return all(isinstance(leaf, Tensor) or type(leaf) in _CONSTANTS for leaf in tree_leaves(values))
 
 
 def _forget(_: Tensor) -> None:
-    """Save nothing: nobody differentiates the second run."""
+    """Save nothing: the second run has no backward."""
 
 
 def _forgotten(_: None) -> Tensor:
