@@ -38,6 +38,7 @@ from offload.runtime.stores import engines, make_engine
 from offload.runtime.weak import run_pending_callbacks, weak_callback
 from offload.torch_compat import compiled
 from offload.torch_compat.autograd import checkpoint_is_innermost, is_tracing
+from offload.torch_compat.dispatch import modes_of_others
 
 __all__ = ["EnabledModel", "StepRecorder"]
 
@@ -305,6 +306,7 @@ class EnabledModel:
             elif leaf is None or isinstance(leaf, bool):  # chooses a branch and comes in few values
                 kinds.append(leaf)
         kinds.append(torch.is_autocast_enabled(self.on_device.device.type))
+        kinds += modes_of_others()  # they may change what operators return
         return Signature(tuple(shapes), tuple(kinds), input_bytes)
 
 

@@ -24,10 +24,10 @@ from offload.recomputation.recipe import Recipe, Step
 from offload.recomputation.recorder import (
     NO_KEY,
     OperatorRecorder,
-    has_history,
     is_known,
     key_of,
     run,
+    saves_factors,
     version_after,
     written,
 )
@@ -136,7 +136,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         if len(args) != len(line.args) or kwargs.keys() != line.kwargs.keys():
             return False
         operator = call.operator
-        if operator.is_heavy and any(map(has_history, args)) is not call.saves_weights:
+        if saves_factors(operator, args) is not call.saves_weights:
             return False
         same = True
         for expected, given in zip(line.args, args, strict=True):

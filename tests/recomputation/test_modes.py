@@ -1,5 +1,7 @@
 """The dispatch mode of recording: among others, beside the compiler, and gone after an exception."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from forced import Calls, gradients, made, plain_step, silu_twice
@@ -48,6 +50,25 @@ def test_modes_of_others_come_and_go(forcing):
         return gradients(model)
 
     forcing.compare(made(function), step)
+
+
+def test_a_mode_of_later_steps_that_changes_results(forcing):
+    """A recipe runs without modes, so what was tried without this one is tried again."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Doubling(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.ops.aten.gelu.default else result
+
+    def step(model, number):
+        model.zero_grad()
+        with Doubling() if number > 4 else nullcontext():
+            loss = model(torch.randn(32, 64)).square().mean()
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(made(), step, steps=10)
 
 
 def test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor(forcing):
