@@ -131,6 +131,38 @@ def test_an_interrupt_leaves_gradients_on(forcing, monkeypatch):
     plain_step(model, 5)
 
 
+@pytest.mark.parametrize("name", ["undisturbed", "restored"])
+def test_an_interrupt_as_a_context_is_entered_leaves_gradients_on(forcing, monkeypatch, name):
+    """The program keeps its traceback, as notebooks do, and with it the context."""
+    from offload.recomputation import recipe
+
+    real, kept = getattr(recipe, name), []
+
+    class Interrupted:
+        def __init__(self):
+            self.gen = real().gen
+            kept.append(self)
+
+        def __enter__(self):
+            next(self.gen)
+            raise KeyboardInterrupt
+
+        def __exit__(self, *args):
+            raise AssertionError("it was not entered")
+
+    model = made()()
+    forcing.enable(model)
+    for number in range(4):
+        plain_step(model, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, name, Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plain_step(model, 4)
+    assert len(kept) == 1
+    assert torch.is_grad_enabled()
+    plain_step(model, 5)
+
+
 @pytest.mark.parametrize("swaps", [False, True], ids=["the rest is kept", "the rest swaps"])
 def test_a_window_that_begins_at_a_tensor_saved_again(forcing, swaps):
     """The pack before is of a storage that is known, which the schedule may decide without Python."""
