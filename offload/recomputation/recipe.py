@@ -162,7 +162,7 @@ class Recipe:
         try:
             with alone:
                 self._run_steps(storages)
-        finally:  # an interrupt may have come as it was about to be entered or left; a traceback keeps it then
+        finally:  # after an interrupt its traceback may hold it, and free it when backward, without gradients, is over
             alone.gen.close()
         return storages[self.target]
 
