@@ -64,7 +64,7 @@ GUARDS = {
         test_changes.test_a_small_tensor_that_changes_before_backward,
     ),
     "settings of torch are put in force": (
-        (recipe.Recipe, "run", "put_in_force(step.settings)", "pass"),
+        (recipe.Recipe, "_run_steps", "put_in_force(step.settings)", "pass"),
         test_changes.test_settings_of_torch_are_those_of_forward,
     ),
     "an operator reads the version that was recorded": (
