@@ -104,12 +104,10 @@ class CompiledRegions:
         if self._is_settled or not is_wanted or plan is None:
             return False
         self._is_settled = True
-        names = [name for name, _, _ in compiled_parts(model)]
-        tensors = {name: _tensors_of(name, planned) for name in names}
         trace = planned.trace()
         rows = {tensor.id: tensor for tensor in trace.tensors}
-        for name, part, slot in compiled_parts(model):
-            inside = tensors[name]
+        for name, part, slot in list(compiled_parts(model)):  # a Region replaces what the search reads
+            inside = _tensors_of(name, planned)
             if not inside or any(_is_within(name, other) or _is_within(other, name) for other in options.exclude):
                 continue
             packed = [rows[each].packed for each in inside]
