@@ -52,6 +52,14 @@ using namespace offload;
 
 namespace {
 
+void begin_step(const py::iterable& counts) {
+  for (const py::handle each : counts) {
+    Count& count = each.cast<Count&>();
+    count.tensors_before = count.tensors;
+    count.nbytes_before = count.nbytes;
+  }
+}
+
 void register_counts(py::module_& module) {
   py::class_<Count, std::shared_ptr<Count>>(module, "Count")
       .def(py::init([](int64_t tensors, int64_t nbytes) { return Count{tensors, nbytes}; }), py::arg("tensors") = 0,
@@ -59,9 +67,9 @@ void register_counts(py::module_& module) {
       .def_readwrite("tensors", &Count::tensors)
       .def_readwrite("nbytes", &Count::nbytes)
       .def("copy", [](const Count& count) { return count; })
-      .def("minus",
-           [](const Count& count, const Count& other) {
-             return Count{count.tensors - other.tensors, count.nbytes - other.nbytes};
+      .def("in_step",
+           [](const Count& count) {
+             return Count{count.tensors - count.tensors_before, count.nbytes - count.nbytes_before};
            })
       .def("to_dict",
            [](const Count& count) {
@@ -81,6 +89,7 @@ void register_counts(py::module_& module) {
       .def("__repr__", [](const Count& count) {
         return "Count(tensors=" + std::to_string(count.tensors) + ", nbytes=" + std::to_string(count.nbytes) + ")";
       });
+  module.def("begin_step", &begin_step, py::arg("counts"));
 }
 
 using PauseRow = std::tuple<int64_t, std::optional<int64_t>, double, double>;

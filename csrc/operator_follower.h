@@ -1,8 +1,9 @@
-// Follows the operators of a recorded window: the quick way through the dispatch mode that records operators.
+// Compares operators with a template: the fast path of the dispatch mode that records operators.
 //
-// OperatorFollower is the base class of offload.recomputation.following.FollowingRecorder, and torch calls its
-// `__torch_dispatch__`. An operator that is in every respect the template's runs at once. All others go to the method
-// `_follow_or_record` in Python, which decides alone; C++ has bound no more then than Python binds again.
+// OperatorFollower is the C++ base class of offload.recomputation.following.FollowingRecorder; that file explains the
+// terms. Torch calls its `__torch_dispatch__` for each operator. If the operator equals the template's in all that is
+// compared, it runs, and the labels of its values are bound. For all other operators it calls the Python method
+// `_follow_or_record`, which compares and binds again. Only Python decides that a step differs from the template.
 // Callers hold the GIL.
 #pragma once
 
@@ -10,7 +11,8 @@
 
 namespace offload {
 
-// Adds OperatorScript and OperatorFollower to the module. False: a Python error.
+// Adds OperatorScript (the operators of a template, encoded for C++) and OperatorFollower to the module. Returns false
+// if a Python error is set.
 bool add_follower_types(PyObject* module);
 
 }  // namespace offload

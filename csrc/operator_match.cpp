@@ -124,8 +124,10 @@ Match match_writes(Follower* self, const ScriptLine& line, PyObject* args, PyObj
   return Match::same;
 }
 
-// Whether autograd saves the factors of a matrix product or convolution, as it did in the recorded step.
+// Whether autograd saves the factors of a matrix product or convolution, as it did in the recorded step. Whether
+// gradients are on is among the settings.
 Match match_history(const ScriptLine& line, PyObject* args) {
+  if (OFFLOAD_BROKEN("a followed product saves its factors as before")) return Match::same;
   bool has_history = false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !has_history; ++i) {
     PyObject* const given = PyTuple_GET_ITEM(args, i);

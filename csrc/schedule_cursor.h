@@ -21,6 +21,7 @@ namespace offload {
 struct Count {
   int64_t tensors = 0;
   int64_t nbytes = 0;
+  int64_t tensors_before = 0, nbytes_before = 0;  // when the last step began
 };
 
 // The schedule's entry for one pack. A value of -1 means none.

@@ -16,7 +16,18 @@ struct Entry {
   int64_t storage = 0;         // its identity; 0: a module, or a tensor without one storage
   int64_t nbytes = 0;          // of the storage
   Owned kind;                  // a module's class, a tensor's device; null: neither matters
+  // A tensor's own fields, and its storage's Python object: only to be fetched.
+  int64_t fields = 0;
+  const void* wrapper = nullptr;
 };
+
+constexpr size_t kAhead = 4;  // entries
+constexpr int kLineBytes = 64;
+
+void fetch(const void* place) {
+  __builtin_prefetch(place);
+  __builtin_prefetch(static_cast<const char*>(place) + kLineBytes);
+}
 
 // What one walk met, in order, compared with the walk before.
 class Trail {
@@ -27,10 +38,12 @@ class Trail {
   }
   // False: a Python error.
   bool meet(Entry entry) {
+    fetch_ahead();
     const int same = position_ < entries_.size() ? is_equal(entries_[position_], entry) : 0;
     if (same < 0) return false;
     if (!same) {
       is_same_ = false;
+      if (entry.storage != 0) entry.fields = to_int(get(tensors.identity, entry.object));
       entries_.resize(position_);
       entries_.push_back(std::move(entry));
     }
@@ -45,6 +58,18 @@ class Trail {
   void forget() { entries_.clear(); }
 
  private:
+  // A step's computation has put all of this out of the caches. While an entry is read, what the walk before met next
+  // is fetched. It may be gone: a prefetch of an address that is none does nothing.
+  void fetch_ahead() const {
+    if (position_ + kAhead >= entries_.size()) return;
+    const Entry& next = entries_[position_ + kAhead];
+    if (next.storage == 0) return;
+    fetch(next.object);
+    fetch(next.wrapper);
+    fetch(reinterpret_cast<const void*>(next.fields));
+    fetch(reinterpret_cast<const void*>(next.storage));
+  }
+
   static int is_equal(const Entry& known, const Entry& found) {
     if (known.object != found.object || known.storage != found.storage || known.nbytes != found.nbytes) return 0;
     if (known.kind.get() == found.kind.get()) return 1;
@@ -78,6 +103,7 @@ State& state_of(PyObject* self) { return reinterpret_cast<StateWatch*>(self)->st
 bool read_storage(PyObject* tensor, Entry* entry) {
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
   if (!storage) return false;
+  entry->wrapper = storage.get();
   entry->storage = to_int(get(tensors.storage_identity, storage.get()));
   entry->nbytes = to_int(PyObject_CallFunctionObjArgs(tensors.storage_nbytes, storage.get(), nullptr));
   return !PyErr_Occurred();
@@ -181,6 +207,37 @@ PyObject* look(State& state, PyObject* model) {
   return PyTuple_Pack(2, same_tensors ? Py_True : Py_False, same_gradients ? Py_True : Py_False);
 }
 
+// A parameter or a buffer of a module or of one inside it. Null without an error: there is none.
+Owned find_tensor(PyObject* model) {
+  std::vector<Owned> pending;
+  std::unordered_set<PyObject*> seen{model};
+  pending.push_back(shared(model));
+  while (!pending.empty()) {
+    const Owned module = std::move(pending.back());
+    pending.pop_back();
+    const Owned attributes(PyObject_GenericGetDict(module.get(), nullptr));
+    if (!attributes) return Owned();
+    for (PyObject* const name : {names.parameters, names.buffers, names.modules}) {
+      PyObject* const dictionary = dictionary_of(attributes.get(), name);
+      if (dictionary == nullptr && PyErr_Occurred()) return Owned();
+      Owned found;
+      const auto meet = [&](PyObject* value) {
+        if (name != names.modules) found = shared(value);
+        else if (seen.insert(value).second) pending.push_back(shared(value));
+        return !found;
+      };
+      if (dictionary != nullptr && !for_values(dictionary, meet)) return found;
+    }
+  }
+  return Owned();
+}
+
+PyObject* first_tensor(PyObject*, PyObject* model) {
+  Owned found;
+  if (!without_exceptions([&] { found = find_tensor(model); })) return nullptr;
+  return found || PyErr_Occurred() ? found.release() : shared(Py_None).release();
+}
+
 constexpr int kDepthMax = 16;  // of containers in an optimizer's state, which may hold itself
 
 Walk walk_leaves(Trail& trail, PyObject* value, int depth) {
@@ -261,7 +318,11 @@ bool add_state_watch_type(PyObject* module) {
   names.buffers = PyUnicode_InternFromString("_buffers");
   names.modules = PyUnicode_InternFromString("_modules");
   if (names.parameters == nullptr || names.buffers == nullptr || names.modules == nullptr) return false;
-  return add_type(module, "StateWatch", spec) != nullptr;
+  static PyMethodDef functions[] = {
+      {"first_tensor", first_tensor, METH_O,
+       "first_tensor(model): a parameter or a buffer of a module or of one inside it; None where there is none."},
+      {nullptr, nullptr, 0, nullptr}};
+  return add_type(module, "StateWatch", spec) != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
 
 }  // namespace offload

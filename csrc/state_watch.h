@@ -11,7 +11,7 @@
 
 namespace offload {
 
-// Makes the type StateWatch. Returns false and leaves a Python error where it cannot.
+// Makes the type StateWatch and the function first_tensor. Returns false and leaves a Python error where it cannot.
 bool add_state_watch_type(PyObject* module);
 
 }  // namespace offload

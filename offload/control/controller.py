@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -125,9 +125,10 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
+            self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
-            held = cache(partial(self._held_before, signature))  # visits hundreds of tensors, so only if needed
+            held = partial(self._held_before, signature)  # visits hundreds of tensors, so only if needed
             state = self._state(signature)
             planned = state.planned
             if planned is None:
@@ -140,7 +141,7 @@ class PlanController:
                 return self._record(state, model, held())
             if planned.trial_bytes is not None:
                 return self._trials.begin_requested(state, planned)
-            if self.regions.choose(planned, device_bytes(self._engine.device)):
+            if self.regions.choose(planned, partial(device_bytes, self._engine.device)):
                 return self._record_anew(state, signature, model, held())
             self._judge(state, planned, held)
             if state.phase is not Phase.PLANNING:
@@ -290,7 +291,7 @@ class PlanController:
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()
         if self._on_cpu and isinstance(signature, Signature):
-            return replace(held, state=held.state + signature.input_bytes)
+            return HeldBytes(held.state + signature.input_bytes, held.gradients)
         return held
 
     # -- profiles -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -25,12 +25,20 @@ from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import HookContext, Policy, StepHooks, innermost_step_hooks
-from offload.runtime.refusals import check_devices, devices_of, first_device, hooks_allowed, named
+from offload.runtime.refusals import (
+    check_devices,
+    check_hooks,
+    devices_of,
+    first_device,
+    named,
+    raise_if_forbidden,
+)
 from offload.runtime.schedule import StepOrder
 from offload.runtime.stores import engines, make_engine
 from offload.runtime.weak import run_pending_callbacks, weak_callback
 from offload.torch_compat import compiled
 from offload.torch_compat.autograd import checkpoint_is_innermost, is_tracing
+from offload.torch_compat.dispatch import modes_of_others
 
 __all__ = ["EnabledModel", "StepRecorder"]
 
@@ -214,26 +222,14 @@ class EnabledModel:
     @contextmanager
     def step(self) -> Iterator[StepHooks]:
         """One forward pass, its hooks on. Backward comes later."""
-        here = self.on_device
-        made = self.recording.step_hooks(here) if self.recording is not None else None
-        current = made if made is not None else StepHooks(here)
-        self.fallbacks.step_begins()
-        here.begin_step()
-        hooks = HookContext(current)
-        around = getattr(self._local, "hooks", None)
-        self._local.hooks = current.hooks = weakref.ref(hooks)
+        forward = HookedForward(self)
         try:
-            with hooks_allowed(), hooks:
+            with forward as current:
                 yield current
-        except (MemoryError, RuntimeError) as error:
-            here.explain(error)
-            raise
         finally:
-            hooks.__exit__()  # once more: an interrupt may have come while they were installed or removed
-            self._local.hooks = around
-            self.fallbacks.step_ends()
+            forward.__exit__()  # an interrupt may have come as it was about to be left
 
-    def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         run_pending_callbacks()
         if not self.applies():
             self.on_device.controller.end_finished_profiles()
@@ -245,52 +241,51 @@ class EnabledModel:
             return nullcontext()
         current = self.current_hooks()
         if current is None:
-            return self._own_step(args, kwargs)
+            return HookedForward(self, (args, kwargs))
         if not current.attached:  # the first forward within `step`
             self.attach(current, args, kwargs)
         return nullcontext()
-
-    @contextmanager
-    def _own_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with self.step() as current:
-            self.attach(current, args, kwargs)
-            yield
 
     @contextmanager
     def _around_compiled(
         self, wrapper: ForwardWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
         """Around what torch.compile returned, whose graph shall show the model as it is without the engine."""
-        with self._around_forward(args, kwargs), wrapper.lifted():
-            yield
+        around = self._around_forward(args, kwargs)
+        try:
+            with around, wrapper.lifted():
+                yield
+        finally:
+            around.__exit__(None, None, None)  # as in `step`
 
     def _around_excluded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         return self.on_device.excluded()
 
     def attach(self, current: StepHooks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a step: its inputs tell which schedule applies."""
-        for engine in {self.on_device.engine, *engines()}:  # they share stores: what one still holds, another may need
-            engine.collect()
-        self.on_device.counts.steps += 1
-        model = self.model
+        here, model = self.on_device, self._model()
+        here.engine.collect()
+        for engine in engines():  # they share stores: what one still holds, another may need
+            if engine is not here.engine:
+                engine.collect()
+        here.counts.steps += 1
         assert model is not None  # its forward is running
-        self.on_device.state.expire()
+        here.state.expire()
         signature = self._signature(args, kwargs)
-        observer = self.on_device.controller.observer(signature, model)
+        observer = here.controller.observer(signature, model)
         prefetches = isinstance(observer, ScheduleExecutor) and not observer.schedule.is_serial
-        self.on_device.counts.attribute_misses(self.on_device.engine.misses, prefetches)
+        here.counts.attribute_misses(here.engine.misses, prefetches)
         current.attach(observer)
         is_recorded = type(current) is not StepHooks
-        if not is_recorded and not self.on_device.controller.needs_hooks(signature):
+        if not is_recorded and not here.controller.needs_hooks(signature):
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are on: the forward that begins runs within them
             hooks.remove()
-            self.on_device.counts.bare_steps += 1
+            here.counts.bare_steps += 1
         else:
-            state = self.on_device.state
-            state.look()
-            if len(state.devices) > 1:
-                self._tell_where(set(state.devices))
+            here.state.look()
+            if len(here.state.devices) > 1:
+                self._tell_where(set(here.state.devices))
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_backward, entry.nbytes) for entry in order.entries.values()]
@@ -301,18 +296,79 @@ class EnabledModel:
             self.compiled_demand = demand
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        # Of what is no tensor, what chooses a branch and comes in few values.
-        given = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor | bool | None)]
-        leaves = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        kinds = tuple((leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in given)
-        return Signature(
-            shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-            kinds=(*kinds, torch.is_autocast_enabled(self.on_device.device.type)),
-            input_bytes=sum(leaf.nbytes for leaf in leaves if has_storage(leaf)),
-        )
+        shapes: list[tuple[int, ...]] = []
+        kinds: list[object] = []
+        input_bytes = 0
+        for leaf in _leaves((*args, *kwargs.values())):
+            if isinstance(leaf, Tensor):
+                shapes.append(tuple(leaf.shape))
+                kinds.append((leaf.dtype, leaf.requires_grad))
+                input_bytes += leaf.nbytes if has_storage(leaf) else 0
+            elif leaf is None or isinstance(leaf, bool):  # chooses a branch and comes in few values
+                kinds.append(leaf)
+        kinds.append(torch.is_autocast_enabled(self.on_device.device.type))
+        kinds += modes_of_others()  # they may change what operators return
+        return Signature(tuple(shapes), tuple(kinds), input_bytes)
 
 
-def _leaves(values: tuple[Any, ...]) -> list[Any]:
+def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
     """As `tree_leaves`, which is slow, where most inputs are tensors and no trees."""
-    plain = all(each is None or isinstance(each, Tensor | bool) for each in values)
-    return list(values) if plain else tree_leaves(values)
+    for each in values:
+        if not (each is None or isinstance(each, Tensor | bool)):
+            leaves: list[Any] = tree_leaves(values)
+            return leaves
+    return values
+
+
+class HookedForward(HookContext):
+    """One forward pass of a model, its hooks on. Backward comes later.
+
+    Parameters
+    ----------
+    inputs
+        Of the forward that begins, positional and by name; without them the first forward inside tells its own.
+    """
+
+    def __init__(self, enabled: EnabledModel, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> None:
+        self._here = enabled.on_device
+        made = enabled.recording.step_hooks(self._here) if enabled.recording is not None else None
+        super().__init__(made if made is not None else StepHooks(self._here))
+        self._enabled = enabled
+        self._inputs = inputs
+        self._around: weakref.ref[HookContext] | None = getattr(enabled._local, "hooks", None)
+        self._is_over = False
+
+    def __enter__(self) -> StepHooks:  # type: ignore[override]
+        enabled = self._enabled
+        enabled.fallbacks.step_begins()
+        self._here.begin_step()
+        try:
+            enabled._local.hooks = self._hooks.hooks = weakref.ref(self)
+            check_hooks()
+            super().__enter__()
+            if self._inputs is not None:
+                enabled.attach(self._hooks, *self._inputs)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self._hooks
+
+    def __exit__(self, *args: object) -> None:
+        """Take the hooks off. After an interrupt it may be called again; once all is done, that does nothing."""
+        if self._is_over:
+            return
+        try:
+            self._leave()
+        except BaseException:  # an interrupt
+            self._leave()
+            raise
+        error = args[1] if args else None
+        if isinstance(error, MemoryError | RuntimeError):
+            self._here.explain(error)
+            raise_if_forbidden(error)
+
+    def _leave(self) -> None:
+        super().__exit__()
+        self._enabled._local.hooks = self._around
+        self._enabled.fallbacks.step_ends()
+        self._is_over = True

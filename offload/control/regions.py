@@ -1,7 +1,9 @@
-"""Which compiled parts of a model are recomputed as a whole.
+"""Chooses the compiled submodules ("regions", see `runtime/regions.py`) that are recomputed as a whole.
 
-The controller tries them in one step that follows a plan, then compares plans in which some of them are dropped. The
-better choice is profiled anew, and given up if its plan turns out to be no better than swapping alone.
+1. A trial step runs each region twice.
+2. Plans that recompute some of the regions are computed. If one of them is faster, the next step is profiled with its
+   regions recomputed.
+3. If the plan from this profile is not faster than the swap-only plan, no region is recomputed.
 """
 
 from __future__ import annotations
@@ -22,46 +24,47 @@ from offload.plan.recompute import recomputed
 from offload.plan.trace import Recompute, SavedTensor, Trace
 from offload.runtime.engine import Engine
 from offload.runtime.regions import Region, RegionTrial
+from offload.runtime.weak import WeakReferences
 from offload.torch_compat.compiled import compiled_parts
 
 __all__ = ["CompiledRegions"]
 
 log = logging.getLogger("offload")
 
-_CHOICES = 6  # how many numbers of regions are planned with
+_CHOICES = 6  # plans computed: with 1/6 of the regions recomputed, 2/6, ..., all
 _NOT_WORTH_IT = "torch.compile made a part of the step, and no compiled part is worth running again"
-_RATIO = 1.5  # regions whose seconds per byte differ by less count as equal
+_RATIO = 1.5  # seconds per byte are rounded to powers of this; regions with the same result count as equal
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A region that can be recomputed: the ids of its tensors, what it is given, what it takes, and where it is."""
+    """A region that passed its trial."""
 
     name: str
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # ids in the trace of what it saves
     saved_bytes: int
     input_bytes: int
-    seconds: float
-    packed: int  # node that begins with its first pack
+    seconds: float  # of its second run
+    packed: int  # the node that starts after its first pack
     used: int  # first node of backward that uses its tensors
 
 
 class CompiledRegions:
-    """The compiled parts of a model on one device.
+    """The regions of a model on one device.
 
     Parameters
     ----------
     is_in_step
-        Whether a training step of the model runs in this thread with its hooks innermost.
+        Whether this thread runs a training step of the model, and the step's saved-tensor hooks are the innermost ones.
 
     Attributes
     ----------
     before
-        The signature as it was planned without regions; None where none is recomputed.
+        The planned step before regions were recomputed; None if none is.
     refusals
-        Why parts cannot be recomputed, by name.
+        Why regions cannot be recomputed, by name.
     reason
-        Why none is, after a trial; empty if some are, or if none was due.
+        Why a trial led to no recomputed region; empty if some are recomputed, or without a trial.
     """
 
     def __init__(self, options: Options, engine: Engine, limits: Limits, is_in_step: Callable[[], bool]) -> None:
@@ -72,63 +75,71 @@ class CompiledRegions:
         self._engine = engine
         self._limits = limits
         self._is_in_step = is_in_step
-        self._regions: list[Region] = []
-        self._tried: PlannedStep | None = None  # whose steps the regions have been tried in
+        self._regions: WeakReferences[Region] = WeakReferences()  # weak: the submodules own them
+        self._tried: PlannedStep | None = None  # the planned step of the trial, until `choose`
         self._is_settled = False
-        self._is_new = False  # no plan has been made with the chosen ones
+        self._is_new = False  # the first plan with the chosen regions is still to come
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Names of the parts that backward runs again."""
+        """Names of the regions that backward runs again."""
         return tuple(region.name for region in self._regions if region.is_checkpointed)
 
     @property
     def seconds(self) -> float:
-        """What running them again took in the trial, in seconds."""
+        """Total duration of the chosen regions' second runs in the trial."""
         rows = (region.trial.seconds() for region in self._regions if region.is_checkpointed and region.trial)
         return sum(row or 0.0 for row in rows)
 
     def close(self) -> None:
-        """Give all parts their own calls back."""
-        while self._regions:
-            self._regions.pop().close()
+        """Restore the compiled callables of all submodules."""
+        for region in self._regions:
+            region.close()
+        self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
-        """Have the step that begins try the compiled parts, where they may be recomputed. It has to swap everything."""
+        """Make the step that begins a trial of the regions; False if none is tried. The step must swap everything."""
         options, plan = self._options, planned.plan
         is_wanted = options.recompute == "auto" and options.max_slowdown is None and options.memory_limit is not None
         if self._is_settled or not is_wanted or plan is None:
             return False
         self._is_settled = True
-        names = [name for name, _, _ in compiled_parts(model)]
-        tensors = {name: _tensors_of(name, planned) for name in names}
         trace = planned.trace()
         rows = {tensor.id: tensor for tensor in trace.tensors}
-        for name, part, slot in compiled_parts(model):
-            inside = tensors[name]
+        for name, part, slot in list(compiled_parts(model)):  # a Region replaces what the search reads
+            inside = _tensors_of(name, planned)
             if not inside or any(_is_within(name, other) or _is_within(other, name) for other in options.exclude):
                 continue
             packed = [rows[each].packed for each in inside]
             saved_bytes = sum(rows[each].bytes for each in inside)
-            room = (options.memory_limit or 0) - max(trace.base_bytes[min(packed) : max(packed) + 2]) - saved_bytes
+            # The region computes in the node that its first pack ends; there, base_bytes includes what it saves.
+            base_bytes = trace.base_bytes[max(0, min(packed) - 1) : max(packed) + 2]
+            room = (options.memory_limit or 0) - max(base_bytes) - saved_bytes
             region = Region(name, part, slot, self._is_in_step)
             region.trial = RegionTrial(self._engine, room, saved_bytes)
             region.is_trying = True
-            self._regions.append(region)
-        self._tried = planned if self._regions else None
-        return bool(self._regions)
+            self._regions.add(region)
+        self._tried = planned if any(self._regions) else None
+        return self._tried is not None
 
-    def choose(self, planned: PlannedStep, device_bytes: int) -> bool:
-        """Choose among what the trial of this signature has found; True where the next step is to be profiled anew."""
+    def end_trial(self) -> None:
+        """Another step begins, so the trial step is over."""
+        for region in self._regions:
+            region.is_trying = False
+
+    def choose(self, planned: PlannedStep, device_bytes: Callable[[], int]) -> bool:
+        """Choose the regions to recompute, if a trial has ended. True: profile the next step again.
+
+        Every step calls this. `device_bytes` reads figures of the system, so it is called only after a trial.
+        """
         if self._tried is not planned:
             return False
         seconds = {region.name: region.trial.seconds() for region in self._regions if region.trial is not None}
         if None in seconds.values():
-            return False  # the device has not come that far
+            return False  # the device has not finished the trial
         self._tried = None
         tried = []
         for region in self._regions:
-            region.is_trying = False
             trial = region.trial
             assert trial is not None
             refusal = trial.refusal if trial.calls == 1 else f"it ran {trial.calls} times in the step"
@@ -137,7 +148,7 @@ class CompiledRegions:
                 log.info("%s is not recomputed: %s", region.name, refusal)
             else:
                 tried.append(_row(region.name, planned, trial.input_bytes, seconds[region.name] or 0.0))
-        best = self._best(planned, tried, device_bytes)
+        best = self._best(planned, tried, device_bytes())
         for region in self._regions:
             region.is_checkpointed = region.name in best
         if best:
@@ -149,8 +160,8 @@ class CompiledRegions:
         return bool(best)
 
     def are_given_up(self, plan: Plan | None) -> bool:
-        """Give the regions up if the first plan with them is no faster; None: the limit is below what it needs."""
-        before = self.before.plan if self.before is not None and self._is_new else None
+        """Stop recomputing regions if the first plan with them is no faster, or no plan is feasible (None)."""
+        before = self.before.plan if self.before is not None and (self._is_new or plan is None) else None
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
             return False
@@ -161,7 +172,7 @@ class CompiledRegions:
 
     def _best(self, planned: PlannedStep, tried: Sequence[_Tried], device_bytes: int) -> frozenset[str]:
         assert planned.plan is not None
-        # Of equally cheap ones the last first: their tensors have the least time to be swapped.
+        # Cheapest first. Among equally cheap regions, the last of forward first: it has the least time to swap.
         order = sorted(
             tried, key=lambda row: (round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed)
         )
@@ -178,16 +189,12 @@ class CompiledRegions:
         return chosen
 
 
-def _price(row: _Tried) -> tuple[int, int]:
-    return round(math.log(max(row.seconds, 1e-9) / row.saved_bytes, _RATIO)), -row.packed
-
-
 def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
 def _tensors_of(name: str, planned: PlannedStep) -> tuple[int, ...]:
-    """Ids of the tensors of the trace that a part saves."""
+    """Ids of the tensors of the trace that a region saves."""
     profile = planned.profile
     nodes, after = profile.trace.nodes, profile.order.node_after_pack
     return tuple(
@@ -212,7 +219,7 @@ def _row(name: str, planned: PlannedStep, input_bytes: int, seconds: float) -> _
 
 
 def _without(trace: Trace, rows: Collection[_Tried]) -> Trace:
-    """The step in which some regions save their inputs alone and run again in backward."""
+    """The trace of a step in which some regions save only their inputs and run again in backward."""
     recipes: dict[int, Recompute] = {}
     inputs: list[SavedTensor] = []
     size: Mapping[int, int] = {tensor.id: tensor.bytes for tensor in trace.tensors}

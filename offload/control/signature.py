@@ -19,7 +19,8 @@ class Signature(NamedTuple):
     shapes
         Of the tensors among the inputs, in elements.
     kinds
-        Their dtypes and whether they require gradients; the bools and Nones among the inputs; whether autocast is on.
+        Their dtypes and whether they require gradients; the bools and Nones among the inputs; whether autocast is on;
+        the dispatch modes that are on.
     input_bytes
         Bytes of the input tensors.
     """

@@ -1,6 +1,7 @@
-"""Begins trial steps: of recipes, of compiled parts, and those that a listener asked for.
+"""Begins trial steps, for the controller: of recipes, or of compiled submodules ("regions").
 
-Part of the controller.
+A trial is due if it could improve the plan of a signature (the shapes and kinds of a step's inputs), or if the listener
+of `offload plan train.py` has requested one.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Trials:
     Parameters
     ----------
     make
-        Begins a trial step of recipes, or says why none may run.
+        Begins a trial step of recipes; if none can run, returns the reason.
     regions
-        The compiled parts of the model.
+        The regions of the model.
     on_profile
-        Told the recipes of the trial steps that it asked for.
+        Called with the recipes of the trial steps that it has requested; see `profile_listener.py`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Trials:
         self._limits = limits
 
     def begin_due(self, state: SignatureState, planned: PlannedStep, model: nn.Module) -> StepObserver | None:
-        """Begin the trial step of a signature that has not had one, where recomputation could improve its plan."""
+        """Begin a trial step if the signature has had none and recomputation could improve its plan; else None."""
         plan = planned.plan
         assert plan is not None
         has_had_one = planned.recipes is not None or planned.trial is not None
@@ -72,13 +73,13 @@ class Trials:
         return self._begin(state, planned, self._options.memory_limit or plan.peak_bytes)
 
     def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
-        """Run the trial step that the listener asked for, then tell it the recipes."""
+        """Begin the trial step that the listener has requested. If it is over or cannot run, pass the recipes on."""
         trial = self._begin(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
         self.tell_recipes(planned)
         return trial or SwapOnDemand()
 
     def tell_recipes(self, planned: PlannedStep) -> None:
-        """Tell the listener the recipes of a trial step that it asked for, if the step is over or cannot run."""
+        """Pass the recipes of the requested trial step to the listener, if the step is over or cannot run."""
         on_cpu = self._engine.device.type == "cpu"
         tell_recipes(self._on_profile, planned, self._options, self._counts, on_cpu=on_cpu)
 

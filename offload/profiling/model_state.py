@@ -63,6 +63,7 @@ class ModelState:
         self._model = weakref.ref(model)
         self._watch = StateWatch()
         self._lock = threading.RLock()
+        self._is_known = False
         self._is_current = False
         self.storages: frozenset[int] = frozenset()
         # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
@@ -89,12 +90,12 @@ class ModelState:
         if self._is_current or model is None:
             return
         with self._lock:
-            # Another one until all is computed: after an interrupt, the next look computes it.
-            watch, self._watch = self._watch, StateWatch()
-            same_tensors, same_gradients = watch.look(model)
-            if not (same_tensors and same_gradients):
-                self._compute(model, gradients_only=same_tensors)
-            self._watch, self._is_current = watch, True
+            # Not known until all is computed: after an interrupt, the next look computes it.
+            was_known, self._is_known = self._is_known, False
+            same_tensors, same_gradients = self._watch.look(model)
+            if not (was_known and same_tensors and same_gradients):
+                self._compute(model, gradients_only=was_known and same_tensors)
+            self._is_known = self._is_current = True
 
     def _compute(self, model: nn.Module, *, gradients_only: bool) -> None:
         parameters, buffers = state_tensors(model)
@@ -160,16 +161,15 @@ class HeldMemory:
         """
         state = self._state
         state.look()
-        device = device_of(self._engine.device)
-        if device.is_accelerator:
-            return HeldBytes(device.allocated_bytes() - state.gradient_bytes, state.gradient_bytes)
+        if self._engine.is_accelerator:
+            allocated_bytes = device_of(self._engine.device).allocated_bytes()
+            return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes)
         states = [list(each.state.values()) for each in self._optimizers]
-        watch, self._watch = self._watch, StateWatch()  # as in `ModelState.look`
-        if not watch.same_leaves(states) or self._counted != state.changes:
+        counted, self._counted = self._counted, -1  # as in `ModelState.look`
+        if not self._watch.same_leaves(states) or counted != state.changes:
             found = storage_bytes(_tensors(states, _DEPTH_MAX))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
-            self._counted = state.changes
-        self._watch = watch
+        self._counted = state.changes
         return HeldBytes(state.nbytes + self._more_bytes + self._engine.resident.now, state.gradient_bytes)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

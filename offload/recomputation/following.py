@@ -1,6 +1,10 @@
-"""Records what a template says, and leaves out the rest: most operators of a window are in no recipe.
+"""Compares the operators of a step with a template, which an earlier step has recorded, instead of recording them.
 
-Steps that drop tensors record with it. Where a step differs from the template, all that follows is recorded.
+A step that drops tensors needs their recipes. A *window* is a part of forward that contains the operators of recipes.
+The *template* of a window (`template.py`) lists its operators, one *line* each, and has its recipes. It holds no
+tensors: a *label*, a number, stands for each value (a version of a storage) that recipes use. To *bind* a label is to
+store which value of the current step it stands for. The recipes of the step are those of the template, with the bound
+values. From the first operator that differs from its line, the rest of the window is recorded.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from offload.recomputation.recipe import Recipe, Step
 from offload.recomputation.recorder import (
     NO_KEY,
     OperatorRecorder,
-    has_history,
     is_known,
     key_of,
     run,
+    saves_factors,
     version_after,
     written,
 )
@@ -38,7 +42,7 @@ __all__ = ["FollowingRecorder"]
 
 @dataclass(slots=True)
 class _Own:
-    """What a step does otherwise than the template: arguments that are no tensors, random numbers, settings."""
+    """What differs from the template in one operator: arguments other than tensors, random state, settings."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -47,14 +51,14 @@ class _Own:
 
 
 class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-untyped-call]
-    """A recorder that can follow a template.
+    """A recorder that follows a template: it compares each operator with its line, and binds labels.
 
-    Torch calls the base class in C++, which runs an operator that is exactly the template's. All others come here.
+    Torch calls the C++ base class. It runs an operator that equals its line, and calls `_follow_or_record` for others.
 
     Attributes
     ----------
     follows
-        Whether it does; False from the first operator on that is not the template's.
+        Whether the operators of this window have matched the template so far; False without a template.
     """
 
     def __init__(self, small_nbytes: int, is_state: Callable[[int], bool]) -> None:
@@ -62,11 +66,11 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         self.follows = False
         self._template: Template | None = None
         self._lines: tuple[Line, ...] = ()
-        self._bound = []  # values by label
-        self._own: dict[int, _Own] = {}  # by position
+        self._bound = []  # label → value of this step
+        self._own: dict[int, _Own] = {}  # by position of the line
 
     def follow(self, template: Template) -> None:
-        """A window begins, whose operators are known."""
+        """A window with a template begins."""
         self._template, self._lines, self._position, self.script = template, template.lines, 0, template.script
         self._bound = [None] * template.label_count
         self._own = {}
@@ -91,7 +95,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         self.follows, self._lines, self.script = False, (), None
 
     def _follow_or_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; bind what it read and made where the template says so."""
+        """Run an operator. If it matches its line, bind the labels that the line names; otherwise record it."""
         operator = operator_of(func)
         if operator.passes or self.is_closed or get_ident() != self.thread:
             return run(func, operator, args, kwargs)
@@ -112,9 +116,9 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
     # -- one operator -------------------------------------------------------------------------------------------------
 
     def _writes_known(self, line: Line, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator writes where the template does not say so, to a storage that a recipe may read.
+        """Whether an operator writes to a storage that a recipe may read, and its line does not contain this write.
 
-        Such a write may leave the version as it is, so that nothing tells of it later.
+        Not every write increments the version, so it must be detected here.
         """
         if not operator.writes:
             return False
@@ -126,13 +130,13 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         )
 
     def _binds(self, position: int, line: Line, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator reads what the template says. Other arguments may differ; they are this step's."""
+        """Whether an operator reads the values that its line names. Binds them; stores other arguments that differ."""
         call = line.call
         assert call is not None
         if len(args) != len(line.args) or kwargs.keys() != line.kwargs.keys():
             return False
         operator = call.operator
-        if operator.is_heavy and any(map(has_history, args)) is not call.saves_weights:
+        if saves_factors(operator, args) is not call.saves_weights:
             return False
         same = True
         for expected, given in zip(line.args, args, strict=True):
@@ -168,7 +172,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         if value is None:
             return False
         if value.version != version_of(given):
-            return False  # written to where nothing sees it
+            return False  # changed by something that was not recorded
         bound = self._bound[expected.label]
         if bound is None and not expected.is_made:
             self._bound[expected.label] = value
@@ -177,14 +181,14 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         return expected.view.is_of(given)
 
     def _leaf_of(self, given: torch.Tensor, key: int) -> Value | None:
-        """What was there before the window; None where recipes cannot read it."""
+        """The value of a tensor that existed before the window; None if recipes cannot read it."""
         if key == NO_KEY or not is_known(given):
             return None
         value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
         return value
 
     def _takes(self, expected: Any, given: Any) -> bool:
-        """Whether an argument may stand where the template has another one: a number, but no flag."""
+        """Whether an argument that differs from its line is allowed: of the same type, but no bool. Binds tensors."""
         kind = type(expected)
         if kind is Read:
             return self._binds_tensor(expected, given)
@@ -225,7 +229,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
     # -- one recipe ---------------------------------------------------------------------------------------------------
 
     def recipe(self, index: int, tensor: torch.Tensor) -> Recipe | None:
-        """The template's recipe for a pack, of this step's own values. None where something differs."""
+        """The template's recipe for a pack, with the values of this step. None if the step differs."""
         found = self._template.slices.get(index) if self._template is not None else None
         value = self.value_of(tensor)
         if found is None or value is None or value is not self._bound[found.target]:
@@ -250,7 +254,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
 
 
 def _is_same(expected: Any, given: Any) -> bool:
-    """Whether an argument is the template's; zeros have signs, and True equals 1."""
+    """Whether an argument equals the template's. Compares `repr` too: 0.0 == -0.0, and [True] == [1]."""
     if type(expected) in (Read, Several):
         return True
     return bool(expected == given) and (type(expected) not in (float, complex, list) or repr(expected) == repr(given))

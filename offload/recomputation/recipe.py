@@ -158,8 +158,20 @@ class Recipe:
 
     def run(self, storages: _Storages) -> torch.UntypedStorage:
         """The dropped storage, made of what `load` returned; takes that over."""
-        with undisturbed(), restored() as put_in_force:
-            for step in self.steps:
-                put_in_force(step.settings)
-                step.run(storages)
+        alone = undisturbed()
+        try:
+            with alone:
+                self._run_steps(storages)
+        finally:  # after an interrupt its traceback may hold it, and free it when backward, without gradients, is over
+            alone.gen.close()
         return storages[self.target]
+
+    def _run_steps(self, storages: _Storages) -> None:
+        settings = restored()
+        try:
+            with settings as put_in_force:
+                for step in self.steps:
+                    put_in_force(step.settings)
+                    step.run(storages)
+        finally:  # as in `run`
+            settings.gen.close()

@@ -22,7 +22,7 @@ from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, r
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, close_all, has_own_bytes, storage_identity, version_of
 
-__all__ = ["NO_KEY", "OperatorRecorder", "has_history", "is_known", "key_of"]
+__all__ = ["NO_KEY", "OperatorRecorder", "is_known", "key_of", "saves_factors"]
 
 _PLAIN = (torch.Tensor, Parameter)
 NO_KEY = 0
@@ -143,7 +143,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         noted = tuple([note(each) for each in args])
         named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
         random = random_state(args, kwargs) if operator.is_seeded else None
-        saves = operator.is_heavy and any(map(has_history, args))
+        saves = saves_factors(operator, args)
         settings = in_force(is_heavy=operator.is_heavy)
         call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves, settings)
         self._calls += 1
@@ -254,6 +254,11 @@ def is_known(tensor: torch.Tensor) -> bool:
     return plain and has_own_bytes(tensor)
 
 
-def has_history(given: Any) -> bool:
+def saves_factors(operator: Operator, args: tuple[Any, ...]) -> bool:
+    """Whether autograd saves the factors of a matrix product or convolution; without gradients it saves nothing."""
+    return operator.is_heavy and torch.is_grad_enabled() and any(map(_has_history, args))
+
+
+def _has_history(given: Any) -> bool:
     """Whether an argument is a tensor that was computed from others with gradients."""
     return isinstance(given, torch.Tensor) and given.requires_grad and type(version_owner(given)) is not Parameter

@@ -59,9 +59,6 @@ class Counts(defaultdict[str, Count]):
         self.borrowed_steps = 0
         self.bare_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
-        self._swapped_before = Count()
-        self._dropped_before = Count()
-        self._kept_before: dict[str, Count] = {}
 
     @property
     def steps(self) -> int:
@@ -84,9 +81,7 @@ class Counts(defaultdict[str, Count]):
 
     def begin_step(self) -> None:
         """A forward pass begins: what follows is `in_step`."""
-        self._swapped_before = self.swapped.copy()
-        self._dropped_before = self.dropped.copy()
-        self._kept_before = {reason: count.copy() for reason, count in self.items()}
+        _core.begin_step((self.swapped, self.dropped, *self.values()))
 
     def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
         """Of all `misses` so far, those since the last call were late if the step follows a schedule.
@@ -100,9 +95,8 @@ class Counts(defaultdict[str, Count]):
 
     def dropped_in_step(self) -> Count:
         """What has been dropped since the last forward pass began."""
-        return self.dropped.minus(self._dropped_before)
+        return self.dropped.in_step()
 
     def in_step(self) -> tuple[Count, dict[str, Count]]:
         """What has moved since the last forward pass began, and by reason what has stayed."""
-        kept = {reason: count.minus(self._kept_before.get(reason, Count())) for reason, count in self.items()}
-        return self.swapped.minus(self._swapped_before), kept
+        return self.swapped.in_step(), {reason: count.in_step() for reason, count in self.items()}

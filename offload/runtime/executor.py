@@ -20,6 +20,7 @@ from offload.runtime.engine import Engine
 from offload.runtime.recomputation import DroppedTensors, Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import Schedule
+from offload.runtime.weak import weak_callback
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
 _DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; 0 means that nothing is to be done
@@ -149,7 +150,8 @@ class Stopwatch:
         """Record the end of the backward pass, if one is running."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
-            call_at_end_of_backward(self._finish)
+            # Weakly: a thread of torch's may hold the callback for a moment after backward has returned.
+            call_at_end_of_backward(weak_callback(self._finish))
 
     def _finish(self) -> None:
         self._end = self._engine.mark()

@@ -23,7 +23,7 @@ class ForwardWrapper:
     """A module's `forward`, with something around it; copies and pickles of the module get the plain one."""
 
     def __init__(
-        self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+        self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]]
     ) -> None:
         self._module = weakref.ref(module)
         self._around = around
@@ -56,10 +56,13 @@ class ForwardWrapper:
             else:
                 module = self._module()
                 result = untraced(self._traced, module)(module, *args, **kwargs)
+            untraced(around.__exit__, None, None, None)
         except BaseException as error:
-            untraced(around.__exit__, type(error), error, error.__traceback__)
+            try:
+                untraced(around.__exit__, type(error), error, error.__traceback__)
+            finally:  # what is left already stays so; an interrupt may have come first
+                untraced(around.__exit__, type(error), error, error.__traceback__)
             raise
-        untraced(around.__exit__, None, None, None)
         return result
 
     def _traced(self, module: nn.Module | None) -> Callable[..., Any]:

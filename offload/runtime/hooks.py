@@ -69,6 +69,9 @@ class Policy(Protocol):
         """Add a note to an out-of-memory `error` that explains it."""
 
 
+_ON_DEMAND = SwapOnDemand()
+
+
 class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
@@ -87,7 +90,7 @@ class StepHooks(HookCore):
         self._kept: set[tuple[int, ...]] = set()
         self.hooks: weakref.ref[HookContext] | None = None  # installed while the step's forward runs
         self._recomputation: Recomputation | None = None
-        self.attach(SwapOnDemand())
+        self._observer: StepObserver = _ON_DEMAND
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:

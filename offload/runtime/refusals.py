@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
 from torch import nn
 
+from offload import _core
 from offload.devices.device import is_known
 from offload.torch_compat.autograd import hooks_forbidden_reason
-from offload.torch_compat.modules import first_tensor
 
 FUNCTION_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
@@ -65,8 +64,8 @@ def _check_alone(model: nn.Module, enabled: list[nn.Module]) -> None:
 
 
 def first_device(model: nn.Module) -> torch.device | None:
-    """Where its first parameter or buffer is; None where it has neither. All of them take a hundred times longer."""
-    first = first_tensor(model)
+    """Where one of its parameters or buffers is; None where it has neither. All of them take a hundred times longer."""
+    first = _core.first_tensor(model)
     return first.device if first is not None else None
 
 
@@ -98,24 +97,30 @@ def named(devices: set[torch.device]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
-@contextmanager
-def hooks_allowed() -> Iterator[None]:
-    """Around the installation of hooks: where torch forbids hooks, its error with what to do about it.
+def check_hooks() -> None:
+    """Check that torch allows saved-tensor hooks in this thread.
 
     Raises
     ------
     RuntimeError
-        Hooks are forbidden around this call, or something inside forbids them.
+        It does not; the message says what to do.
     """
     forbidden = hooks_forbidden_reason()
     if forbidden is not None:
         raise RuntimeError(_with_remedy(forbidden))
-    try:
-        yield
-    except RuntimeError as error:
-        if "torch.func" in str(error) and "yet support saved tensor hooks" in str(error):
-            raise RuntimeError(_with_remedy(str(error))) from error
-        raise
+
+
+def raise_if_forbidden(error: BaseException) -> None:
+    """Where a step failed because something inside forbids hooks, raise an error that says what to do.
+
+    Raises
+    ------
+    RuntimeError
+        It did.
+    """
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "torch.func" in text and "yet support saved tensor hooks" in text:
+        raise RuntimeError(_with_remedy(text)) from error
 
 
 def _with_remedy(reason: str) -> str:

@@ -1,21 +1,25 @@
-"""Compiled parts of a model that run again in backward as a whole, under torch's own checkpoint.
+"""Recomputes compiled submodules as a whole, with torch's checkpoint.
 
-Recipes are made of operators and do not reach into compiled code. A checkpointed region saves its inputs alone, through
-the hooks of the step. Which regions are checkpointed is decided in `control/regions.py`.
+A recipe consists of operators, so it cannot recompute a tensor that compiled code saves. A *region* is a submodule that
+was compiled by itself. If it is checkpointed, it saves only its inputs, and the step's hooks may swap these.
+`control/regions.py` decides which regions are checkpointed.
 """
 
 from __future__ import annotations
 
+import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from offload.recomputation.random_state import as_before, random_state
@@ -28,29 +32,31 @@ from offload.torch_compat.tensors import raise_changed, storage_identity, versio
 __all__ = ["Region", "RegionTrial"]
 
 _SCALARS = (bool, int, float, str, type(None))
-_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)  # as in a trial of recipes
+# Errors that the model's code may raise when it runs a second time.
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError, ArithmeticError)
+_CONSTANTS = (*_SCALARS, complex, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class RegionTrial:
-    """What one step finds out about a region: it runs twice, and the results are compared bit for bit.
+    """Runs a region twice in one step, compares the results bit for bit, and keeps what it finds.
 
     Parameters
     ----------
     engine
-        Its marks measure the second run.
+        Measures the time of the second run.
     room_bytes
-        What the second run may take on the device.
+        Bytes that the second run may use on the device.
     saved_bytes
-        What the region saves for backward, which the second run allocates once more.
+        Bytes that the region saves for backward. The second run allocates as much again.
 
     Attributes
     ----------
     calls
-        How often the region ran.
+        How often the region was called in the step.
     refusal
         Why it is not recomputed; empty if it can be.
     input_bytes
-        Of the tensors that it is given, in all calls.
+        Bytes of its input tensors, summed over all calls.
     """
 
     def __init__(self, engine: Engine, room_bytes: int, saved_bytes: int) -> None:
@@ -61,23 +67,47 @@ class RegionTrial:
         self._room_bytes = room_bytes
         self._saved_bytes = saved_bytes
         self._marks: list[tuple[Any, Any]] = []
+        self._modes: list[bool] = []
 
     def run(self, part: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a region, and run it again where that is safe."""
+        """Run a region. Run it a second time if the first run has changed nothing and memory suffices."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         before, versions = _Snapshot(part), [version_of(tensor) for tensor in inputs]
         generators = [state for state in _random_states(self._engine.device) if state is not None]
+        held = _python_state(part, args, kwargs)
         result = inner(*args, **kwargs)
         self.calls += 1
+        self._modes = _modes(part)
         self.input_bytes += sum(tensor.nbytes for tensor in inputs if has_storage(tensor))
         if not self.refusal:
-            self.refusal = _why_not(part, before, [map(version_of, inputs), versions])
+            is_held = _are_same(_python_state(part, args, kwargs), held)
+            self.refusal = _why_not(part, before, [map(version_of, inputs), versions], is_held=is_held)
+        if not self.refusal and not _are_plain((args, kwargs, result)):
+            self.refusal = "it is given, or returns, an object that is neither a tensor nor a constant"
         output_bytes = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if not self.refusal and self._saved_bytes + output_bytes > self._room_bytes:
             self.refusal = "memory_limit leaves no room to try it"
         if not self.refusal:
+            self.refusal = "its trial was interrupted"
             self.refusal = self._run_again(inner, args, kwargs, result, generators)
+            self._watch(result, inputs)
         return result
+
+    def is_as_tried(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call may be recomputed: modes as in the trial, no hooks, only tensors and constants as inputs."""
+        return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
+
+    def _watch(self, result: Any, inputs: list[Tensor]) -> None:
+        """Refuse the region if one of its inputs is changed in place before backward reaches the region."""
+        watched = [(_version_counter(tensor), version_of(tensor)) for tensor in inputs]
+
+        def look(_: Tensor) -> None:
+            if any(version_of(counter) != version for counter, version in watched):
+                self.refusal = self.refusal or "its inputs are written to after it has run"
+
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(look)  # type: ignore[no-untyped-call]
 
     def _run_again(
         self,
@@ -92,15 +122,15 @@ class RegionTrial:
             with ExitStack() as stack:
                 for generator, state in generators:
                     stack.enter_context(as_before(generator, state))
-                stack.enter_context(saved_tensors_hooks(_forget, _forget))
+                stack.enter_context(saved_tensors_hooks(_forget, _forgotten))
                 again = inner(*args, **kwargs)
+            self._marks.append((begin, self._engine.mark()))
+            return "" if _have_same_bits(result, again) else "run again, it gave other bits"
         except _REFUSALS as error:
             return f"it failed when run again: {error}"
-        self._marks.append((begin, self._engine.mark()))
-        return "" if _have_same_bits(result, again) else "run again, it gave other bits"
 
     def seconds(self) -> float | None:
-        """What running it again took, in seconds; None while the device has not come that far."""
+        """Duration of the second run in seconds; None if the device has not finished it."""
         total = 0.0
         for begin, end in self._marks:
             found = self._engine.seconds_since(begin, [end])
@@ -111,25 +141,28 @@ class RegionTrial:
 
 
 class Region:
-    """Stands in for the compiled call of one part of a model.
+    """Replaces the compiled callable of one submodule. Calls it directly, in a trial, or under checkpoint.
 
     Parameters
     ----------
     name
-        Of the part, as in ``named_modules()``.
+        Name of the submodule, as in ``named_modules()``.
     part
-        What `torch.compile` returned, or a module compiled in place.
+        The submodule: a result of `torch.compile`, or a module that was compiled in place.
     slot
-        Name of the part's attribute that holds the compiled callable.
+        Name of its attribute that holds the compiled callable.
     is_in_step
-        Whether a training step of the enabled model runs in this thread with its hooks innermost.
+        Whether this thread runs a training step of the enabled model, and the step's saved-tensor hooks are the
+        innermost ones.
 
     Attributes
     ----------
     is_checkpointed
         Whether backward runs it again.
+    is_trying
+        Whether the current step is its trial.
     trial
-        The trial that is under way, or its result; None before it.
+        The current or finished trial; None if there was none.
     """
 
     def __init__(self, name: str, part: nn.Module, slot: str, is_in_step: Callable[[], bool]) -> None:
@@ -150,41 +183,59 @@ class Region:
         if is_away or not torch.is_grad_enabled() or not untraced(self._is_in_step):
             return self._inner(*args, **kwargs)
         assert part is not None
+        assert self.trial is not None
         if self.is_trying:
-            assert self.trial is not None
             return self.trial.run(part, self._inner, args, kwargs)
-        again = _Rerun(part, self._inner, len(args), tuple(kwargs))
-        return checkpoint(again, *args, *kwargs.values(), use_reentrant=False)
+        if not self.trial.is_as_tried(part, args, kwargs):
+            return self._inner(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))  # checkpoint saves only tensors that are arguments themselves
+        return checkpoint(_Rerun(part, self._inner, args, kwargs, structure), *leaves, use_reentrant=False)
 
     def close(self) -> None:
-        """Give the part its own call back. Graphs that exist can still be differentiated."""
+        """Restore the submodule's own callable. Backward over existing graphs still works."""
         part = self._part()
-        if part is not None and part.__dict__.get(self._slot) is self:
+        if part is None:
+            return
+        found = part.__dict__.get(self._slot)
+        if found is self:
             part.__dict__[self._slot] = self._inner
+        while isinstance(found, Region):  # Regions of other enabled models that share the submodule
+            if found._inner is self:
+                found._inner = self._inner
+            found = found._inner
 
 
 class _Rerun:
-    """Runs a region, and in backward again with the settings of its modules as they were.
+    """The function that checkpoint calls: in forward, and again in backward with the settings of the forward.
 
     Raises
     ------
     RuntimeError
-        A parameter or a buffer of the region was changed since it ran first.
+        A parameter or a buffer of the region has changed since its forward.
     """
 
-    def __init__(self, part: nn.Module, inner: Callable[..., Any], positional: int, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        structure: TreeSpec,
+    ) -> None:
         self._part = part
         self._inner = inner
-        self._positional = positional
-        self._names = names
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._structure = structure
         self._before: _Snapshot | None = None
         self._settings = in_force(is_heavy=True)
 
     def __call__(self, *values: Any) -> Any:
-        args, kwargs = values[: self._positional], dict(zip(self._names, values[self._positional :], strict=True))
-        if self._before is None:
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
             self._before = _Snapshot(self._part)
             return self._inner(*args, **kwargs)
+        assert self._before is not None
+        args, kwargs = tree_unflatten(list(values), self._structure)
         self._before.check()
         with self._before.in_force(), restored() as put_in_force:
             put_in_force(self._settings)
@@ -192,7 +243,7 @@ class _Rerun:
 
 
 class _Snapshot:
-    """What the result of a region depends on besides its inputs and random numbers."""
+    """The parameters, buffers and settings of a region: its result depends on them too."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
@@ -205,11 +256,11 @@ class _Snapshot:
         ]
 
     def is_same(self) -> bool:
-        """Whether the region still has the same tensors, unchanged, and the same settings."""
+        """Whether the region has the same tensors, in the same versions, and the same settings."""
         return self._changed() is None and all(own.get(name) == value for own, name, value in self._settings)
 
     def check(self) -> None:
-        """Raise autograd's error where a parameter or a buffer was changed."""
+        """Raise autograd's error if a parameter or a buffer has changed."""
         changed = self._changed()
         if changed is not None:
             tensor, version = changed
@@ -224,7 +275,7 @@ class _Snapshot:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Put the settings of the modules back for a while, such as `training`."""
+        """Within the context, modules have the settings of the snapshot, such as `training`."""
         changed = [(own, name, own[name]) for own, name, value in self._settings if own.get(name, value) != value]
         values = {(id(own), name): value for own, name, value in self._settings}
         try:
@@ -234,6 +285,13 @@ class _Snapshot:
         finally:
             for own, name, value in changed:
                 own[name] = value
+
+
+def _version_counter(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares the version counter of `tensor`."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter
+    return counter
 
 
 def _tensors_of(part: nn.Module) -> list[Tensor]:
@@ -246,29 +304,75 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _random_states(device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
-    """The generators that an operator may draw from, with their states."""
+    """The default generators of the CPU and the device, with their states."""
     for kind in {"cpu", device.type}:
         where = device if kind == device.type else torch.device("cpu")
         yield random_state((), {"device": where})
 
 
-def _why_not(part: nn.Module, before: _Snapshot, versions: list[Any]) -> str:
+def _why_not(part: nn.Module, before: _Snapshot, versions: list[Any], *, is_held: bool) -> str:
     if is_sharded(part):
         return "its parameters are sharded"
-    if any(_has_hooks(module) for module in part.modules()):
+    if _calls_hooks(part):
         return "a hook is registered on a module of it, and would be called twice"
-    if not before.is_same():
-        return "it changes a buffer or an attribute of a module"
+    if not is_held or not before.is_same():
+        return "it changes a buffer or an attribute of a module, a container, or the state of a random generator"
     now, then = versions
     return "" if list(now) == then else "it writes to its inputs"
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
+def _calls_hooks(part: nn.Module) -> bool:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, None) for module in part.modules() for name in names)
 
 
-def _forget(_: Any) -> Any:
-    """Save nothing: nobody differentiates the second run."""
+def _modes(part: nn.Module) -> list[bool]:
+    return [module.training for module in part.modules()]
+
+
+def _python_state(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Objects, other than tensors, that the region may change: attributes, elements of containers, generator states."""
+    leaves, structure = tree_flatten((args, kwargs))
+    numbers: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
+    found = [structure, str(random.getstate()), numbers[1].tobytes(), *numbers[2:]]
+    for value in (*leaves, *(value for module in part.modules() for value in vars(module).values())):
+        found += [value, *_contents(value)]
+    return found
+
+
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, torch.Generator):
+        return [value.get_state().numpy().tobytes()]
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    is_own = not isinstance(value, Tensor | nn.Module | type | Region) and not callable(value)
+    return list(getattr(value, "__dict__", {}).values()) if is_own else []
+
+
+def _are_same(a: list[Any], b: list[Any]) -> bool:
+    """Whether both hold the same objects, and equal constants."""
+    kinds = (*_CONSTANTS, TreeSpec)
+    return len(a) == len(b) and all(
+        x is y or (type(x) is type(y) and isinstance(x, kinds) and x == y) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _are_plain(values: Any) -> bool:
+    """Whether all values are tensors or constants. Changes of other objects could not be detected."""
+    return all(isinstance(leaf, Tensor) or type(leaf) in _CONSTANTS for leaf in tree_leaves(values))
+
+
+def _forget(_: Tensor) -> None:
+    """Save nothing: the second run has no backward."""
+
+
+def _forgotten(_: None) -> Tensor:
+    raise RuntimeError(
+        "offload ran a compiled part of the model twice to try whether backward can recompute it, and the part left a "
+        "result of the second run outside of what it returns, such as in a global list: enable with recompute=False"
+    )
 
 
 def _have_same_bits(result: Any, again: Any) -> bool:

@@ -24,6 +24,12 @@ __all__ = [
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+# Looked up once: every step asks, and torch._C is a large module.
+_dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_is_traced: Callable[[], bool] = torch._C._is_tracing
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that is running in this thread ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -56,5 +62,4 @@ def checkpoint_is_innermost() -> bool:
 
 def is_tracing() -> bool:
     """Whether TorchScript or torch.export traces in this thread; its tensors may have no data."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake is not None or torch._C._is_tracing()
+    return _dispatch_mode(_FAKE) is not None or _is_traced()

@@ -195,10 +195,14 @@ class Fallbacks:
 
     def step_begins(self) -> None:
         """Read what was compiled since the last step, such as a function that calls the model."""
+        if not _is_loaded():
+            return
         self._breaks += sum(count for reason, count in self._look()[1].items() if _REASON in reason)
 
     def step_ends(self) -> None:
         """Read what was compiled within the step."""
+        if not _is_loaded():
+            return
         failures, reasons = self._look()
         ours = [reason for reason in reasons if _REASON in reason or _folder() in reason]
         self._breaks += sum(reasons.pop(reason) for reason in ours)
@@ -232,6 +236,10 @@ class Fallbacks:
 
 def _folder() -> str:
     return next(iter(sys.modules[_PACKAGE].__path__))
+
+
+def _is_loaded() -> bool:
+    return "torch._dynamo.utils" in sys.modules
 
 
 def _counted(what: str) -> Counter[str]:

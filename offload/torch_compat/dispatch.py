@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorMode", "can_record", "mode_count", "push_mode", "remove_mode", "tracer", "undisturbed"]
+__all__ = [
+    "OperatorMode",
+    "can_record",
+    "mode_count",
+    "modes_of_others",
+    "push_mode",
+    "remove_mode",
+    "tracer",
+    "undisturbed",
+]
 
 # Number of modes on this thread's stack.
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -42,6 +51,13 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def modes_of_others() -> tuple[str, ...]:
+    """Names of the classes of the program's own modes on this thread's stack."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(mode_count())]
+    kinds = [type(mode) for mode in modes if not isinstance(mode, OperatorMode)]
+    return tuple([f"{kind.__module__}.{kind.__qualname__}" for kind in kinds])
 
 
 def remove_mode(mode: TorchDispatchMode) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["first_tensor", "is_sharded", "state_tensors"]
+__all__ = ["is_sharded", "state_tensors"]
 
 _SHARDED = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
@@ -32,22 +32,6 @@ def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
                 seen.add(id(child))
                 pending.append(child)
     return list(parameters.values()), list(buffers.values())
-
-
-def first_tensor(model: nn.Module) -> Tensor | None:
-    """A parameter or a buffer of a module or of one inside it; None where there is none."""
-    pending: list[nn.Module] = [model]
-    seen = {id(model)}
-    while pending:
-        module = pending.pop()
-        for tensors in (module._parameters, module._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    return tensor
-        children = [child for child in module._modules.values() if child is not None and id(child) not in seen]
-        seen.update(map(id, children))
-        pending.extend(reversed(children))
-    return None
 
 
 def is_sharded(model: nn.Module) -> bool:

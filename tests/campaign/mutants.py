@@ -166,6 +166,7 @@ OUTSIDE |= {
     "a followed operator sees its arguments as before": [FOLLOWING + "tensors_seen_otherwise"],
     "a write to what is known ends the following": [FOLLOWING + "a_write_through_data"],
     "a followed operator has the same numbers": [FOLLOWING + "scalars_are_those_of_the_step[floats]"],
+    "a followed product saves its factors as before": [FOLLOWING + "a_weight_in_whose_place_another_tensor_is_saved"],
     "settings are the step's": [FOLLOWING + "settings_are_those_of_the_step_alone"],
 }
 TESTED = PYTHON | OUTSIDE

@@ -16,8 +16,9 @@ from offload._core import view_of
 from offload.runtime.engine import Engine
 
 ROUNDS_MAX = 200
-NUMEL = 1 << 20
-SLOW = 100 << 20  # bytes per second: a copy takes 40 ms, so it has not ended when its entry is refused
+NUMEL = 1 << 17
+SLOW = 4 << 20  # bytes per second: a copy takes an eighth of a second
+LATE_US = 50_000  # until an allocation fails: the copy has begun by then, and has not ended
 
 
 def refused_copies(fail, directory):
@@ -67,6 +68,7 @@ def main():
     preloaded, directory = sys.argv[1:]
     fail = ctypes.CDLL(preloaded).fail
     fail.argtypes, fail.restype = [ctypes.c_bool, ctypes.c_long, ctypes.c_long], ctypes.c_long
+    ctypes.CDLL(preloaded).fail_late(LATE_US)
     refused, queued = refused_copies(fail, directory)
     print(json.dumps({"refused": refused, "queued": queued}))
 

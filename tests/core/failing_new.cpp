@@ -1,6 +1,7 @@
 // Preloaded into a process: on the engine's lanes, or on one thread that calls it, `operator new` fails a number of
 // times from the nth call on.
 #include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -23,17 +24,22 @@ bool is_lane() {
 }
 
 std::atomic<bool> on_lanes{true};
+std::atomic<unsigned> late_us{0};  // before a failure: what the caller has begun meanwhile goes on
 thread_local bool is_caller = false;
 
 bool must_fail() {
   if (first == 0 || !(on_lanes ? is_lane() : is_caller)) return false;
   const long number = ++asked;
-  return number >= first && number < end;
+  if (number < first || number >= end) return false;
+  if (late_us != 0) usleep(late_us);
+  return true;
 }
 
 }  // namespace
 
 extern "C" {
+
+__attribute__((visibility("default"))) void fail_late(unsigned microseconds) { late_us = microseconds; }
 
 // Calls on the lanes are counted from now on, or those on this thread; `nth` 0 ends it. Returns how many there were
 // since the last time.

@@ -57,6 +57,31 @@ def test_a_dropped_tensor_changed_later_raises_as_ever(forcing):
     both_raise(forcing, lambda: Keeping(None), spoil)
 
 
+def test_a_weight_used_without_gradients_may_change(forcing):
+    """Autograd saves no factor of such a product, whatever its other factor was computed from."""
+
+    class Fixed(Calls):
+        def __init__(self):
+            super().__init__(None)
+            self.w, self.scale = nn.Parameter(torch.randn(256, 256)), nn.Parameter(torch.ones(256))
+
+        def forward(self, x):
+            h = functional.gelu(self.a(x))
+            with torch.no_grad():
+                fixed = h @ self.w
+            return self.b(functional.silu(functional.gelu(fixed.sin() * self.scale)))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64)).square().mean()
+        with torch.no_grad():
+            model.w.add_(0.1)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Fixed, step)
+
+
 def test_a_parameter_changed_before_backward_raises_as_ever(forcing):
     def spoil(model):
         with torch.no_grad():

@@ -193,6 +193,35 @@ def test_a_weight_that_autograd_does_not_save_in_this_step(forcing):
     forcing.compare(lambda: Detached(None, width=128), step, steps=8)
 
 
+def test_a_weight_in_whose_place_another_tensor_is_saved(forcing):
+    """So that the step saves as many tensors of the same sizes as the recorded one, but not the weight."""
+
+    class Other(Calls):
+        def __init__(self):
+            super().__init__(None, width=256)
+            self.w, self.t = nn.Parameter(torch.randn(256, 256)), nn.Parameter(torch.randn(256, 256))
+            self.count = 0
+
+        def forward(self, x):
+            self.count += 1
+            is_other = self.count == 6
+            x = self.b(self.a(x)) * 2
+            shift = self.t * torch.randn(256, 256, requires_grad=is_other)
+            h = torch.mm(x.detach() if is_other else x, self.w)
+            return functional.silu(h) + shift.sum()
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(256, 256)).square().mean()
+        if model.count == 6:
+            with torch.no_grad():
+                model.w.add_(0.1)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Other, step, steps=8)
+
+
 def test_a_tensor_that_was_not_dropped_before(forcing):
     """Branches by turns: the template is given up, and every step records as before."""
 

@@ -14,6 +14,7 @@ import test_values
 import torch
 from forced import Forcing
 
+from offload.control import enabled_model
 from offload.profiling import recipe_trial
 from offload.recomputation import following, operators, recipe, recorder, slicing, values
 from offload.runtime import hooks, recomputation
@@ -63,7 +64,7 @@ GUARDS = {
         test_changes.test_a_small_tensor_that_changes_before_backward,
     ),
     "settings of torch are put in force": (
-        (recipe.Recipe, "run", "put_in_force(step.settings)", "pass"),
+        (recipe.Recipe, "_run_steps", "put_in_force(step.settings)", "pass"),
         test_changes.test_settings_of_torch_are_those_of_forward,
     ),
     "an operator reads the version that was recorded": (
@@ -118,6 +119,14 @@ GUARDS = {
     "recurrent layers run the kernel for training": (
         (settings, "_apply", "read() != value", "read() != value and read is not torch.is_grad_enabled"),
         test_following.test_recurrent_layers,
+    ),
+    "without gradients no factor is saved": (
+        (recorder, "saves_factors", "torch.is_grad_enabled() and ", ""),
+        test_changes.test_a_weight_used_without_gradients_may_change,
+    ),
+    "a step in another mode is another step": (
+        (enabled_model.EnabledModel, "_signature", "kinds += modes_of_others()", "pass"),
+        test_modes.test_a_mode_of_later_steps_that_changes_results,
     ),
     "a window opens only where no other mode is on": (
         (recorder.OperatorRecorder, "resume", "mode_count() != self._modes", "False"),

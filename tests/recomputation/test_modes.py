@@ -1,5 +1,7 @@
 """The dispatch mode of recording: among others, beside the compiler, and gone after an exception."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from forced import Calls, gradients, made, plain_step, silu_twice
@@ -48,6 +50,25 @@ def test_modes_of_others_come_and_go(forcing):
         return gradients(model)
 
     forcing.compare(made(function), step)
+
+
+def test_a_mode_of_later_steps_that_changes_results(forcing):
+    """A recipe runs without modes, so what was tried without this one is tried again."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Doubling(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.ops.aten.gelu.default else result
+
+    def step(model, number):
+        model.zero_grad()
+        with Doubling() if number > 4 else nullcontext():
+            loss = model(torch.randn(32, 64)).square().mean()
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(made(), step, steps=10)
 
 
 def test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor(forcing):
@@ -106,6 +127,39 @@ def test_an_interrupt_leaves_gradients_on(forcing, monkeypatch):
         patch.setattr(recipe.Step, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             plain_step(model, 4)
+    assert torch.is_grad_enabled()
+    plain_step(model, 5)
+
+
+@pytest.mark.parametrize("name", ["undisturbed", "restored"])
+def test_an_interrupt_as_a_context_is_entered_leaves_gradients_on(forcing, monkeypatch, name):
+    """A traceback holds the context, and may be freed after backward, in which gradients are off."""
+    from offload.recomputation import recipe
+
+    real, kept = getattr(recipe, name), []
+
+    class Interrupted:
+        def __init__(self):
+            self.gen = real().gen
+            kept.append(self)
+
+        def __enter__(self):
+            next(self.gen)
+            raise KeyboardInterrupt
+
+        def __exit__(self, *args):
+            raise AssertionError("it was not entered")
+
+    model = made()()
+    forcing.enable(model)
+    for number in range(4):
+        plain_step(model, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, name, Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plain_step(model, 4)
+    assert len(kept) == 1
+    kept.clear()
     assert torch.is_grad_enabled()
     plain_step(model, 5)
 
