@@ -3,8 +3,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
@@ -21,25 +19,23 @@ namespace offload {
 namespace {
 
 // Python handles signals in its main thread: the kernel must not deliver them to a lane.
-void become_lane(int niceness) {
+void become_lane(LanePriority priority) {
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), "offload-lane");
-  if (niceness > 0) {
-    const auto thread_id = static_cast<id_t>(syscall(SYS_gettid));
-    setpriority(PRIO_PROCESS, thread_id, getpriority(PRIO_PROCESS, thread_id) + niceness);
-  }
+  const sched_param parameters{};
+  if (priority == LanePriority::background) sched_setscheduler(0, SCHED_IDLE, &parameters);  // 0: this thread
 }
 
 }  // namespace
 
-std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, int niceness, double bandwidth) {
-  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, niceness, bandwidth));
+std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, double bandwidth) {
+  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, bandwidth));
 }
 
-HostDriver::HostDriver(LaneOrder order, uint64_t seed, int niceness, double bandwidth)
-    : order_(order), niceness_(niceness), bandwidth_(bandwidth), random_(seed) {}
+HostDriver::HostDriver(LaneOrder order, uint64_t seed, double bandwidth)
+    : order_(order), bandwidth_(bandwidth), random_(seed) {}
 
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
@@ -51,7 +47,7 @@ void HostDriver::require_same_process() const {
 
 bool HostDriver::in_forked_child() const noexcept { return !owner_.is_this(); }
 
-Stream HostDriver::stream_create() {
+Stream HostDriver::create_lane(LanePriority priority) {
   require_same_process();
   auto stream = std::make_shared<HostStream>();
   {
@@ -60,7 +56,7 @@ Stream HostDriver::stream_create() {
   }
   // Detached: a worker owns its driver and its stream and ends when the stream is closed and drained, so that no
   // destructor has to join it.
-  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream).detach();
+  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream, priority).detach();
   return stream.get();
 }
 
@@ -102,8 +98,8 @@ void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream
   changed_.notify_all();
 }
 
-void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream) {
-  become_lane(driver->niceness_);
+void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream, LanePriority priority) {
+  become_lane(priority);
   std::unique_lock lock(driver->mutex_);
   for (;;) {
     stream->wake.wait(lock, [&] { return runnable(*stream) || (stream->closing && stream->queue.empty()); });

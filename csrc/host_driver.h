@@ -26,18 +26,22 @@ namespace offload {
 
 enum class LaneOrder { threads, delays, stepped };
 
+// Of a lane's thread. A `background` thread (Linux: SCHED_IDLE) runs on cores that no other thread wants, and gives its
+// core up at once to a thread that becomes runnable: computation on all cores then waits less for the copies.
+enum class LanePriority { normal, background };
+
 class HostDriver final : public Driver, public std::enable_shared_from_this<HostDriver> {
  public:
-  // Lanes run at `niceness` relative to the process (0…19), so that copies do not steal the training's cores.
   // `bandwidth` in bytes per second, unless 0, is the most that each lane copies: a slow link, for measurements.
-  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0, int niceness = 0,
+  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0,
                                             double bandwidth = 0);
 
   const char* name() const noexcept override { return "host"; }
   void require_same_process() const override;
   bool in_forked_child() const noexcept override;
 
-  Stream stream_create() override;
+  Stream stream_create() override { return create_lane(LanePriority::normal); }
+  Stream create_lane(LanePriority priority);
   void stream_destroy(Stream stream) noexcept override;
   void stream_wait(Stream stream, Event event) override;
   void stream_synchronize(Stream stream) override;
@@ -90,9 +94,9 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   };
   using StreamRef = std::shared_ptr<HostStream>;
 
-  HostDriver(LaneOrder order, uint64_t seed, int niceness, double bandwidth);
+  HostDriver(LaneOrder order, uint64_t seed, double bandwidth);
   static bool runnable(const HostStream& stream);
-  static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream);
+  static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream, LanePriority priority);
   void enqueue(Stream stream, Operation operation);
   PointRef recorded(Event event);
   PointRef record_again(Event event);
@@ -104,7 +108,6 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   unsigned delay_us();
 
   const LaneOrder order_;
-  const int niceness_;
   const double bandwidth_;
   const Process owner_;
   std::mutex mutex_;
