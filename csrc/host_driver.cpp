@@ -9,6 +9,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <fstream>
+#include <string>
+#include <system_error>
 #include <thread>
 
 #include "copy_log.h"
@@ -24,9 +27,24 @@ void become_lane(LanePriority priority) {
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), "offload-lane");
-  const sched_param parameters{};
+  const sched_param parameters{};  // priority 0, the only one
   if (priority == LanePriority::background) sched_setscheduler(0, SCHED_IDLE, &parameters);  // 0: this thread
 }
+
+// Nanoseconds of CPU time of one of this process's threads; -1 unless it is runnable: it waits for I/O or for work.
+int64_t cpu_ns_if_runnable(pid_t thread) {
+  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(") ");
+  if (name_end == std::string::npos || line[name_end + 2] != 'R') return -1;
+  const auto clock = static_cast<clockid_t>(~static_cast<unsigned>(thread) << 3 | 6);  // as pthread_getcpuclockid makes it
+  timespec used{};
+  return clock_gettime(clock, &used) == 0 ? used.tv_sec * INT64_C(1000000000) + used.tv_nsec : -1;
+}
+
+// A caller that has waited this long looks whether the worker that it waits for gets a core.
+constexpr std::chrono::milliseconds kLookAfter{5};
 
 }  // namespace
 
@@ -50,13 +68,14 @@ bool HostDriver::in_forked_child() const noexcept { return !owner_.is_this(); }
 Stream HostDriver::create_lane(LanePriority priority) {
   require_same_process();
   auto stream = std::make_shared<HostStream>();
+  stream->priority = priority;
   {
     std::lock_guard lock(mutex_);
     streams_.push_back(stream);
   }
   // Detached: a worker owns its driver and its stream and ends when the stream is closed and drained, so that no
   // destructor has to join it.
-  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream, priority).detach();
+  start_worker(stream, priority);
   return stream.get();
 }
 
@@ -98,11 +117,23 @@ void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream
   changed_.notify_all();
 }
 
+void HostDriver::start_worker(const StreamRef& stream, LanePriority priority) {
+  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream, priority).detach();
+}
+
 void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream, LanePriority priority) {
   become_lane(priority);
+  const pid_t self = gettid();
   std::unique_lock lock(driver->mutex_);
+  if (stream->priority == priority) stream->worker = self;
   for (;;) {
-    stream->wake.wait(lock, [&] { return runnable(*stream) || (stream->closing && stream->queue.empty()); });
+    stream->wake.wait(lock, [&] {
+      return stream->priority != priority || runnable(*stream) || (stream->closing && stream->queue.empty());
+    });
+    if (stream->priority != priority) {
+      stream->wake.notify_one();  // the one who took over may be waiting for what woke this one
+      return;
+    }
     if (stream->queue.empty()) break;
     driver->run_head(lock, *stream);
   }
@@ -136,7 +167,7 @@ void HostDriver::run_some() {
 template <typename Predicate>
 void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) {
   if (order_ != LaneOrder::stepped) {
-    changed_.wait(lock, done);
+    while (!changed_.wait_for(lock, kLookAfter, done)) replace_starving_workers();
     return;
   }
   while (!done()) {
@@ -144,6 +175,23 @@ void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) 
     const bool others = std::any_of(streams_.begin(), streams_.end(), [](const StreamRef& s) { return s->running; });
     if (!others) throw DriverError("host stream", 0, "deadlock: nothing can run and the awaited event is not done");
     changed_.wait_for(lock, std::chrono::milliseconds(10));
+  }
+}
+
+// For a caller that waits, with the mutex held: a background worker that could run and did not since the last look gets
+// no core. It finishes what it has begun.
+void HostDriver::replace_starving_workers() {
+  for (const StreamRef& stream : streams_) {
+    if (stream->priority != LanePriority::background || stream->worker == 0) continue;
+    const int64_t before = stream->cpu_seen_ns;
+    stream->cpu_seen_ns = cpu_ns_if_runnable(stream->worker);
+    if (before < 0 || stream->cpu_seen_ns != before) continue;
+    try {
+      start_worker(stream, LanePriority::normal);
+    } catch (const std::system_error&) {
+      continue;  // the process may start no more threads: this one goes on
+    }
+    stream->priority = LanePriority::normal;
   }
 }
 

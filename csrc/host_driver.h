@@ -11,6 +11,8 @@
 #pragma once
 
 #include <condition_variable>
+#include <sys/types.h>
+
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -27,7 +29,8 @@ namespace offload {
 enum class LaneOrder { threads, delays, stepped };
 
 // Of a lane's thread. A `background` thread (Linux: SCHED_IDLE) runs on cores that no other thread wants, and gives its
-// core up at once to a thread that becomes runnable: computation on all cores then waits less for the copies.
+// core up at once to a thread that becomes runnable: computation on all cores then waits less for the copies. Where other
+// programs leave it no core while a caller waits, a thread of normal priority takes its place.
 enum class LanePriority { normal, background };
 
 class HostDriver final : public Driver, public std::enable_shared_from_this<HostDriver> {
@@ -91,12 +94,17 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
     std::condition_variable wake;  // its worker alone sleeps here
     bool running = false;
     bool closing = false;
+    LanePriority priority = LanePriority::normal;
+    pid_t worker = 0;         // its thread, once that has begun
+    int64_t cpu_seen_ns = -1;  // CPU time of a background worker when it was last looked at
   };
   using StreamRef = std::shared_ptr<HostStream>;
 
   HostDriver(LaneOrder order, uint64_t seed, double bandwidth);
   static bool runnable(const HostStream& stream);
   static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream, LanePriority priority);
+  void start_worker(const StreamRef& stream, LanePriority priority);
+  void replace_starving_workers();
   void enqueue(Stream stream, Operation operation);
   PointRef recorded(Event event);
   PointRef record_again(Event event);
