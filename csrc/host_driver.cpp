@@ -45,6 +45,7 @@ int64_t cpu_ns_if_runnable(pid_t thread) {
 
 // A caller that has waited this long looks whether the worker that it waits for gets a core.
 constexpr std::chrono::milliseconds kLookAfter{5};
+constexpr int64_t kLookAfterNs = std::chrono::nanoseconds(kLookAfter).count();
 
 }  // namespace
 
@@ -178,14 +179,14 @@ void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) 
   }
 }
 
-// For a caller that waits, with the mutex held: a background worker that could run and did not since the last look gets
-// no core. It finishes what it has begun.
+// For a caller that waits, with the mutex held: a background worker that was runnable at two looks, and ran for less than
+// half of the time between them, gets too little of the cores. It finishes what it has begun.
 void HostDriver::replace_starving_workers() {
   for (const StreamRef& stream : streams_) {
     if (stream->priority != LanePriority::background || stream->worker == 0) continue;
     const int64_t before = stream->cpu_seen_ns;
     stream->cpu_seen_ns = cpu_ns_if_runnable(stream->worker);
-    if (before < 0 || stream->cpu_seen_ns != before) continue;
+    if (before < 0 || stream->cpu_seen_ns < 0 || stream->cpu_seen_ns - before > kLookAfterNs / 2) continue;
     try {
       start_worker(stream, LanePriority::normal);
     } catch (const std::system_error&) {
