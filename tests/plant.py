@@ -43,12 +43,15 @@ class Plant:
         The link as it is; `byte_seconds` and `swap_seconds` are what swapping costs the computation.
     noise
         Standard deviation of the factor by which a step is slowed.
+    fixed_seconds
+        What a step takes more as soon as it moves anything.
     """
 
     trace: Trace
     link: Link
     noise: float = 0.0
     seed: int = 0
+    fixed_seconds: float = 0.0
     steps: list[tuple[bool, float]] = field(default_factory=list)  # whether it was a reference step, and its seconds
 
     def __post_init__(self) -> None:
@@ -85,7 +88,8 @@ class Plant:
 
     def _slowed(self, plan: Plan) -> float:
         size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
-        return self.link.byte_seconds * sum(size[swap.id] for swap in plan.swaps)
+        moved = sum(size[swap.id] for swap in plan.swaps)
+        return self.fixed_seconds + self.link.byte_seconds * moved if moved else 0.0
 
 
 class Executor:

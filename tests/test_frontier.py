@@ -8,6 +8,7 @@ from pathlib import Path
 import plant as machines
 import pytest
 
+from offload.control.frontier import _fitted
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
 from offload.plan import Link, least_memory_plan
@@ -81,6 +82,40 @@ def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
     planned, phase = machines.run(plant, profiled, replace(calibrated, swap_seconds=0.0), STEPS, max_slowdown=0.05)
     assert not planned.plan.swaps
     assert phase is Phase.UNHOOKED
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_what_a_step_takes_more_as_soon_as_it_moves_anything_is_counted(seed, share):
+    plant, profiled, calibrated = machine(seed)
+    plant.fixed_seconds = share * 0.05 * plant.compute_seconds
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    assert not planned.plan.swaps or slowdown(plant, planned) <= 0.05
+    assert planned.replans <= 2
+
+
+def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
+    plant, profiled, calibrated = machine(2, noise=0.08)
+    plant.fixed_seconds = 0.2 * plant.compute_seconds
+    planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert (planned.plan.swaps, phase) == ((), Phase.UNHOOKED)
+    assert planned.replans <= 3
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([], (0.0, None)),
+        ([(10, 2.0)], (0.0, 0.2)),
+        ([(10, 2.0), (10, 4.0)], (0.0, 0.3)),
+        ([(10, 3.0), (20, 5.0)], (1.0, 0.2)),
+        ([(10, 1.0), (20, 4.0)], (0.0, 0.18)),  # a line through 0: the fit's own would begin below it
+        ([(10, 4.0), (20, 2.0)], (3.0, 0.0)),
+    ],
+)
+def test_the_line_through_what_plans_cost(points, line):
+    assert _fitted(points) == pytest.approx(line)
 
 
 def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():

@@ -27,10 +27,20 @@ class TriedPlan:
     ----------
     slowdown
         Relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+    unexplained_seconds
+        What the step took beyond computation, recomputation, waits and hooks: its copies slowed the computation.
     """
 
     plan: Plan
     slowdown: float
+    unexplained_seconds: float = 0.0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the plan swaps or recomputes."""
+        size = {tensor.id: tensor.bytes for tensor in self.plan.trace.tensors}
+        moved = [swap.id for swap in self.plan.swaps] + [row.id for row in self.plan.recomputes]
+        return sum(size[tensor] for tensor in moved)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ class Frontier:
         Plans that have been judged, in that order.
     recompute_byte_seconds
         By how much each recomputed byte slows the computation, in seconds: operators are recorded for it.
+    fixed_seconds
+        By how much steps of any plan that moves something are slower, however little it moves.
     is_settled
         Whether the search is over: the present plan stays.
     looks
@@ -89,6 +101,7 @@ class Frontier:
     begun: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
+    fixed_seconds: float = 0.0
     is_settled: bool = False
     looks: deque[float] = field(init=False)
 
@@ -161,50 +174,44 @@ class Frontier:
         is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
         return not is_noisy or len(seconds) >= self.limits.measurements
 
-    def learn(self, plan: Plan, steps: Sequence[StepCost], link: Link) -> Link:
-        """The link with what each swapped byte slows the computation by; what a recomputed one does is kept.
+    def learn(self, link: Link) -> Link:
+        """The link with what each swapped byte slows the computation by, as the tried plans show; `fixed_seconds` too.
 
         Parameters
         ----------
-        plan
-            The plan that the measured steps followed.
-        steps
-            What they took.
         link
-            Has the figure so far. After the first plan the mean of both counts, since each is noisy.
+            Its `byte_seconds` is kept while no plan has swapped.
         """
-        size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
-        moved = sum(size[swap.id] for swap in plan.swaps) + sum(size[row.id] for row in plan.recomputes)
-        if self.compute_seconds is None or not moved or not steps:
+        points = [(each.moved_bytes, max(0.0, each.unexplained_seconds)) for each in self.tried]
+        self.fixed_seconds, byte_seconds = _fitted([point for point in points if point[0]])
+        if byte_seconds is None:
             return link
-        found = max(0.0, median(map(self._computed, steps)) - self.compute_seconds) / moved
-        if plan.recomputes:
-            known = self.recompute_byte_seconds
-            self.recompute_byte_seconds = (found + known) / 2 if known else found
-        if not plan.swaps:
-            return link
-        return replace(link, byte_seconds=found if len(self.tried) < 2 else (found + link.byte_seconds) / 2)
+        if self.tried[-1].plan.recomputes:
+            self.recompute_byte_seconds = byte_seconds
+        return replace(link, byte_seconds=byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_slowdown(self, max_slowdown: float) -> float:
         """What the next plan is made for: at first what is promised, then less, so that noise does not break it.
 
         Where plan after plan was too slow, or left time, what it is made for is halved or doubled each time.
         """
-        if not self.tried:
+        if not self.tried or self.compute_seconds is None:
             return max_slowdown
         broken = [each.slowdown > max_slowdown for each in self.tried]
         alike = next((n for n, each in enumerate(reversed(broken)) if each != broken[-1]), len(broken)) - 1
-        return self.limits.aim * max_slowdown * (0.5 if broken[-1] else 2.0) ** alike
+        wanted = self.limits.aim * max_slowdown - self.fixed_seconds / self.compute_seconds
+        return max(0.0, wanted) * (0.5 if broken[-1] else 2.0) ** alike
 
     def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
         """The slowdown of the plan's measured steps, which is kept; None where it is not known yet."""
         compute, seconds = self.compute_seconds, [self._step(cost) for cost in steps]
         if compute is None or not self._are_enough(seconds):
             return None
-        slowdown = median(seconds) / compute - 1
+        taken = median(seconds)
+        explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         self.tried = [each for each in self.tried if each.plan is not plan]
-        self.tried.append(TriedPlan(plan, slowdown))
-        return slowdown
+        self.tried.append(TriedPlan(plan, taken / compute - 1, taken - compute - explained))
+        return self.tried[-1].slowdown
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Why another plan may keep the promise better than the one judged last; None where it may stay.
@@ -236,3 +243,20 @@ class Frontier:
         """The plan of least memory among those that kept the promise; None where none did."""
         kept = [each for each in self.tried if each.slowdown <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
+
+
+def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float | None]:
+    """Seconds a and b of the line a + b × bytes through (bytes, seconds), both at least 0; no b without a point."""
+    if not points:
+        return 0.0, None
+    middle = sum(size for size, _ in points) / len(points), sum(seconds for _, seconds in points) / len(points)
+    spread = sum((size - middle[0]) ** 2 for size, _ in points)
+    if spread == 0:
+        return 0.0, middle[1] / middle[0]
+    slope = sum((size - middle[0]) * (seconds - middle[1]) for size, seconds in points) / spread
+    if slope <= 0:
+        return middle[1], 0.0
+    fixed = middle[1] - slope * middle[0]
+    if fixed >= 0:
+        return fixed, slope
+    return 0.0, sum(size * seconds for size, seconds in points) / sum(size * size for size, _ in points)

@@ -19,7 +19,7 @@ __all__ = ["SlowdownPromise"]
 
 log = logging.getLogger("offload")
 
-_SEARCH_SECONDS = 4.0  # of a search for a plan that may recompute, where a step is small
+_SEARCH_SECONDS = 1.0  # of a search for a plan that may recompute, where a step is small
 
 
 class SlowdownPromise:
@@ -104,7 +104,7 @@ class SlowdownPromise:
             self._settle(planned, allowed)
             return False
         planned.replans += 1
-        planned.link = frontier.learn(plan, planned.costs, link)
+        planned.link = frontier.learn(link)
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
         return True
 
@@ -122,16 +122,17 @@ class SlowdownPromise:
         make = partial(wanted_plan, trace, planned.link, device_bytes=device_bytes, limits=self._limits)
         if allowed is None or not self._on_cpu:
             return make(options=options, held_bytes=held_bytes)
-        # A later search is to take no longer than the steps that it delays.
-        effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS) if frontier.tried else 1.0
+        # A search is to take no longer than the steps that it delays.
+        effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS)
+        frontier.is_settled = False
         wanted = frontier.wanted_slowdown(allowed)
         plan = make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors:
             best = frontier.best(allowed)
-            if best is not None:
+            if best is not None or frontier.tried:  # those that were tried were too slow: nothing else is better
                 frontier.is_settled = True
-                return best
-            if not frontier.tried and planned.replans < self._limits.replans:  # what swapping costs is not known yet
+                return best or plan
+            if planned.replans < self._limits.replans:  # what swapping costs is not known yet
                 wanted = self._limits.exploring * allowed
                 return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes)
         return plan
