@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_planned_training import assert_equal, batch, enabled, train
-from test_planned_training import make as make_blocks
+from planned_rig import assert_equal, batch, enabled, train
+from planned_rig import make as make_blocks
 from torch import nn
 
 from offload.control.limits import LIMITS

@@ -1,108 +1,30 @@
 """A plan at run time: the limit is kept, the results are the same, and what changes is planned anew."""
 
-import json
-import logging
 import math
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
-from live_bytes import Peak, tell_blocks_of_all
+from live_bytes import Peak
+from planned_rig import (  # noqa: F401
+    Residual,
+    assert_equal,
+    batch,
+    enabled,
+    held_bytes,
+    known_link,
+    make,
+    plain_run,
+    told_blocks,
+    train,
+)
 from torch import nn
 
 import offload
 from offload.control.limits import LIMITS
-from offload.control.phase import Phase
-from offload.control.planned_step import _with_earlier_prefetches, _without_slowing
-from offload.plan import InfeasibleLimitError, Link, simulate
+from offload.plan import InfeasibleLimitError
 from offload.plan.trace import Trace
-
-LINK = Link(2e9, 2e9, 20e-6)
-INPUT_BYTES_A_ROW = 32 * 4  # which were there before anybody watched; the targets are not the model's to know
-
-
-@pytest.fixture(autouse=True)
-def known_link(monkeypatch):
-    """Plans do not depend on how busy this machine's disk is."""
-    monkeypatch.setattr("offload.session.measure_link", lambda device, options: LINK)
-
-
-@pytest.fixture(autouse=True)
-def told_blocks():
-    undo = tell_blocks_of_all()
-    yield
-    undo()
-
-
-class Residual(nn.Module):
-    """A block whose saved tensors are of several sizes, some saved twice, some spans of one storage."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(width, width)
-
-    def forward(self, x):
-        a, b, c = self.up(self.norm(x)).chunk(3, dim=-1)
-        return x + self.down(torch.tanh(a) * torch.sigmoid(b) + nn.functional.gelu(c))
-
-
-def make(blocks=6, width=32):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Residual(width) for _ in range(blocks)], nn.Linear(width, 4))
-    return model, torch.optim.Adam(model.parameters())
-
-
-def batch(rows, seed, width=32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, width, generator=generator), torch.randint(4, (rows,), generator=generator)
-
-
-def train(model, optimizer, rows, first_watched=None):
-    """Train a step for each number of rows: losses and gradients of all steps, and the peak of the watched ones."""
-    peak = Peak()
-    results = []
-    for number, n in enumerate(rows):
-        x, y = batch(n, number)
-        watches = first_watched is not None and number >= first_watched
-        if watches:
-            with peak.watch():
-                loss = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-        else:
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-        results += [loss.detach().clone(), *(parameter.grad.clone() for parameter in model.parameters())]
-        del loss, x, y
-        optimizer.step()
-        optimizer.zero_grad()
-    return results, peak.nbytes + INPUT_BYTES_A_ROW * max(rows)
-
-
-def held_bytes(model, optimizer):
-    state = [value for row in optimizer.state.values() for value in row.values()]
-    return sum(tensor.nbytes for tensor in [*model.parameters(), *state])
-
-
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def enabled(model, **knobs):
-    return offload.enable(model, **({"min_tensor_bytes": "4KiB"} | knobs))
-
-
-def plain_run(rows, first_watched=2, **sizes):
-    model, optimizer = make(**sizes)
-    results, peak = train(model, optimizer, rows, first_watched)
-    return results, peak + held_bytes(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -424,211 +346,3 @@ def test_by_hand_there_is_no_plan():
         assert handle.plan is None
         with pytest.raises(RuntimeError, match="manual mode"):
             handle.trace()
-
-
-def test_predicted_and_measured_stand_side_by_side(tmp_path):
-    model, optimizer = make()
-    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
-        train(model, optimizer, [512] * 4)
-        about = handle.report().to_dict()
-        verdict = about["verdict"]
-        assert verdict["step_seconds_planned"] == handle.plan.expected_seconds
-        assert verdict["step_seconds"] > 0
-        assert verdict["step_bytes_planned"] == handle.plan.peak_bytes
-        planned = [row for row in about["steps_measured"] if not row["profiled"]]
-        assert planned
-        assert all(0 <= row["paused_seconds"] <= row["seconds"] for row in planned)
-        planned = handle._on_device.latest()
-        assert len(planned.starts) == len(handle.plan.timing.start)
-        assert list(planned.starts) == sorted(planned.starts)
-        assert "predicted" in str(handle.report())
-        assert "released at node" in handle.plan.explain()
-
-
-def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("offload.control.promise.measured_link", lambda engine, link: Link(1e6, 1e6))
-    _, plain_peak = plain_run([512] * 4, blocks=3)
-    model, optimizer = make(blocks=3)
-    options = {"memory_limit": int(0.6 * plain_peak), "spill_dir": tmp_path, "recompute": False}
-    with caplog.at_level(logging.INFO, "offload"), enabled(model, **options) as handle:
-        train(model, optimizer, [512] * 12)
-        assert "copy-out is slower than planned" in caplog.text
-        assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e6, 1e6)
-        assert 1 <= handle._on_device.latest().replans <= LIMITS.replans
-        assert caplog.text.count("planning again") <= LIMITS.replans
-
-
-def test_steady_steps_are_measured_now_and_then(tmp_path):
-    model, optimizer = make(blocks=3)
-    with enabled(model, memory_limit="1GiB", spill_dir=tmp_path) as handle:
-        handle._controller._limits = replace(LIMITS, steady_measured_every=4, tolerance=math.inf, faster_link=math.inf)
-        train(model, optimizer, [512] * 6)
-        (state,) = handle._controller._states.values()
-        assert state.phase is Phase.STEADY
-        before = handle.report()
-        train(model, optimizer, [512] * 16)
-        after = handle.report()
-        assert len(after.steps_measured) - len(before.steps_measured) == 16 // 4
-        assert after.unmeasured_steps - before.unmeasured_steps == 16 - 16 // 4
-
-
-def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, monkeypatch):
-    """Copies that are said to take much of the processor make the same step's own computation shorter."""
-    assert _without_slowing((1.0, 3.0), 1.0) == (0.75, 2.25)
-    assert _without_slowing((1.0, 3.0), 100.0) == (0.5, 1.5)
-    assert _without_slowing((0.0,), 1.0) == (0.0,)
-    model, optimizer = make()
-    monkeypatch.setattr("offload.session.measure_link", lambda device, options: replace(LINK, byte_seconds=1e-9))
-    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
-        train(model, optimizer, [512] * 6)
-        plan = handle.plan
-        assert plan.swaps
-        moved = sum(tensor.bytes for tensor in plan.trace.tensors if tensor.id in {swap.id for swap in plan.swaps})
-        hooks = len(plan.swaps) * plan.link.swap_seconds
-        assert plan.overhead_seconds == pytest.approx(moved * 1e-9 + hooks)
-        assert hooks > 0
-        (planned,) = [state.planned for state in handle._controller._states.values()]
-        steps = [record for record in handle.report().steps_measured if not record.profiled][
-            -len(planned.node_seconds) :
-        ]
-        whole = [sum(row) for row in planned.node_seconds]
-        assert all(mine < record.seconds for mine, record in zip(whole, steps, strict=True))
-
-
-def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
-    """What the slow link forbade within the slowdown, the faster one allows."""
-    monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3))
-    monkeypatch.setattr("offload.control.promise.measured_link", lambda engine, link: Link(1e12, 1e12))
-    model, optimizer = make()
-    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:
-        train(model, optimizer, [512] * 2)
-        before = handle.plan
-        assert not before.swaps, "nothing is worth it"
-        train(model, optimizer, [512] * 3)
-        assert (handle.plan.link.out_bandwidth, handle.plan.link.in_bandwidth) == (1e12, 1e12)
-        assert handle.plan.peak_bytes < before.peak_bytes
-
-
-def test_a_late_tensor_comes_back_earlier_where_there_is_room(tmp_path):
-    model, optimizer = make()
-    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
-        train(model, optimizer, [512] * 2)
-        plan = handle.plan
-        swap = next(s for s in plan.swaps if s.prefetch > s.release)
-        late = {swap.id: plan.step_seconds}
-        longer = _with_earlier_prefetches(plan, late, plan.unswapped_peak_bytes)
-        moved = next(s for s in longer.swaps if s.id == swap.id)
-        assert moved.prefetch < swap.prefetch
-        assert simulate(plan.trace, longer.swaps, plan.link).peak_bytes == longer.peak_bytes
-        tight = _with_earlier_prefetches(plan, late, plan.peak_bytes)
-        assert tight.peak_bytes <= plan.peak_bytes
-
-
-def test_what_somebody_else_holds_is_no_candidate(tmp_path):
-    """The batch that the training loop still holds: moving it would free nothing."""
-    model, optimizer = make(blocks=1)
-    with enabled(model, spill_dir=tmp_path) as handle:
-        x, y = batch(4096, 0)
-        nn.functional.cross_entropy(model(x), y).backward()
-        assert x.nbytes in {entry.nbytes for entry in handle._controller.latest().profile.order.entries.values()}
-        produced_by_input = [t for t in handle.trace().tensors if t.packed == 0]
-        assert not produced_by_input
-        del x, y
-        optimizer.step()
-
-
-SCRIPT = """
-import sys, torch, offload
-from torch import nn
-assert sys.argv[1:] == ["--epochs", "3"], sys.argv
-print("hello from the script")
-model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-offload.enable(model, min_tensor_bytes="4KiB", n_tensors=1)
-optimizer = torch.optim.Adam(model.parameters())
-for step in range({steps}):
-    model(torch.randn(512, 64)).square().mean().backward()
-    optimizer.step()
-    print("step", step)
-print("the end")
-"""
-
-
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_plan_of_a_script(tmp_path, steps):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(steps=steps))
-    command = [sys.executable, "-m", "offload", "plan", "--json", str(script), "--epochs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    about = json.loads(done.stdout)
-    assert "hello from the script" in done.stderr
-    assert ("the end" in done.stderr) == (steps == 1)
-    names = [row["name"] for row in about["options"]]
-    assert names == ["unswapped", "5% slowdown", "10% slowdown", "25% slowdown", "least memory"]
-    for row in about["options"]:
-        assert row["host_bytes"] == 0, "on the CPU everything goes to disk"
-        assert row["peak_bytes"] <= about["options"][0]["peak_bytes"]
-    assert about["options"][0]["disk_bytes"] == 0
-    assert about["options"][-1]["disk_bytes"] > 0
-
-
-WITH_RECIPES = """
-import torch
-from torch import nn
-
-import offload
-
-layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
-model = nn.Sequential(*layers)
-offload.enable(model, min_tensor_bytes="4KiB"{options})
-for step in range({steps}):
-    model(torch.randn(512, 64)).square().mean().backward()
-    print("step", step)
-"""
-SLOW = ["--out-bandwidth", "1MB/s", "--in-bandwidth", "1MB/s"]
-
-
-def plan_of(script, text, *words):
-    script.write_text(text)
-    command = [sys.executable, "-m", "offload", "plan", "--json", *SLOW, *words, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
-
-
-@pytest.mark.parametrize("wish", [(), ("--max-slowdown", "0.05")])
-def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish):
-    script = tmp_path / "train.py"
-    about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *wish)
-    assert about["recomputes"]
-    assert "step 1" in printed  # the trial step
-    assert "step 2" not in printed
-    alone, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), "--no-recompute", *wish)
-    assert alone["recomputes"] == []
-    assert "step 1" not in printed
-    assert about["peak_bytes"] < alone["peak_bytes"]
-
-
-def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
-    assert plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""))[0]["recomputes"]
-
-
-@pytest.mark.parametrize(
-    ("steps", "options"),
-    [(1, ""), (3, ", recompute=False"), (3, ", n_tensors=1")],
-)
-def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):
-    about, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=steps, options=options))
-    assert about["recomputes"] == []
-    assert "step 1" not in printed
-
-
-def test_plan_of_a_script_that_trains_nothing(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("print('nothing')")
-    command = [sys.executable, "-m", "offload", "plan", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2
-    assert "finished no training step under offload.enable" in done.stderr
-    script.write_text("raise SystemExit(7)")
-    assert subprocess.run(command, capture_output=True, timeout=240).returncode == 7

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_planned_training import batch, enabled, known_link, make, train  # noqa: F401  (a fixture)
+from planned_rig import batch, enabled, known_link, make, train  # noqa: F401  (a fixture)
 from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -22,7 +22,7 @@ TWO_THREADS = """
 import sys, threading
 sys.path.insert(0, {tests!r})
 from offload import session
-from test_planned_training import LINK, enabled, make, train
+from planned_rig import LINK, enabled, make, train
 session.measure_link = lambda device, options: LINK
 done = []
 def work():

@@ -68,7 +68,9 @@ def pybind11_option() -> list[str]:
 
 def build_mutants() -> Path:
     """The extension in which guards can be left out, and which carries the walk."""
-    return cmake_build("_core.so", "-DOFFLOAD_MUTANTS=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG")  # half the time
+    # In half the time of a release, whose flags CMakeLists.txt sets itself.
+    faster = ("-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -DNDEBUG")
+    return cmake_build("_core.so", "-DOFFLOAD_MUTANTS=ON", *faster)
 
 
 @contextmanager

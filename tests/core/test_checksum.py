@@ -38,6 +38,7 @@ def test_every_implementation_agrees(tmp_path):
         assert names[1] == "lanes"
 
 
+@pytest.mark.long  # few machines have both programs
 @pytest.mark.skipif(
     not (shutil.which(CROSS) and shutil.which(EMULATOR)),
     reason=f"needs {CROSS} and {EMULATOR} (Debian: g++-aarch64-linux-gnu, qemu-user)",

@@ -24,19 +24,17 @@ MARKED_GPU = (
     "test_gpu",
     "test_gpu_feed",
     "test_gpu_planned",
+    "test_gpu_store",
     "test_oom",
     "test_timeline",
     "test_torch_compat",
     "integrations/test_torch_refusals",
 )
 ROWS = {
-    "order": ["tests/twin/inside/test_order.py"],
     "clock": ["tests/twin/inside/test_clock.py", "tests/twin/inside/test_virtual_steps.py"],
-    "backend": ["tests/twin/inside/test_backend.py"],
-    "models": ["tests/twin/inside/test_models.py"],
-    "operators": ["tests/twin/inside/test_operators.py"],
+    "backend": [f"tests/twin/inside/test_{name}.py" for name in ("backend", "order", "operators")],
+    "models": ["tests/twin/inside/test_models.py", "tests/twin/inside/test_recomputation.py"],
     "training": ["tests/twin/inside/test_training.py", "tests/twin/inside/test_edges.py"],
-    "recomputation": ["tests/twin/inside/test_recomputation.py"],
     "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
 }

@@ -1,0 +1,103 @@
+"""`offload plan script.py`: the script's first steps are profiled, and a plan is printed for them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys, torch, offload
+from torch import nn
+assert sys.argv[1:] == ["--epochs", "3"], sys.argv
+print("hello from the script")
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+offload.enable(model, min_tensor_bytes="4KiB", n_tensors=1)
+optimizer = torch.optim.Adam(model.parameters())
+for step in range({steps}):
+    model(torch.randn(512, 64)).square().mean().backward()
+    optimizer.step()
+    print("step", step)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_plan_of_a_script(tmp_path, steps):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(steps=steps))
+    command = [sys.executable, "-m", "offload", "plan", "--json", str(script), "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    about = json.loads(done.stdout)
+    assert "hello from the script" in done.stderr
+    assert ("the end" in done.stderr) == (steps == 1)
+    names = [row["name"] for row in about["options"]]
+    assert names == ["unswapped", "5% slowdown", "10% slowdown", "25% slowdown", "least memory"]
+    for row in about["options"]:
+        assert row["host_bytes"] == 0, "on the CPU everything goes to disk"
+        assert row["peak_bytes"] <= about["options"][0]["peak_bytes"]
+    assert about["options"][0]["disk_bytes"] == 0
+    assert about["options"][-1]["disk_bytes"] > 0
+
+
+WITH_RECIPES = """
+import torch
+from torch import nn
+
+import offload
+
+layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+model = nn.Sequential(*layers)
+offload.enable(model, min_tensor_bytes="4KiB"{options})
+for step in range({steps}):
+    model(torch.randn(512, 64)).square().mean().backward()
+    print("step", step)
+"""
+SLOW = ["--out-bandwidth", "1MB/s", "--in-bandwidth", "1MB/s"]
+
+
+def plan_of(script, text, *words):
+    script.write_text(text)
+    command = [sys.executable, "-m", "offload", "plan", "--json", *SLOW, *words, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("wish", [(), ("--max-slowdown", "0.05")])
+def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish):
+    script = tmp_path / "train.py"
+    about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *wish)
+    assert about["recomputes"]
+    assert "step 1" in printed  # the trial step
+    assert "step 2" not in printed
+    alone, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), "--no-recompute", *wish)
+    assert alone["recomputes"] == []
+    assert "step 1" not in printed
+    assert about["peak_bytes"] < alone["peak_bytes"]
+
+
+def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
+    assert plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""))[0]["recomputes"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [(1, ""), (3, ", recompute=False"), (3, ", n_tensors=1")],
+)
+def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):
+    about, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=steps, options=options))
+    assert about["recomputes"] == []
+    assert "step 1" not in printed
+
+
+def test_plan_of_a_script_that_trains_nothing(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('nothing')")
+    command = [sys.executable, "-m", "offload", "plan", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "finished no training step under offload.enable" in done.stderr
+    script.write_text("raise SystemExit(7)")
+    assert subprocess.run(command, capture_output=True, timeout=240).returncode == 7
