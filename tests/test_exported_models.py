@@ -84,6 +84,26 @@ assert torch.equal(torch.export.export(model, (x,), strict=True).module()(x), pl
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("made", ["torch.jit.script(model)", "torch.jit.trace(model, x)"])
+def test_a_compiled_model_is_refused(made: str) -> None:
+    """Its forward cannot be replaced. The module that it was made of can be enabled, and it is left as it was."""
+    script = f"""{BEGIN}
+made = {made}
+try:
+    offload.enable(made, n_tensors=-1)
+except ValueError as error:
+    assert "torch.jit.script or torch.jit.trace" in str(error), error
+else:
+    raise SystemExit("it was enabled")
+assert torch.equal(made(x), plain)
+handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+assert torch.equal(step(), gradient)
+assert handle.report().swapped.tensors > 0
+"""
+    ran = run(script)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.long
 def test_a_forward_of_the_module_s_own_is_exported_too() -> None:
     """One that was put on the instance, as accelerate does: a function, or a partial."""

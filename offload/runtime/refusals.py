@@ -34,6 +34,12 @@ def check_model(model: object, enabled: Iterable[nn.Module]) -> torch.device:
         stage = getattr(model, "submod", None)
         remedy = ": enable its own part of the model, stage.submod" if isinstance(stage, nn.Module) else ""
         raise ValueError(f"offload.enable takes a torch.nn.Module, not {type(model).__name__}{remedy}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"the model is a {type(model).__name__}, and TorchScript has compiled its forward, which offload would "
+            "have to replace: train the module that torch.jit.script or torch.jit.trace was given, "
+            "offload.enable(module), and compile it after training"
+        )
     _check_alone(model, list(enabled))
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel):
