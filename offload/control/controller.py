@@ -26,7 +26,7 @@ from offload.control.trial import MakeTrial
 from offload.control.trials import Trials
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
-from offload.profiling.model_state import HeldBytes
+from offload.profiling.model_state import HeldBefore, HeldBytes
 from offload.profiling.profiler import Profiler
 from offload.runtime.activations import MeteredExecutor
 from offload.runtime.counters import Counts, StepRecord
@@ -92,7 +92,7 @@ class PlanController:
         counts: Counts,
         on_recorded: Callable[[StepOrder], None],
         measure_link: Callable[[], Link],
-        held: Callable[[], HeldBytes],
+        held: HeldBefore,
         make_trial: MakeTrial,
         regions: CompiledRegions,
         on_profile: ProfileListener | None = None,
@@ -133,10 +133,13 @@ class PlanController:
             planned = state.planned
             if planned is None:
                 larger = self._larger(signature, state)
-                return self._record(state, model, held()) if larger is None else self._borrow(signature, larger, held)
+                if larger is None:
+                    return self._record(state, model, held())
+                return self._borrow(state, signature, larger, model, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
                 return self._record(state, model, held())  # profile again: temporaries may be recorded now
             if planned.trial is not None and not planned.trial.is_as_recorded:
+                self.regions.repeat_trial(planned)
                 self.forget(signature)
                 return self._record(state, model, held())
             if planned.trial_bytes is not None:
@@ -199,7 +202,7 @@ class PlanController:
         state.planned = state.profiler = None
         return self._record(state, model, held)
 
-    def _judge(self, state: SignatureState, planned: PlannedStep, held: Callable[[], HeldBytes]) -> None:
+    def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
         """Move a planned signature to the phase that its measured steps and the held memory call for."""
         limit_bytes = self._options.memory_limit
         if state.phase is Phase.STEADY and not planned.executors:  # nothing was measured since
@@ -268,8 +271,7 @@ class PlanController:
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
         """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
 
-        A smaller step that follows this plan keeps the limit too. If a loader gives a new sequence length at every
-        step, most steps borrow a plan in this way and need no profile.
+        A smaller step on this plan keeps the limit too, and needs no profile, if every step has another length.
         """
         planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
         if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):
@@ -279,10 +281,17 @@ class PlanController:
         )
         return next(fitting, None)
 
-    def _borrow(self, signature: object, larger: PlannedStep, held: Callable[[], HeldBytes]) -> StepObserver:
+    def _borrow(
+        self, state: SignatureState, signature: object, larger: PlannedStep, model: nn.Module, held: HeldBefore
+    ) -> StepObserver:
         limit_bytes = self._options.memory_limit
         if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
-            self._plan(larger, held())
+            try:
+                self._plan(larger, held())
+            except InfeasibleLimitError:  # the smaller step may keep the limit
+                if self.regions.are_given_up(None):
+                    return self._record_anew(state, signature, model, held())
+                return self._record(state, model, held())
         self._counts.borrowed_steps += 1
         self._counts.unmeasured_steps += 1
         assert larger.schedule is not None
@@ -380,5 +389,4 @@ class PlanController:
     @property
     def knows_temporaries(self) -> bool:
         """Whether every profile includes the bytes of temporaries."""
-        planned = [state.planned for state in self._states.values()]
-        return all(each.profile.knows_temporaries for each in planned if each is not None)
+        return all(each.planned is None or each.planned.profile.knows_temporaries for each in self._states.values())

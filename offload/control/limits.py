@@ -24,6 +24,8 @@ class Limits:
         Steps that may begin before a profiled one has run its backward; after that nobody watches it any more.
     deviations
         Deviations of a signature from its recorded step before it runs without a plan.
+    region_trials
+        Trial steps of compiled submodules: one that deviates from the recorded step is repeated.
     incomplete_profiles
         Profiles of a signature that may miss its temporaries (another profiler was running) before one is planned with.
     replans
@@ -65,6 +67,7 @@ class Limits:
     borrow_from: int = 4
     pending_steps: int = 2
     deviations: int = 4
+    region_trials: int = 3
     incomplete_profiles: int = 3
     replans: int = 5
     recheck_steps: int = 64

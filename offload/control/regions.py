@@ -77,6 +77,7 @@ class CompiledRegions:
         self._is_in_step = is_in_step
         self._regions: WeakReferences[Region] = WeakReferences()  # weak: the submodules own them
         self._tried: PlannedStep | None = None  # the planned step of the trial, until `choose`
+        self._trials = 0
         self._is_settled = False
         self._is_new = False  # the first plan with the chosen regions is still to come
 
@@ -104,6 +105,7 @@ class CompiledRegions:
         if self._is_settled or not is_wanted or plan is None:
             return False
         self._is_settled = True
+        self._trials += 1
         trace = planned.trace()
         rows = {tensor.id: tensor for tensor in trace.tensors}
         for name, part, slot in list(compiled_parts(model)):  # a Region replaces what the search reads
@@ -126,6 +128,12 @@ class CompiledRegions:
         """Another step begins, so the trial step is over."""
         for region in self._regions:
             region.is_trying = False
+
+    def repeat_trial(self, planned: PlannedStep) -> None:
+        """Have the trial repeated if this step's was not as recorded: the step is profiled again before that."""
+        if self._tried is planned:
+            self._tried, self._is_settled = None, self._trials >= self._limits.region_trials
+            self.close()
 
     def choose(self, planned: PlannedStep, device_bytes: Callable[[], int]) -> bool:
         """Choose the regions to recompute, if a trial has ended. True: profile the next step again.

@@ -24,7 +24,7 @@ from offload.runtime.engine import Engine, has_storage
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 from offload.torch_compat.modules import is_sharded, state_tensors
 
-__all__ = ["HeldBytes", "HeldMemory", "ModelState"]
+__all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class HeldBytes:
     def total(self) -> int:
         """The sum of both."""
         return self.state + self.gradients
+
+
+HeldBefore = Callable[[], HeldBytes]
 
 
 class ModelState:
