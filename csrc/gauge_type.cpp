@@ -10,7 +10,15 @@ struct GaugeObject {
   Gauge gauge;
 };
 
+// A part of what a gauge counts. Counted while the object exists, so that no interrupt comes between the two.
+struct ShareObject {
+  PyObject_HEAD
+  PyObject* gauge;  // null: closed
+  int64_t count;
+};
+
 PyTypeObject* gauge_type = nullptr;
+PyTypeObject* share_type = nullptr;
 
 Gauge& value_of(PyObject* self) { return reinterpret_cast<GaugeObject*>(self)->gauge; }
 
@@ -19,6 +27,36 @@ PyObject* gauge_add(PyObject* self, PyObject* more) {
   if (count == -1 && PyErr_Occurred()) return nullptr;
   value_of(self).add(count);
   Py_RETURN_NONE;
+}
+
+PyObject* gauge_share(PyObject* self, PyObject* more) {
+  const long long count = PyLong_AsLongLong(more);
+  if (count == -1 && PyErr_Occurred()) return nullptr;
+  PyObject* const made = share_type->tp_alloc(share_type, 0);
+  if (made == nullptr) return nullptr;
+  auto* const share = reinterpret_cast<ShareObject*>(made);
+  share->gauge = shared(self).release();
+  share->count = count;
+  value_of(self).add(count);
+  return made;
+}
+
+void end_share(PyObject* self) {
+  auto* const share = reinterpret_cast<ShareObject*>(self);
+  const Owned gauge(std::exchange(share->gauge, nullptr));
+  if (gauge) value_of(gauge.get()).add(-share->count);
+}
+
+PyObject* share_close(PyObject* self, PyObject*) {
+  end_share(self);
+  Py_RETURN_NONE;
+}
+
+void share_dealloc(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  end_share(self);
+  type->tp_free(self);
+  Py_DECREF(type);
 }
 
 void gauge_dealloc(PyObject* self) {
@@ -33,7 +71,22 @@ PyMemberDef gauge_members[] = {{"now", T_LONGLONG, kGauge + static_cast<Py_ssize
                                 nullptr},
                                {nullptr, 0, 0, 0, nullptr}};
 PyMethodDef gauge_methods[] = {{"add", gauge_add, METH_O, "add(more): count more, or, negative, less."},
+                               {"share", gauge_share, METH_O, "share(more): count more until the result is closed or freed."},
                                {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef share_methods[] = {{"close", share_close, METH_NOARGS, "close(): count it no longer; may be called again."},
+                               {nullptr, nullptr, 0, nullptr}};
+
+bool add_share_type(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A part of what a gauge counts.")},
+                                {Py_tp_methods, share_methods},
+                                {Py_tp_dealloc, slot(share_dealloc)},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"offload._core.GaugeShare", sizeof(ShareObject), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  share_type = add_type(module, "GaugeShare", spec);
+  return share_type != nullptr;
+}
 
 }  // namespace
 
@@ -46,7 +99,7 @@ bool add_gauge_type(PyObject* module) {
                                 {0, nullptr}};
   static PyType_Spec spec = {"offload._core.Gauge", sizeof(GaugeObject), 0, Py_TPFLAGS_DEFAULT, slots};
   gauge_type = add_type(module, "Gauge", spec);
-  return gauge_type != nullptr;
+  return gauge_type != nullptr && add_share_type(module);
 }
 
 std::shared_ptr<Gauge> gauge_of(PyObject* object) {

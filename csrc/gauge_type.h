@@ -10,7 +10,7 @@
 
 namespace offload {
 
-// Creates the type Gauge. False: a Python error.
+// Creates the types Gauge and GaugeShare. False: a Python error.
 bool add_gauge_type(PyObject* module);
 // The gauge of a Python object; keeps the object alive. Null: a Python error (not a Gauge). The last reference must be
 // released with the GIL held.

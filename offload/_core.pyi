@@ -120,14 +120,72 @@ class OperatorFollower:
     follows: bool
     _saved: dict[int, Any]
     _bound: list[Any]
-    watches: list[Any]
     _position: int
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, /
     ) -> Any: ...
 
 def pass_operator(func: object, /) -> None: ...
-def set_value_types(value: type, watch: type, is_inference: Callable[[Tensor], bool], /) -> None: ...
+
+class StorageWatch:
+    """Tells when a storage has been freed. Reserves its identity, not its bytes, until it is closed or freed."""
+
+    def __init__(self, storage: UntypedStorage, /) -> None: ...
+    @property
+    def is_alive(self) -> bool:
+        """Whether other code still holds the storage."""
+
+    def storage(self) -> UntypedStorage | None:
+        """Return the storage; None if it has been freed, or if the watch is closed."""
+
+    def expired(self) -> bool:
+        """Whether the storage has been freed. If it has, the watch is closed."""
+
+    def close(self) -> None:
+        """The identity may be used again."""
+
+class Value:
+    """One version of one storage. Compared by identity.
+
+    Attributes
+    ----------
+    call, place
+        What made it: the number of a result, or (position, number) of an argument that the call wrote.
+    nbytes
+        Of the storage.
+    version
+        Of the tensors that show it.
+    watch
+        Whether somebody still holds the storage.
+    index, slot, probe, held
+        Where else its bytes are: number of the pack that saved it (-1: none), its slot (a weak reference), or a tensor
+        that stays; `probe` is of what has a slot.
+    """
+
+    index: int
+    slot: Any
+    probe: Any
+    held: Any
+    def __init__(
+        self,
+        nbytes: int,
+        version: int,
+        watch: StorageWatch | None = None,
+        call: Any = None,
+        place: int | tuple[int | str, int] = 0,
+        /,
+    ) -> None: ...
+    @property
+    def call(self) -> Any: ...
+    @property
+    def place(self) -> int | tuple[int | str, int]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def watch(self) -> StorageWatch | None: ...
+
 def first_tensor(model: nn.Module) -> Tensor | None: ...
 
 class Gauge:
@@ -137,6 +195,14 @@ class Gauge:
     @property
     def peak(self) -> int: ...
     def add(self, more: int) -> None: ...
+    def share(self, more: int) -> GaugeShare:
+        """Count more until the result is closed or freed."""
+
+class GaugeShare:
+    """A part of what a gauge counts."""
+
+    def close(self) -> None:
+        """Count it no longer; may be called again."""
 
 class PackTable:
     """A schedule compiled to rows by pack index."""

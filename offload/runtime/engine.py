@@ -100,8 +100,6 @@ class Engine(_core.EngineCore):
         handle = DroppedHandle(record)
         reference = WeakDroppedHandle(handle, self._dead.append)
         reference.record = record
-        self.unswapped.add(record.nbytes)
-        self.dropped.add(record.nbytes)
         self._dropped.append(record)
         self._dropped_handles[key] = reference
         return handle

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from offload._core import Gauge, version_owner
+from offload._core import Gauge, GaugeShare, version_owner
 from offload.recomputation.recipe import ChangedSource, Recipe
 from offload.torch_compat.tensors import StorageWatch, raise_changed, weak_reference
 
@@ -59,15 +59,17 @@ class RecomputedStorage:
     """The bytes of one storage at one version, which are made again."""
 
     __slots__ = (
-        "_counted",
+        "_dropped",
         "_engine",
         "_lock",
         "_owner",
         "_ran",
         "_recipe",
+        "_resident",
         "_source",
         "_storage",
         "_stream",
+        "_unswapped",
         "_views_left",
         "key",
         "nbytes",
@@ -84,12 +86,15 @@ class RecomputedStorage:
         self._engine = engine
         self._recipe: Recipe | None = recipe
         self._ran = ran
-        self._counted = self.nbytes  # of the engine's `unswapped`
         self._lock = threading.RLock()
         self._owner = weak_reference(version_owner(tensor))  # keeps the owner's address from being used again
         self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
         self._storage: torch.UntypedStorage | None = None
         self._stream = 0
+        # What the engine's gauges count of it.
+        self._unswapped = engine.unswapped.share(self.nbytes)
+        self._dropped = engine.dropped.share(self.nbytes)
+        self._resident: GaugeShare | None = None  # while there is a `_storage`
         for slot, _ in recipe.slots.values():
             slot.record.add_view()
 
@@ -124,8 +129,8 @@ class RecomputedStorage:
         """Whether nobody holds the dropped tensor. The first True subtracts its bytes from `Engine.dropped`."""
         source = self._source
         if source is not None and source.expired():
+            self._dropped.close()
             self._source = None
-            self._engine.dropped.add(-self.nbytes)
         return self._source is None
 
     def swap_in(self) -> tuple[torch.UntypedStorage, int]:
@@ -144,7 +149,7 @@ class RecomputedStorage:
                 self._drop_storage()  # made on another stream: its memory belongs to that one
             if self._storage is None:
                 self._storage, self._stream = self._made(), stream
-                self._engine.resident.add(self.nbytes)
+                self._resident = self._engine.resident.share(self.nbytes)
             storage = self._storage
             self._views_left -= 1
             if self._views_left <= 0:
@@ -165,17 +170,12 @@ class RecomputedStorage:
         return storage
 
     def _drop_storage(self) -> None:
-        self._storage = None
-        self._engine.resident.add(-self.nbytes)
+        self._storage = self._resident = None
 
     def free(self) -> None:
         """Free memory and sources; the last handle is gone. An interrupted call may be repeated."""
-        counted, self._counted = self._counted, 0
-        self._engine.unswapped.add(-counted)
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
-            self._engine.dropped.add(-self.nbytes)
-        if self._storage is not None:
-            self._drop_storage()
+        self._unswapped.close()
+        self._dropped.close()
+        self._source = None
+        self._drop_storage()
         self._recipe = None

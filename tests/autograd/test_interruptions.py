@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload as offload_package
 from offload import _core, session
+from offload.recomputation.recipe import Recipe
 from offload.runtime.engine import Engine
 from offload.runtime.hooks import StepHooks
 
@@ -346,3 +347,24 @@ def test_an_interrupted_save_holds_its_source(monkeypatch):
         assert left == (0, 0), f"records and tickets are left: {interrupter.where}"
     assert under_way > 5
     assert not lost, lost[0]
+
+
+def test_an_interrupted_drop_is_counted_exactly():
+    """Wherever it strikes: the gauges count what there is, and end at zero."""
+    lanes = _core.HostDriver(schedule="stepped", seed=0)
+    engine = Engine(_core.SwapStore.slab(lanes, lanes, 1 << 20, slice_bytes=16 << 10), torch.device("cpu"))
+    line, interrupter = 0, None
+    while interrupter is None or interrupter.where:
+        line += 1
+        interrupter = Interrupter(line)
+        tensor = torch.ones(1000)
+        key = (tensor._cdata, 0, 0, tensor.nbytes, tensor.untyped_storage()._cdata)
+        handle = None
+        with suppress(KeyboardInterrupt), interrupter:
+            handle = engine.drop(tensor, key, Recipe(0, (), {}, {}, {}, False, -1, 0), lambda nbytes, seconds: None)
+        if handle is not None:
+            assert engine.dropped.now == engine.unswapped.now == tensor.nbytes
+        del handle, tensor
+        engine.collect()
+        assert engine.dropped.now == engine.unswapped.now == 0, interrupter.where
+    assert line > 5
