@@ -11,6 +11,7 @@
 #include "gauge_type.h"
 #include "hook_core.h"
 #include "operator_follower.h"
+#include "operator_values.h"
 #include "schedule_cursor.h"
 #include "saved_identity.h"
 #include "state_watch.h"
@@ -234,6 +235,7 @@ void set_tensor_interface(const py::kwargs& given) {
                                                         {&found.storage_offset, "storage_offset"},
                                                         {&found.is_conj, "is_conj"},
                                                         {&found.is_neg, "is_neg"},
+                                                        {&found.is_inference, "is_inference"},
                                                         {&found.conjugated, "conjugated"},
                                                         {&found.negated, "negated"},
                                                         {&found.type_name, "type_name"},
@@ -245,6 +247,7 @@ void set_tensor_interface(const py::kwargs& given) {
                                                         {&found.watch_storage, "watch_storage"},
                                                         {&found.storage_is_gone, "storage_is_gone"},
                                                         {&found.unwatch_storage, "unwatch_storage"},
+                                                        {&found.watched_storage, "watched_storage"},
                                                         {&found.empty, "empty"},
                                                         {&found.raise_changed, "raise_changed"}};
   for (const auto& [place, name] : descriptors) *place = descriptor(given, name);
@@ -268,7 +271,7 @@ void register_hooks(py::module_& module) {
   PyObject* const target = module.ptr();
   if (!add_kept_type(target) || !add_gauge_type(target) || !add_hook_types(target) || !add_engine_type(target) ||
       !add_swapped_storage_type(target) || !add_swapped_view_type(target) || !add_identity_functions(target) ||
-      !add_state_watch_type(target) || !add_follower_types(target))
+      !add_state_watch_type(target) || !add_value_types(target) || !add_follower_types(target))
     throw py::error_already_set();
   register_counts(module);
   register_step(module);

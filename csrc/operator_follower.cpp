@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "operator_match.h"
+#include "operator_values.h"
 #include "python_errors.h"
 
 namespace offload {
@@ -17,11 +18,8 @@ struct ScriptObject {
 };
 
 struct {
-  PyObject *follow_or_record, *leave, *bind_results;
+  PyObject *follow_or_record, *leave;
 } names;
-struct {
-  PyObject *value, *watch, *is_inference;  // classes, and a method of tensors
-} made_of;
 PyTypeObject* script_type = nullptr;
 std::unordered_set<PyObject*> passing;  // operators that are never recorded; the references are never released
 
@@ -39,13 +37,13 @@ Owned made_at(Follower* self, PyObject* result, int64_t place, Owned* key) {
   if (!*key) return Owned();
   // A known storage: the operator returned a view that its schema does not declare.
   const int is_known = PyDict_Contains(self->values, key->get());
-  if (is_known != 0 || is_true(PyObject_CallOneArg(made_of.is_inference, made.get())) != 0) return Owned();
+  if (is_known != 0 || is_true(PyObject_CallOneArg(tensors.is_inference, made.get())) != 0) return Owned();
   return made;
 }
 
-bool bind(Follower* self, int64_t label, PyObject* key, Owned version, PyObject* watch) {
-  static PyObject* const no_bytes = PyLong_FromLong(0);
-  Owned value(PyObject_CallFunctionObjArgs(made_of.value, no_bytes, version.get(), watch, nullptr));
+bool bind(Follower* self, int64_t label, PyObject* key, int64_t version, PyObject* watch) {
+  if (PyErr_Occurred()) return false;
+  Owned value(make_value(version, watch));
   return value && PyDict_SetItem(self->values, key, value.get()) == 0 &&
          PyList_SetItem(self->bound, label, value.release()) == 0;
 }
@@ -55,16 +53,33 @@ Match bind_result(Follower* self, PyObject* result, const Made& made) {
   const Owned tensor = made_at(self, result, made.place, &key);
   if (!tensor) return PyErr_Occurred() ? Match::failed : Match::differs;
   const Owned storage(PyObject_CallOneArg(tensors.untyped_storage, tensor.get()));
-  const Owned watch(storage ? PyObject_CallOneArg(made_of.watch, storage.get()) : nullptr);
-  if (!watch || PyList_Append(self->watches, watch.get()) < 0) return Match::failed;
-  Owned version(get(tensors.version, tensor.get()));
-  return version && bind(self, made.label, key.get(), std::move(version), watch.get()) ? Match::same : Match::failed;
+  const Owned watch(storage ? make_watch(storage.get()) : nullptr);
+  if (!watch) return Match::failed;
+  const int64_t version = to_int(get(tensors.version, tensor.get()));
+  return bind(self, made.label, key.get(), version, watch.get()) ? Match::same : Match::failed;
 }
 
-Match bind_results(Follower* self, const ScriptLine& line, PyObject* result) {
+// An argument that the operator has written: it was compared, so that its storage has a value.
+Match bind_write(Follower* self, PyObject* tensor, int64_t label) {
+  const Owned key = key_of(tensor);
+  PyObject* const before = key ? PyDict_GetItemWithError(self->values, key.get()) : nullptr;
+  const Value* const value = before != nullptr ? as_value(before) : nullptr;
+  if (value == nullptr) return PyErr_Occurred() ? Match::failed : Match::differs;
+  const Owned watch = shared(value->watch);
+  // Autograd's in-place layer increments the version after the mode has returned.
+  const int64_t version = to_int(get(tensors.version, tensor)) + 1;
+  return bind(self, label, key.get(), version, watch.get()) ? Match::same : Match::failed;
+}
+
+Match bind_results(Follower* self, const ScriptLine& line, PyObject* args, PyObject* result) {
   for (const Made& made : line.made) {
     if (made.label >= PyList_GET_SIZE(self->bound)) return Match::differs;
     const Match found = bind_result(self, result, made);
+    if (found != Match::same) return found;
+  }
+  for (const Made& written : line.written) {
+    if (written.label >= PyList_GET_SIZE(self->bound)) return Match::differs;
+    const Match found = bind_write(self, PyTuple_GET_ITEM(args, static_cast<Py_ssize_t>(written.place)), written.label);
     if (found != Match::same) return found;
   }
   return Match::same;
@@ -74,18 +89,10 @@ Match bind_results(Follower* self, const ScriptLine& line, PyObject* result) {
 PyObject* run(PyObject* self, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
   Owned result(PyObject_Call(line.func.get(), args, kwargs));
   if (!result || !line.is_needed()) return result.release();
-  if (!line.changes_arguments) {
-    const Match found = bind_results(follower_of(self), line, result.get());
-    if (found == Match::same) return result.release();
-    const Owned left(found == Match::failed ? nullptr : PyObject_CallMethodNoArgs(self, names.leave));
-    return left ? result.release() : nullptr;
-  }
-  const Owned no_names(kwargs == nullptr ? PyDict_New() : nullptr);
-  PyObject* const named = kwargs == nullptr ? no_names.get() : kwargs;
-  if (named == nullptr) return nullptr;
-  const Owned bound(
-      PyObject_CallMethodObjArgs(self, names.bind_results, line.line.get(), args, named, result.get(), nullptr));
-  return bound ? result.release() : nullptr;
+  const Match found = bind_results(follower_of(self), line, args, result.get());
+  if (found == Match::same) return result.release();
+  const Owned left(found == Match::failed ? nullptr : PyObject_CallMethodNoArgs(self, names.leave));
+  return left ? result.release() : nullptr;
 }
 
 PyObject* dispatch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
@@ -141,9 +148,7 @@ void script_dealloc(PyObject* self) {
 
 int follower_traverse(PyObject* self, visitproc visit, void* arg) {
   Follower* const follower = follower_of(self);
-  for (PyObject* each : 
-       {follower->script, follower->values, follower->saved, follower->bound, follower->watches})
-    Py_VISIT(each);
+  for (PyObject* each : {follower->script, follower->values, follower->saved, follower->bound}) Py_VISIT(each);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -154,7 +159,6 @@ int follower_clear(PyObject* self) {
   Py_CLEAR(follower->values);
   Py_CLEAR(follower->saved);
   Py_CLEAR(follower->bound);
-  Py_CLEAR(follower->watches);
   return 0;
 }
 
@@ -174,18 +178,10 @@ PyObject* pass(PyObject*, PyObject* func) {
   Py_RETURN_NONE;
 }
 
-PyObject* make_of(PyObject*, PyObject* given) {
-  PyObject *value, *watch, *is_inference;
-  if (!PyArg_ParseTuple(given, "OOO", &value, &watch, &is_inference)) return nullptr;
-  made_of = {shared(value).release(), shared(watch).release(), shared(is_inference).release()};
-  Py_RETURN_NONE;
-}
-
 PyMemberDef follower_members[] = {{"script", T_OBJECT, offsetof(Follower, script), 0, nullptr},
                                   {"values", T_OBJECT_EX, offsetof(Follower, values), 0, nullptr},
                                   {"_saved", T_OBJECT_EX, offsetof(Follower, saved), 0, nullptr},
                                   {"_bound", T_OBJECT_EX, offsetof(Follower, bound), 0, nullptr},
-                                  {"watches", T_OBJECT_EX, offsetof(Follower, watches), 0, nullptr},
                                   {"_position", T_PYSSIZET, offsetof(Follower, position), 0, nullptr},
                                   {"thread", T_ULONG, offsetof(Follower, thread), 0, nullptr},
                                   {"follows", T_BOOL, offsetof(Follower, follows), 0, nullptr},
@@ -197,13 +193,10 @@ PyMethodDef follower_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 bool add_names() {
-  version_name = PyUnicode_InternFromString("version");
   leaf_of_name = PyUnicode_InternFromString("_leaf_of");
   names.follow_or_record = PyUnicode_InternFromString("_follow_or_record");
   names.leave = PyUnicode_InternFromString("_leave");
-  names.bind_results = PyUnicode_InternFromString("_bind_results");
-  return version_name != nullptr && leaf_of_name != nullptr && names.follow_or_record != nullptr &&
-         names.leave != nullptr && names.bind_results != nullptr;
+  return leaf_of_name != nullptr && names.follow_or_record != nullptr && names.leave != nullptr;
 }
 
 bool add_script_type(PyObject* module) {
@@ -221,8 +214,6 @@ bool add_script_type(PyObject* module) {
 bool add_follower_types(PyObject* module) {
   static PyMethodDef functions[] = {{"pass_operator", pass, METH_O,
                                      "pass_operator(func): from now on no OperatorFollower records this operator."},
-                                    {"set_value_types", make_of, METH_VARARGS,
-                                     "set_value_types(value, watch, is_inference): what values are made with."},
                                     {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Base class of FollowingRecorder.")},
                                 {Py_tp_members, follower_members},

@@ -1,12 +1,12 @@
 #include "operator_match.h"
 
 #include "mutants.h"
+#include "operator_values.h"
 #include "saved_identity.h"
 
 namespace offload {
 
 PyObject* leaf_of_name = nullptr;
-PyObject* version_name = nullptr;
 
 namespace {
 
@@ -44,9 +44,8 @@ Owned value_of(Follower* self, PyObject* tensor) {
     if (PyErr_Occurred()) return Owned();
     return Owned(PyObject_CallMethodObjArgs(object(self), leaf_of_name, tensor, key.get(), nullptr));
   }
-  const Owned version(PyObject_GetAttr(value.get(), version_name));
-  if (!version) return Owned();
-  const bool is_latest = is_equal(version.get(), get(tensors.version, tensor));
+  const Value* const known = as_value(value.get());
+  const bool is_latest = known != nullptr && to_int(get(tensors.version, tensor)) == known->version;
   return is_latest || OFFLOAD_BROKEN("a followed operator reads the version that was bound") ? std::move(value) : Owned();
 }
 

@@ -10,11 +10,10 @@ namespace offload {
 // The part of a FollowingRecorder that C++ reads and writes.
 struct Follower {
   PyObject_HEAD
-  PyObject* script;   // null or None: none
-  PyObject* values;   // identity of a storage -> its latest value in this window
-  PyObject* saved;    // identity of a storage -> the value that was packed
-  PyObject* bound;    // values by label
-  PyObject* watches;  // of storages, which end with the forward pass
+  PyObject* script;  // null or None: none
+  PyObject* values;  // identity of a storage -> its latest value in this window
+  PyObject* saved;   // identity of a storage -> the value that was packed
+  PyObject* bound;   // values by label
   Py_ssize_t position;
   unsigned long thread;
   char follows;
@@ -23,7 +22,6 @@ struct Follower {
 inline PyObject* object(Follower* self) { return reinterpret_cast<PyObject*>(self); }
 
 extern PyObject* leaf_of_name;  // of a method of FollowingRecorder
-extern PyObject* version_name;  // of an attribute of Value
 
 enum class Match { same, differs, failed };
 

@@ -41,6 +41,15 @@ bool read_expected(PyObject* encoded, Expected* expected) {
   return false;
 }
 
+bool read_made(PyObject* encoded, std::vector<Made>* made) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(encoded); ++i) {
+    PyObject* const each = item(encoded, i);
+    if (!is_tuple(each, 2)) return false;
+    made->push_back({PyLong_AsLongLong(item(each, 0)), PyLong_AsLongLong(item(each, 1))});
+  }
+  return !PyErr_Occurred();
+}
+
 bool read_line(PyObject* encoded, ScriptLine* line) {
   if (!is_tuple(encoded, 11)) return false;
   line->func = shared(item(encoded, 0));
@@ -61,13 +70,7 @@ bool read_line(PyObject* encoded, ScriptLine* line) {
     line->kwargs.back().name = shared(name);
     if (!read_expected(value, &line->kwargs.back().expected)) return false;
   }
-  PyObject* const made = item(encoded, 9);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made); ++i) {
-    if (!is_tuple(item(made, i), 2)) return false;
-    line->made.push_back({PyLong_AsLongLong(item(item(made, i), 0)), PyLong_AsLongLong(item(item(made, i), 1))});
-  }
-  line->changes_arguments = item(encoded, 10) == Py_True;
-  return !PyErr_Occurred();
+  return read_made(item(encoded, 9), &line->made) && read_made(item(encoded, 10), &line->written);
 }
 
 bool is_same_float(PyObject* expected, PyObject* given) {

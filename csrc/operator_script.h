@@ -28,7 +28,7 @@ struct Named {
   Expected expected;
 };
 
-// A result that a recipe reads: its number, and the label of its value.
+// A result or a written argument that a recipe reads: its number, and the label of its value.
 struct Made {
   int64_t place;
   int64_t label;
@@ -43,10 +43,10 @@ struct ScriptLine {
   bool is_quick = false;  // C++ may run it
   bool is_heavy = false;
   bool saves_weights = false;
-  bool changes_arguments = false;  // which recipes read afterwards
   std::vector<Expected> args;
   std::vector<Named> kwargs;
   std::vector<Made> made;
+  std::vector<Made> written;  // arguments that it changes and recipes read afterwards: tensors that it reads, too
 
   bool is_needed() const { return line.get() != Py_None; }
 };

@@ -65,6 +65,7 @@ struct TensorInterface {
   PyObject* storage_offset = nullptr;
   PyObject* is_conj = nullptr;
   PyObject* is_neg = nullptr;
+  PyObject* is_inference = nullptr;
   PyObject* conjugated = nullptr;
   PyObject* negated = nullptr;
   PyObject* type_name = nullptr;
@@ -78,6 +79,7 @@ struct TensorInterface {
   PyObject* watch_storage = nullptr;    // a storage: a weak reference, which does not free itself
   PyObject* storage_is_gone = nullptr;  // such a reference
   PyObject* unwatch_storage = nullptr;  // the same
+  PyObject* watched_storage = nullptr;  // the same: the storage, or None
   PyObject* empty = nullptr;           // a dtype and a device
   PyObject* raise_changed = nullptr;   // of a saved tensor: name of its type, shape, version, expected version
   int64_t holders_alone = 0;           // the value of `storage_holders` if only one tensor holds the storage

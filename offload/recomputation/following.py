@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from offload._core import OperatorFollower, set_value_types
+from offload._core import OperatorFollower, Value
 from offload.recomputation.operators import Operator, operator_of
 from offload.recomputation.random_state import random_state
 from offload.recomputation.recipe import Recipe, Step
@@ -33,7 +33,6 @@ from offload.recomputation.recorder import (
 )
 from offload.recomputation.slicing import Sources
 from offload.recomputation.template import ANY, Line, Read, Several, Template
-from offload.recomputation.values import Value
 from offload.torch_compat.settings import Settings, in_force
 from offload.torch_compat.tensors import StorageWatch, storage_identity, version_of
 
@@ -209,7 +208,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
             # A known storage: the operator returned a view that its schema does not declare.
             if key == NO_KEY or key in self.values or made.is_inference():
                 return self._leave()
-            self._bind(label, key, Value(0, version_of(made), self.watch(made.untyped_storage())))
+            self._bind(label, key, Value(0, version_of(made), StorageWatch(made.untyped_storage())))
         for (position, number), label in line.writes:
             given: Any = kwargs.get(position) if isinstance(position, str) else args[position]
             tensor = given[number] if type(given) in (list, tuple) else given
@@ -218,7 +217,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
             storage = tensor.untyped_storage()
             key = storage_identity(storage)
             before = self.values.get(key)
-            watch = before.watch if before is not None else self.watch(storage)
+            watch = before.watch if before is not None else StorageWatch(storage)
             assert line.call is not None
             self._bind(label, key, Value(0, version_after(line.call.operator, tensor), watch))
         return None
@@ -258,6 +257,3 @@ def _is_same(expected: Any, given: Any) -> bool:
     if type(expected) in (Read, Several):
         return True
     return bool(expected == given) and (type(expected) not in (float, complex, list) or repr(expected) == repr(given))
-
-
-set_value_types(Value, StorageWatch, torch.Tensor.is_inference)

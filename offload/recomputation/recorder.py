@@ -20,7 +20,7 @@ from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, tracer
 from offload.torch_compat.settings import in_force
-from offload.torch_compat.tensors import StorageWatch, close_all, has_own_bytes, storage_identity, version_of
+from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
 __all__ = ["NO_KEY", "OperatorRecorder", "is_known", "key_of", "saves_factors"]
 
@@ -63,7 +63,6 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._pack_before = -1
         self.values: dict[int, Value] = {}  # storage identity → latest value in this window
         self._saved: dict[int, Value] = {}  # storage identity → packed value; kept for the whole step
-        self.watches: list[StorageWatch] = []
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -91,7 +90,6 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self.window = None
         self.values.clear()
         self._saved.clear()
-        close_all(self.watches)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key, version = storage_identity(storage), version_of(tensor)
         value = self.values.get(key)
-        leaf = Value(nbytes, version, value.watch if value is not None else self.watch(storage))
+        leaf = Value(nbytes, version, value.watch if value is not None else StorageWatch(storage))
         held, probe = (Held(tensor, nbytes), None) if slot is None else (None, Probe(tensor))
         for each in (leaf, value):
             if each is not None and each.version == version:
@@ -128,12 +126,6 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def alive_bytes(self) -> int:
         """Of what was packed, the bytes that forward still holds."""
         return sum(each.nbytes for each in self._saved.values() if each.watch is not None and each.watch.is_alive)
-
-    def watch(self, storage: torch.UntypedStorage) -> StorageWatch:
-        """A watch that ends with the forward pass."""
-        watch = StorageWatch(storage)
-        self.watches.append(watch)
-        return watch
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +176,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         if saved is not None and saved.version == version:
             return saved
         nbytes = storage.nbytes()
-        leaf = Value(nbytes, version, self.watch(storage))
+        leaf = Value(nbytes, version, StorageWatch(storage))
         is_state = self._is_state(key)
         if is_state or nbytes < self._small_nbytes:
             leaf.held = Held(tensor, nbytes, is_own=not is_state, is_state=is_state)
@@ -197,7 +189,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             key = storage_identity(storage)
             before = self.values.get(key)
-            watch = before.watch if before is not None else self.watch(storage)
+            watch = before.watch if before is not None else StorageWatch(storage)
             self.values[key] = Value(storage.nbytes(), version_after(operator, tensor), watch, call, (place, number))
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
@@ -205,7 +197,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         # A known storage: the operator returned a view that its schema does not declare.
         if key != NO_KEY and key not in self.values and not made.is_inference():
             storage = made.untyped_storage()
-            self.values[key] = Value(storage.nbytes(), version_of(made), self.watch(storage), call, place)
+            self.values[key] = Value(storage.nbytes(), version_of(made), StorageWatch(storage), call, place)
 
 
 Place = int | str

@@ -77,7 +77,7 @@ class Cut:
         """Find every call that is needed. Returns why that cannot be; empty where it can."""
         if self.target.call is None:
             return NOT_MADE
-        pending = [self.target.call]
+        pending: list[Call] = [self.target.call]
         while pending:
             call = pending.pop()
             if call.number in self.calls:

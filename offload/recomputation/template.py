@@ -207,13 +207,15 @@ _ANY, _READ, _SEVERAL, _PLAIN = range(4)
 
 
 def _encoded(call: Call, line: Line) -> tuple[Any, ...]:
-    """A line for C++, which leaves out what it cannot run: random numbers, and lists that are written."""
+    """A line for C++, which leaves out what it cannot run: random numbers, and what is written but not by position."""
     operator = call.operator
     followed = [place for (place, _), _ in line.writes]
+    written = [(place, label) for (place, _), label in line.writes if type(place) is int]
+    is_plain = len(written) == len(followed) and all(type(line.args[place]) is Read for place, _ in written)
     return (
         line.func,
         line if line.call is not None else None,
-        not (operator.is_seeded or operator.writes_lists or operator.writes_all),
+        is_plain and not (operator.is_seeded or operator.writes_lists or operator.writes_all),
         operator.is_heavy,
         call.saves_weights,
         tuple(place for place in operator.writes if place not in followed),
@@ -221,7 +223,7 @@ def _encoded(call: Call, line: Line) -> tuple[Any, ...]:
         tuple(map(_encoded_argument, line.args)),
         {name: _encoded_argument(each) for name, each in line.kwargs.items()},
         line.results,
-        bool(line.writes),
+        tuple(written),
     )
 
 

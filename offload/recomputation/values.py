@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from offload._core import Value
 from offload.recomputation.operators import Operator
 from offload.torch_compat.settings import Settings
-from offload.torch_compat.tensors import StorageWatch, conjugated, negated, version_of
+from offload.torch_compat.tensors import conjugated, negated, version_of
 
 __all__ = ["Call", "Held", "Probe", "Reference", "Value", "View", "copy_of", "references"]
 
@@ -122,43 +123,6 @@ class Call:
         """Positions of running statistics that a normalization updates beside its result: they are updated once."""
         operator = self.operator
         return operator.statistics if operator.statistics and self.args[operator.training] else ()
-
-
-class Value:
-    """One version of one storage.
-
-    Attributes
-    ----------
-    call, place
-        What made it: the number of a result, or (position, number) of an argument that the call wrote.
-    nbytes
-        Of the storage.
-    version
-        Of the tensors that show it.
-    watch
-        Whether somebody still holds the storage.
-    index, slot, probe, held
-        Where else its bytes are: number of the pack that saved it, its slot, or a tensor that stays.
-    """
-
-    index = -1
-    slot: Any = None  # a weak reference
-    probe: Probe | None = None  # of what has a slot
-    held: Held | None = None
-
-    def __init__(
-        self,
-        nbytes: int,
-        version: int,
-        watch: StorageWatch | None = None,
-        call: Call | None = None,
-        place: int | tuple[int | str, int] = 0,
-    ) -> None:
-        self.call = call
-        self.place = place
-        self.nbytes = nbytes
-        self.version = version
-        self.watch = watch
 
 
 def _copy(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ Hooks tell it of every storage that they swap or keep.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 from weakref import ref
 
@@ -22,8 +21,7 @@ from offload.recomputation.template import Template, Window
 from offload.runtime.engine import Engine
 from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
 from offload.runtime.schedule import Schedule
-from offload.runtime.weak import call_when_dead, weak_callback
-from offload.torch_compat.tensors import close_all
+from offload.runtime.weak import weak_callback
 
 # What graph nodes hold of a storage whose bytes are out.
 Handle = SwappedStorage | DroppedHandle
@@ -80,7 +78,6 @@ class Recording:
         if surroundings.has_compiled_parts():
             return
         self._recorder = FollowingRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
-        call_when_dead(self, partial(close_all, self._recorder.watches))
 
     def pause(self) -> None:
         """A hook begins."""

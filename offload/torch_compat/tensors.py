@@ -13,10 +13,10 @@ import torch
 from torch.nn import Parameter
 
 from offload import _core
+from offload._core import StorageWatch
 
 __all__ = [
     "StorageWatch",
-    "close_all",
     "has_own_bytes",
     "raise_changed",
     "set_interface",
@@ -109,6 +109,7 @@ def set_interface(*, dlpack: bool = True) -> bool:
         storage_offset=torch.Tensor.storage_offset,
         is_conj=torch.Tensor.is_conj,
         is_neg=torch.Tensor.is_neg,
+        is_inference=torch.Tensor.is_inference,
         conjugated=conjugated,
         negated=negated,
         type_name=torch.Tensor.type,
@@ -121,6 +122,7 @@ def set_interface(*, dlpack: bool = True) -> bool:
         watch_storage=torch.UntypedStorage._weak_ref,
         storage_is_gone=torch.UntypedStorage._expired,
         unwatch_storage=torch.UntypedStorage._free_weak_ref,
+        watched_storage=torch.UntypedStorage._new_with_weak_ptr,
         empty=_empty,
         raise_changed=raise_changed,
         storage_nbytes=torch.UntypedStorage.nbytes,
@@ -128,51 +130,6 @@ def set_interface(*, dlpack: bool = True) -> bool:
     )
     api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     return _core.set_dlpack(api if dlpack else None)
-
-
-_free: Callable[[object], None] = torch.UntypedStorage._free_weak_ref
-
-
-class StorageWatch:
-    """Tells when a storage has been freed. It must be closed explicitly, because a finalizer would run Python code."""
-
-    __slots__ = ("_reference",)
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference: Any = storage._weak_ref()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether other code still holds the storage. Its identity is reserved until `close`."""
-        return self._reference is not None and not torch.UntypedStorage._expired(self._reference)
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage; None if it has been freed. Its identity is reserved until `close`."""
-        if self._reference is None:
-            return None
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference)
-        return found
-
-    def expired(self) -> bool:
-        """Whether the storage has been freed."""
-        if self._reference is not None and torch.UntypedStorage._expired(self._reference):
-            self.close()
-        return self._reference is None
-
-    def close(self) -> None:
-        """Release the weak reference."""
-        reference, self._reference = self._reference, None
-        if reference is not None:
-            torch.UntypedStorage._free_weak_ref(reference)  # type: ignore[no-untyped-call]
-
-
-def close_all(watches: list[StorageWatch]) -> None:
-    """Close and remove them. An interrupt leaves the rest to the next call."""
-    while watches:
-        watch = watches.pop()
-        reference, watch._reference = watch._reference, None
-        if reference is not None:
-            _free(reference)
 
 
 set_interface()
