@@ -1,6 +1,7 @@
 """Compiled parts that cannot run twice: each is refused, for its reason, and training goes on."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from region_rig import BLOCKS, WIDTH, Block, Calling, batch, check, check_calls,
 from torch import nn
 from torch.nn import functional
 
+from offload.control.planned_step import PlannedStep
+from offload.plan import InfeasibleLimitError
 from offload.runtime import regions
 
 
@@ -261,3 +264,59 @@ def test_no_room_to_try(tmp_path, monkeypatch):
 
     monkeypatch.setattr("offload.control.regions.RegionTrial", Full)
     check(tmp_path, refused="memory_limit leaves no room to try it")
+
+
+def test_a_trial_that_deviates_is_repeated(tmp_path):
+    """The step that runs every region twice takes another branch: it tells of other tensors."""
+    branches = []
+
+    def call(block, x):
+        x = block(x)
+        return x.tanh().exp() if branches else x
+
+    def run(model):
+        results = []
+        for number in range(6):
+            branches[:] = [number] if number == 1 else []
+            results += step(model, number)
+        return results
+
+    expected = run(Calling(Block, call))
+    torch._dynamo.reset()
+    model = Calling(Block, call)
+    with enabled(model, tmp_path) as handle:
+        found = run(model)
+        assert handle._controller.regions.chosen
+        assert handle.report().trial_steps == 2
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_smaller_shape_for_which_no_plan_with_regions_is_feasible(tmp_path, monkeypatch):
+    """More memory is in use before it: it is profiled by itself, without regions, and does not fail."""
+
+    def run(model):
+        torch.manual_seed(9)
+        model.zero_grad()
+        model(batch(9)[:300]).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    def refuse(*args):
+        refused.append(args)
+        raise InfeasibleLimitError(1, 2, ())
+
+    refused = []
+    expected = run(make())
+    torch._dynamo.reset()
+    model = make()
+    with enabled(model, tmp_path) as handle:
+        train(model)
+        controller = handle._controller
+        assert controller.regions.chosen
+        monkeypatch.setattr(controller, "_limits", replace(controller._limits, borrow_from=1))
+        monkeypatch.setattr(PlannedStep, "exceeds", lambda *_: True)
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.control.controller.wanted_plan", refuse)
+            found = run(model)
+        assert refused
+        assert not controller.regions.chosen
+    assert all(map(torch.equal, found, expected))

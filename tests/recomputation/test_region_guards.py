@@ -105,11 +105,11 @@ GUARDS = {
     ),
     "a trial that deviates is repeated": (
         (CompiledRegions, "repeat_trial", "self._tried is planned", "False"),
-        test_regions.test_a_trial_that_deviates_is_repeated,
+        test_refused_regions.test_a_trial_that_deviates_is_repeated,
     ),
     "a borrowed plan that is not feasible fails no step": (
         (PlanController, "_borrow", "except InfeasibleLimitError", "except ()"),
-        patched(test_regions.test_a_smaller_shape_for_which_no_plan_with_regions_is_feasible),
+        patched(test_refused_regions.test_a_smaller_shape_for_which_no_plan_with_regions_is_feasible),
     ),
 }
 
