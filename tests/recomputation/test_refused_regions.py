@@ -315,7 +315,7 @@ def test_a_smaller_shape_for_which_no_plan_with_regions_is_feasible(tmp_path, mo
         monkeypatch.setattr(controller, "_limits", replace(controller._limits, borrow_from=1))
         monkeypatch.setattr(PlannedStep, "exceeds", lambda *_: True)
         with monkeypatch.context() as patch:
-            patch.setattr("offload.control.controller.wanted_plan", refuse)
+            patch.setattr(controller, "_plan", refuse)
             found = run(model)
         assert refused
         assert not controller.regions.chosen
