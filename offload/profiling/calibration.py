@@ -1,4 +1,4 @@
-"""Measures the speed of copies between a device and the tier below it, and caches it for each machine.
+"""Measures the speed of copies between a device and the tier below it, and caches it for each environment and device.
 
 The planner takes its link from here, and `offload doctor` prints it.
 """
@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -223,7 +224,7 @@ def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, b
     """Return what identifies a link: a cached result is used only if all of this is the same."""
     return {
         "version": __version__,
-        "host": platform.node(),
+        **_environment(),
         "device": device_of(device).name(),
         "uuid": device_of(device).uuid(),
         "tier": "disk" if _is_direct(store) else "pinned RAM",
@@ -231,6 +232,25 @@ def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, b
         "block_bytes": block_bytes,
         "throttle": throttle(),
     }
+
+
+def _environment() -> dict[str, Any]:
+    """Return what tells this environment from others that share the folder of the cache, such as a home directory."""
+    root = Path("/").stat()
+    return {
+        "host": platform.node(),
+        "boot": _boot_id(),  # device numbers are assigned anew at each boot
+        "root": [root.st_dev, root.st_ino],  # a container or a chroot has its own, even with the same name and prefix
+        "prefix": sys.prefix,
+        "processors": len(os.sched_getaffinity(0)),
+    }
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _cache_path(key: dict[str, Any], cache_dir: str | os.PathLike[str] | None) -> Path:
@@ -247,7 +267,7 @@ def _load(path: Path, key: dict[str, Any]) -> Calibration | None:
             return None
         cached = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(cached, dict) or cached.get("key") != key:
-            raise ValueError("it belongs to another machine, device, spill folder or version of offload")
+            raise ValueError("it belongs to another environment, device, spill folder or version of offload")
         return Calibration.from_dict(cached.get("calibration", {}))
     except FileNotFoundError:
         return None
