@@ -9,6 +9,8 @@ import itertools
 import json
 import os
 import time
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from offload._core import SwappedView
 from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
-from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
+from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, SwappedTensor, merged, without
 from offload.runtime.engine import Engine
 from offload.runtime.hooks import Packed, Policy, StepHooks
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
@@ -77,6 +79,16 @@ class _Mark:
     recomputed: tuple[float, int] = (0.0, 0)  # seconds and bytes, in the hook that ends at this moment
 
 
+@dataclass
+class _Saved:
+    """A swapped tensor: the module that saved it, its bytes, and the numbers of the marks of pack and last unpack."""
+
+    module: str
+    nbytes: int
+    packed: int
+    unpacked: int | None = None
+
+
 class WatchedRound(StepHooks):
     """Hooks that record when they pack and unpack."""
 
@@ -94,7 +106,7 @@ class WatchedRound(StepHooks):
         recording.mark("packed")
         self._module_of[id(packed)] = module
         if isinstance(packed, SwappedView):
-            recording.name_ticket(packed.ticket_id, module)
+            recording.name_ticket(packed.ticket_id, module, tensor.untyped_storage().nbytes())
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -109,6 +121,8 @@ class WatchedRound(StepHooks):
         counts = self.policy.counts
         seconds, nbytes = counts.recompute_seconds, counts.recomputed.nbytes
         tensor = super().unpack(packed)
+        if isinstance(packed, SwappedView):
+            recording.ticket_used(packed.ticket_id)
         recording.mark("unpacked", "", (counts.recompute_seconds - seconds, counts.recomputed.nbytes - nbytes))
         return tensor
 
@@ -140,7 +154,7 @@ class StepRecording:
         self._device = device
         self._tier = tier
         self._marks: list[_Mark] = []
-        self._tickets: dict[int, str] = {}
+        self._tickets: dict[int, _Saved] = {}
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self._names |= {id(outer): type(model).__name__ for outer in wrappers_of(model)}
         self._forwards = 0
@@ -194,9 +208,15 @@ class StepRecording:
         """Return the name of the innermost module that is running in this thread."""
         return running_module(self._names)
 
-    def name_ticket(self, ticket_id: int, module: str) -> None:
-        """Record which module saved the bytes of a ticket."""
-        self._tickets[ticket_id] = module
+    def name_ticket(self, ticket_id: int, module: str, nbytes: int) -> None:
+        """Record which module saved the bytes of a ticket, and when."""
+        if ticket_id >= 0:
+            self._tickets.setdefault(ticket_id, _Saved(module, nbytes, len(self._marks) - 1))
+
+    def ticket_used(self, ticket_id: int) -> None:
+        """Record that backward asks for the bytes of a ticket now."""
+        if ticket_id in self._tickets:
+            self._tickets[ticket_id].unpacked = len(self._marks)
 
     def backward_runs(self) -> None:
         """Called when backward runs in this thread: its end will be recorded."""
@@ -247,7 +267,9 @@ class StepRecording:
         for kind, ticket_id, nbytes, begin, end in copies:
             start, stop = max(begin - self._clock.start, 0.0), min(end - self._clock.start, seconds)
             if stop > start:
-                moved.append(Span(lanes[kind], kind, self._tickets.get(ticket_id, ""), start, stop, nbytes))
+                saved = self._tickets.get(ticket_id)
+                name = saved.module if saved is not None else ""
+                moved.append(Span(lanes[kind], kind, name, start, stop, nbytes, ticket_id))
         memory = tuple(MemorySample(at, *mark.memory) for at, mark in zip(times, self._marks, strict=True))
         held_up = self._waits(times)
         return StepTimeline(
@@ -259,7 +281,26 @@ class StepRecording:
             seconds=seconds,
             spans=(*without(self._compute(times), held_up), *held_up, *sorted(moved, key=lambda span: span.start)),
             memory=memory,
+            tensors=tuple(self._swapped(times, moved)),
         )
+
+    def _swapped(self, times: list[float], moved: list[Span]) -> Iterator[SwappedTensor]:
+        """Yield when each tensor was in memory: to the end of its copy-out, and from its copy-in to its use."""
+        copies: dict[int, list[Span]] = {}
+        for span in moved:
+            copies.setdefault(span.ticket, []).append(span)
+        ends = [i for i, mark in enumerate(self._marks) if mark.kind in ("unpack", "backward end", "end")]
+        for ticket, saved in self._tickets.items():
+            out = [span for span in copies.get(ticket, ()) if span.kind == "out"]
+            back = [span for span in copies.get(ticket, ()) if span.kind in ("in", "fill")]
+            used = len(times) - 1
+            if saved.unpacked is not None:  # the next operation has begun at the mark after the hook
+                used = ends[min(bisect_right(ends, saved.unpacked), len(ends) - 1)]
+            resident = [times[saved.packed], times[used]]
+            if out:  # else it was needed again too soon, and never left
+                resident[1:] = [max(span.end for span in out)]
+                resident += [min(span.start for span in back), times[used]] if back else []
+            yield SwappedTensor(saved.module, saved.nbytes, ticket, bool(out), tuple(resident))
 
     def _compute(self, times: list[float]) -> list[Span]:
         """Return compute spans: the innermost module in forward, the last node to unpack in backward, the optimizer."""

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["LANES", "MemorySample", "Span", "StepTimeline", "merged", "without"]
+__all__ = ["LANES", "MemorySample", "Span", "StepTimeline", "SwappedTensor", "merged", "without"]
 
 LANES = ("compute", "recompute", "waiting", "copy out", "copy in", "disk")
 
 
 class Span(NamedTuple):
-    """A span of time on a lane: its kind, name, start, end and bytes.
+    """A span of time on a lane: its kind, name, start, end, bytes, and the ticket of a copy (else -1).
 
     `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"recompute"``, ``"wait"``, ``"out"``, ``"in"``,
     ``"spill"`` or ``"fill"``; times are seconds from the start of the recording.
@@ -29,6 +29,20 @@ class Span(NamedTuple):
     start: float
     end: float
     nbytes: int = 0
+    ticket: int = -1
+
+
+class SwappedTensor(NamedTuple):
+    """A tensor to swap: the module that saved it, its bytes and ticket, and whether it left device memory.
+
+    `resident` has start and end of each time in device memory, in seconds from the start of the recording.
+    """
+
+    name: str
+    nbytes: int
+    ticket: int
+    has_left: bool
+    resident: tuple[float, ...]
 
 
 class MemorySample(NamedTuple):
@@ -56,6 +70,8 @@ class StepTimeline:
         Spans of all lanes; those of one lane in order.
     memory : tuple of MemorySample
         Samples in order of time.
+    tensors : tuple of SwappedTensor
+        The tensors that the step swapped, in the order in which they were saved.
 
     Examples
     --------
@@ -70,6 +86,7 @@ class StepTimeline:
     seconds: float
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...]
+    tensors: tuple[SwappedTensor, ...] = ()
 
     def on(self, lane: str) -> list[Span]:
         """The spans of a lane."""

@@ -1,11 +1,8 @@
-"""The page of one recorded step: lanes of compute and copies, and memory over time.
-
-One self-contained file without scripts and external resources.
-"""
+"""The page of one recorded step: lanes of compute and copies, the swapped tensors in memory, and memory in use."""
 
 from __future__ import annotations
 
-from offload.diagnostics.html.chart import STEP_KINDS, Box, Series, lane_chart, memory_chart
+from offload.diagnostics.html.chart import STEP_KINDS, TENSOR_KINDS, Box, Series, Tensor, chart
 from offload.diagnostics.html.page import document, paragraphs, section, table
 from offload.diagnostics.timeline import StepTimeline
 from offload.units import format_seconds
@@ -13,7 +10,10 @@ from offload.units import format_seconds
 __all__ = ["render"]
 
 _ORIGIN = "the start of the recording"
-_HINT = "Hover over a box for its name, duration and size. Neighbours narrower than a pixel are one box."
+_STACK = (
+    "The stack shows the tensors that this step swapped: until their copy-out ended, and from their copy-in to the end "
+    "of the operation that used them. The curves are measured, and include recomputed tensors."
+)
 _WAITS_MAX = 8
 
 
@@ -30,19 +30,37 @@ def render(step: StepTimeline) -> str:
     str
         One HTML document; it loads nothing and needs no server.
     """
-    seconds = step.seconds
-    lanes = lane_chart("Compute and copies over the step", _lanes(step), seconds=seconds, origin=_ORIGIN)
     without = Series("without offload", "gray", [(sample.at, sample.unswapped) for sample in step.memory])
     resident = Series("with offload", "blue", [(sample.at, sample.resident) for sample in step.memory])
     in_use = Series(step.memory_label, "green", [(sample.at, sample.in_use) for sample in step.memory])
-    activations = memory_chart("Activations in memory", [without, resident], seconds=seconds, origin=_ORIGIN)
-    memory = memory_chart("Memory in use", [in_use], seconds=seconds, origin=_ORIGIN, from_zero=False)
+    tensors = [
+        Tensor(
+            TENSOR_KINDS["swapped" if each.has_left else "cancelled"],
+            each.name,
+            each.nbytes,
+            each.ticket,
+            each.resident,
+        )
+        for each in step.tensors
+    ]
+    activations = chart(
+        "Compute, copies, and swapped tensors in memory",
+        seconds=step.seconds,
+        origin=_ORIGIN,
+        lanes=_lanes(step),
+        series=[without, resident],
+        tensors=tensors,
+    )
+    memory = chart("Memory in use", seconds=step.seconds, origin=_ORIGIN, series=[in_use], from_zero=False)
     return document(
         "offload: one step",
         "<h1>One training step</h1>",
         paragraphs(*step.summary()),
-        section("Compute and copies over the step", lanes, paragraphs(_HINT, kind="faint")),
-        section("Activations in memory: the tensors that this step swapped or recomputed", activations),
+        section(
+            "The step: compute, copies, and the swapped tensors in memory",
+            activations,
+            paragraphs(_STACK, kind="faint"),
+        ),
         section("Memory in use", memory),
         _waits(step),
     )
@@ -57,7 +75,9 @@ def _lanes(step: StepTimeline) -> dict[str, list[Box]]:
     found = {}
     for name, shown in lanes.items():
         spans = sorted((span for lane in shown for span in step.on(lane)), key=lambda span: span.start)
-        found[name] = [Box(STEP_KINDS[span.kind], span.name, span.start, span.end, span.nbytes) for span in spans]
+        found[name] = [
+            Box(STEP_KINDS[span.kind], span.name, span.start, span.end, span.nbytes, span.ticket) for span in spans
+        ]
     return found
 
 
