@@ -180,7 +180,7 @@ def bar_chart(label: str, parts: Sequence[Part]) -> str:
     for part in shown:
         boxes.append(Box(Kind(part.name, part.color), part.name, start, start + part.nbytes, part.nbytes))
         start += part.nbytes
-    data = _Data("bytes", start, "the start")
+    data = _Data("bytes", start, "")
     data.add_lanes({"memory": boxes})
     keys = [(part.color, f"{format_bytes(part.nbytes)}: {part.name}") for part in shown]
     return _figure(label, data, _legend(keys, tall=True))

@@ -4,8 +4,10 @@
 "use strict";
 
 const AXIS = 92; // width of the axis on the left, the same for all panels so that they are aligned
-const LANE = 34;
+const LANE = 32;
+const BAR = 54;
 const MEMORY = 300;
+const BINARY = [...Array(60).keys()].map((power) => 2 ** power);
 const RATIO = () => window.devicePixelRatio || 1;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -20,14 +22,15 @@ function secondsInWords(seconds) {
   return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
 }
 
-/** Labels of an axis' ticks, all in one unit. */
+/** Labels of an axis' ticks, all in one unit, in which the distance of two ticks is a short number. */
 function ticks(unit, values) {
   const span = Math.max(...values.map(Math.abs));
+  const least = Math.min(span, 8 * (values[1] - values[0] || Infinity));
   const units = unit === "bytes"
     ? [["PiB", 2 ** 50], ["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]]
     : [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
-  const [name, factor] = units.find((each) => span >= each[1]) || units[units.length - 1];
-  return values.map((value) => `${Number((value / factor).toPrecision(6))} ${name}`);
+  const [name, factor] = units.find((each) => least >= each[1]) || units[units.length - 1];
+  return values.map((value) => (value ? `${Number((value / factor).toPrecision(9))} ${name}` : "0"));
 }
 
 function element(kind, className, text) {
@@ -55,7 +58,9 @@ class Chart {
     plots.append(this.tip, this.said);
     this.plots = plots;
     this.view = { x: this.whole, y: this.fullHeight(this.whole) };
-    if (this.data.lanes.length) this.panels.push(this.panel("lanes", this.data.lanes.length * LANE + 46));
+    const lane = this.data.unit === "bytes" ? BAR : LANE;
+    const below = this.hasMemory() ? 16 : this.data.origin ? 74 : 48; // the axis, and the distance above
+    if (this.data.lanes.length) this.panels.push(this.panel("lanes", this.data.lanes.length * lane + below));
     if (this.hasMemory()) this.panels.push(this.panel("memory", MEMORY));
     this.fit();
     this.show(this.whole, null);
@@ -140,13 +145,16 @@ class Chart {
     const grid = { stroke: () => color("line"), width: 1 };
     const rows = lanes.map((_, lane) => lanes.length - lane - 0.5);
     const up = isMemory
-      ? { values: (_, splits) => ticks("bytes", splits), incrs: [...Array(60).keys()].map((power) => 2 ** power), grid }
+      ? { values: (_, splits) => ticks("bytes", splits), incrs: BINARY, grid }
       : { splits: () => rows, values: () => lanes.map((lane) => lane[0]), grid: { show: false } };
-    const across = { values: (_, splits) => ticks(unit, splits), grid, size: 34, space: 90 };
-    if (isMemory || !this.hasMemory()) Object.assign(across, { label: `from ${origin}`, labelSize: 20, labelFont: axis.font });
+    const across = { values: (_, splits) => ticks(unit, splits), grid, size: 30, gap: 6, space: 90 };
+    if (unit === "bytes") across.incrs = BINARY;
+    if (!isMemory && this.hasMemory()) Object.assign(across, { values: (_, splits) => splits.map(() => ""), size: 6 });
+    else if (origin) Object.assign(across, { label: `from ${origin}`, labelSize: 22, labelFont: axis.font });
     const options = {
       width: 800,
       height,
+      padding: [10, 20, 0, 0],
       legend: { show: false },
       cursor: {
         y: isMemory,
@@ -200,6 +208,7 @@ class Chart {
     const ink = color("card");
     const paints = kinds.map((kind) => color(kind[1]));
     pen.font = `${11 * ratio}px system-ui`;
+    pen.textAlign = "left";
     pen.textBaseline = "middle";
     lanes.forEach(([, boxes], lane) => {
       const top = plot.valToPos(lanes.length - lane - 0.14, "y", true);

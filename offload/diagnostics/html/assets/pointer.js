@@ -2,8 +2,7 @@
 "use strict";
 
 const HINT =
-  "Drag to zoom in; double-click to see the whole. Keys: ← → move the pointer, ↑ ↓ the next tensor or lane, + − zoom, " +
-  "Shift with ← → moves the view, 0 the whole.";
+  "Drag to zoom in, double-click for the whole. Keys: ← → ↑ ↓ move the pointer, + − zoom, Shift ← → pan, 0 the whole.";
 const near = (plot) => (plot.scales.x.max - plot.scales.x.min) / Math.max(plot.bbox.width, 1);
 
 Object.assign(Chart.prototype, {
@@ -18,7 +17,8 @@ Object.assign(Chart.prototype, {
       button.addEventListener("click", act);
       bar.append(button);
     }
-    bar.prepend(element("span", "hint", HINT));
+    const isFirst = this.figure === document.querySelector("figure.chart");
+    bar.prepend(element("span", "hint", isFirst ? HINT : ""));
     return bar;
   },
 
@@ -65,28 +65,38 @@ Object.assign(Chart.prototype, {
   /** Moves the pointer by a hundredth of the view. */
   move(direction) {
     const [from, to] = this.view.x;
-    const at = this.pointer ?? this.centre();
-    const x = this.pointer ? at.x + (direction * (to - from)) / 100 : at.x;
-    this.point({ ...at, x: Math.min(Math.max(x, from), to) });
+    const at = this.pointer;
+    if (!at) this.point(this.rowsAt((from + to) / 2)[0]);
+    else this.point({ ...at, x: Math.min(Math.max(at.x + (direction * (to - from)) / 100, from), to) });
   },
 
-  /** Moves the pointer to the next lane or tensor below or above. */
+  /** Moves the pointer to the next box or tensor below or above. */
   step(direction) {
-    const at = this.pointer ?? this.centre();
+    const at = this.pointer;
+    if (!at) {
+      this.move(0);
+      return;
+    }
+    const place = (row) => this.panels.indexOf(row.panel);
+    const isAhead = (row) =>
+      row.panel === at.panel ? (at.y - row.y) * direction > 1e-9 * at.y : (place(row) - place(at)) * direction > 0;
+    const rows = this.rowsAt(at.x).filter(isAhead);
+    if (rows.length) this.point(direction > 0 ? rows[0] : rows[rows.length - 1]);
+  },
+
+  /** What there is at a moment, from the top: boxes, and the middle of each tensor and of what lies above them. */
+  rowsAt(moment) {
     const rows = [];
     for (const panel of this.panels) {
-      if (panel.kind === "lanes") this.data.lanes.forEach((_, lane) => rows.push([panel, this.data.lanes.length - lane - 0.5]));
-      else rows.push(...this.heightsAt(at.x).map((height) => [panel, height]));
+      const isLanes = panel.kind === "lanes";
+      const heights = isLanes ? this.data.lanes.map((_, lane) => this.data.lanes.length - lane - 0.5) : this.heightsAt(moment);
+      const found = heights.map((y) => ({ panel, x: moment, y }));
+      rows.push(...(isLanes ? found.filter((row) => this.find(row)) : found));
     }
-    const order = (row) => this.panels.indexOf(row[0]) * 1e18 - row[1]; // from the top
-    const here = order([at.panel, at.y]);
-    const ahead = rows.filter((row) => (order(row) - here) * direction > 1e-9 * Math.abs(here));
-    ahead.sort((one, other) => (order(one) - order(other)) * direction);
-    if (ahead.length) this.point({ panel: ahead[0][0], x: at.x, y: ahead[0][1] });
-    else if (!this.pointer) this.point(at);
+    return rows.length ? rows : [{ panel: this.panels[0], x: moment, y: 0 }];
   },
 
-  /** The middle of each tensor in memory at a moment, and of what lies above them. */
+  /** The middle of each tensor in memory at a moment, and of what lies above them, from the top. */
   heightsAt(moment) {
     const found = this.stack.at(moment).map(([index, , , below]) => below + this.data.tensors[index][2] / 2);
     const { at, shown, all } = this.stack.steps;
@@ -95,13 +105,7 @@ Object.assign(Chart.prototype, {
     const rest = this.data.rest ? this.valueAt(this.data.rest, moment) : null;
     const top = row >= 0 ? all[row] : 0;
     if (rest !== null && rest > top) found.push((rest + top) / 2);
-    return found.length ? found : [(this.view.y[0] + this.view.y[1]) / 2];
-  },
-
-  centre() {
-    const x = (this.view.x[0] + this.view.x[1]) / 2;
-    const panel = this.panels[0];
-    return { panel, x, y: panel.kind === "lanes" ? this.data.lanes.length - 0.5 : this.heightsAt(x).at(-1) };
+    return found.length ? found.reverse() : [(this.view.y[0] + this.view.y[1]) / 2];
   },
 
   valueAt({ x, y }, moment) {
