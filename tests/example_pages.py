@@ -9,7 +9,7 @@ from offload.devices.memory import DeviceMemory
 from offload.diagnostics.html import oom as oom_page
 from offload.diagnostics.html import plan as plan_page
 from offload.diagnostics.html import timeline as timeline_page
-from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, SwappedTensor
+from offload.diagnostics.timeline import MemorySample, RecordedTensor, Span, StepTimeline
 from offload.plan import Link, Plan, Swap, make_plan
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
@@ -54,7 +54,7 @@ def timeline() -> StepTimeline:
         spans.append(Span("waiting", "wait", f"MulBackward0 of {name}", back - 0.003, back))
         spans.append(Span("compute", "backward", f"MulBackward0 of {name}", back, back + 0.02))
         spans.append(Span("disk", "spill", name, at + 0.018, at + 0.027, 32 * MIB, layer))
-        tensors.append(SwappedTensor(name, 32 * MIB, layer, True, (at + 0.009, at + 0.018, back - 0.012, back + 0.02)))
+        tensors.append(RecordedTensor(name, "swapped", 32 * MIB, layer, (at, at + 0.02, back - 0.012, back + 0.02)))
     spans.append(Span("recompute", "recompute", "MulBackward0 of blocks.3.mlp", 0.305, 0.309, 8 * MIB))
     spans.append(Span("compute", "optimizer", "step", 0.335, 0.345))
     for k in range(345):

@@ -226,6 +226,7 @@ def test_a_timeline_of_a_step_has_recomputation_on_a_lane_of_its_own(spared, fol
     assert [event for event in events if event.get("cat") == "recompute"]
     page = (folder / "step.html").read_text()
     assert "recompute" in [name for name, _ in charts_of(page)[0]["lanes"]]
+    assert ["recomputed", "pink"] in charts_of(page)[0]["kinds"]
     assert "Recomputed: " in page
 
 

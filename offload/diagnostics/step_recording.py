@@ -9,8 +9,6 @@ import itertools
 import json
 import os
 import time
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from offload._core import SwappedView
 from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
-from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, SwappedTensor, merged, without
-from offload.runtime.engine import Engine
+from offload.diagnostics.recorded_tensors import RecordedTensors
+from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
+from offload.runtime.engine import Engine, has_storage
 from offload.runtime.hooks import Packed, Policy, StepHooks
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
@@ -79,16 +78,6 @@ class _Mark:
     recomputed: tuple[float, int] = (0.0, 0)  # seconds and bytes, in the hook that ends at this moment
 
 
-@dataclass
-class _Saved:
-    """A swapped tensor: the module that saved it, its bytes, and the numbers of the marks of pack and last unpack."""
-
-    module: str
-    nbytes: int
-    packed: int
-    unpacked: int | None = None
-
-
 class WatchedRound(StepHooks):
     """Hooks that record when they pack and unpack."""
 
@@ -102,11 +91,15 @@ class WatchedRound(StepHooks):
         recording = self._recording
         module = recording.running_module()
         recording.mark("pack", module)
+        begin = recording.last_mark
         packed: Packed = super().pack(tensor)
         recording.mark("packed")
         self._module_of[id(packed)] = module
         if isinstance(packed, SwappedView):
-            recording.name_ticket(packed.ticket_id, module, tensor.untyped_storage().nbytes())
+            recording.name_ticket(packed.ticket_id, module)
+        policy = self.policy
+        if has_storage(tensor) and not policy.holds_state(policy.engine.identity(tensor)):
+            recording.tensors.packed(packed, tensor, module, begin)
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -120,9 +113,9 @@ class WatchedRound(StepHooks):
         recording.mark("unpack", f"{node.name()} of {module}" if module else node.name())
         counts = self.policy.counts
         seconds, nbytes = counts.recompute_seconds, counts.recomputed.nbytes
+        begin = recording.last_mark
         tensor = super().unpack(packed)
-        if isinstance(packed, SwappedView):
-            recording.ticket_used(packed.ticket_id)
+        recording.tensors.unpacked(packed, tensor, begin)
         recording.mark("unpacked", "", (counts.recompute_seconds - seconds, counts.recomputed.nbytes - nbytes))
         return tensor
 
@@ -154,7 +147,8 @@ class StepRecording:
         self._device = device
         self._tier = tier
         self._marks: list[_Mark] = []
-        self._tickets: dict[int, _Saved] = {}
+        self._tickets: dict[int, str] = {}
+        self.tensors = RecordedTensors(engine)
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self._names |= {id(outer): type(model).__name__ for outer in wrappers_of(model)}
         self._forwards = 0
@@ -200,23 +194,23 @@ class StepRecording:
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
             engine.collect_dropped()
+            self.tensors.look(len(self._marks), at_all=kind in ("backward end", "optimizer", "end"))
             resident = engine.resident.now + engine.dropped.now
             memory = (device_of(self._device).allocated_bytes(), resident, engine.unswapped.now)
             self._marks.append(_Mark(kind, self._clock.now(), name, memory, recomputed))
+
+    @property
+    def last_mark(self) -> int:
+        """Number of the last moment that was recorded."""
+        return len(self._marks) - 1
 
     def running_module(self) -> str:
         """Return the name of the innermost module that is running in this thread."""
         return running_module(self._names)
 
-    def name_ticket(self, ticket_id: int, module: str, nbytes: int) -> None:
-        """Record which module saved the bytes of a ticket, and when."""
-        if ticket_id >= 0:
-            self._tickets.setdefault(ticket_id, _Saved(module, nbytes, len(self._marks) - 1))
-
-    def ticket_used(self, ticket_id: int) -> None:
-        """Record that backward asks for the bytes of a ticket now."""
-        if ticket_id in self._tickets:
-            self._tickets[ticket_id].unpacked = len(self._marks)
+    def name_ticket(self, ticket_id: int, module: str) -> None:
+        """Record which module saved the bytes of a ticket first."""
+        self._tickets.setdefault(ticket_id, module)
 
     def backward_runs(self) -> None:
         """Called when backward runs in this thread: its end will be recorded."""
@@ -267,9 +261,7 @@ class StepRecording:
         for kind, ticket_id, nbytes, begin, end in copies:
             start, stop = max(begin - self._clock.start, 0.0), min(end - self._clock.start, seconds)
             if stop > start:
-                saved = self._tickets.get(ticket_id)
-                name = saved.module if saved is not None else ""
-                moved.append(Span(lanes[kind], kind, name, start, stop, nbytes, ticket_id))
+                moved.append(Span(lanes[kind], kind, self._tickets.get(ticket_id, ""), start, stop, nbytes, ticket_id))
         memory = tuple(MemorySample(at, *mark.memory) for at, mark in zip(times, self._marks, strict=True))
         held_up = self._waits(times)
         return StepTimeline(
@@ -281,26 +273,8 @@ class StepRecording:
             seconds=seconds,
             spans=(*without(self._compute(times), held_up), *held_up, *sorted(moved, key=lambda span: span.start)),
             memory=memory,
-            tensors=tuple(self._swapped(times, moved)),
+            tensors=tuple(self.tensors.found(times, moved)),
         )
-
-    def _swapped(self, times: list[float], moved: list[Span]) -> Iterator[SwappedTensor]:
-        """Yield when each tensor was in memory: to the end of its copy-out, and from its copy-in to its use."""
-        copies: dict[int, list[Span]] = {}
-        for span in moved:
-            copies.setdefault(span.ticket, []).append(span)
-        ends = [i for i, mark in enumerate(self._marks) if mark.kind in ("unpack", "backward end", "end")]
-        for ticket, saved in self._tickets.items():
-            out = [span for span in copies.get(ticket, ()) if span.kind == "out"]
-            back = [span for span in copies.get(ticket, ()) if span.kind in ("in", "fill")]
-            used = len(times) - 1
-            if saved.unpacked is not None:  # the next operation has begun at the mark after the hook
-                used = ends[min(bisect_right(ends, saved.unpacked), len(ends) - 1)]
-            resident = [times[saved.packed], times[used]]
-            if out:  # else it was needed again too soon, and never left
-                resident[1:] = [max(span.end for span in out)]
-                resident += [min(span.start for span in back), times[used]] if back else []
-            yield SwappedTensor(saved.module, saved.nbytes, ticket, bool(out), tuple(resident))
 
     def _compute(self, times: list[float]) -> list[Span]:
         """Return compute spans: the innermost module in forward, the last node to unpack in backward, the optimizer."""

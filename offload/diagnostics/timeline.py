@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["LANES", "MemorySample", "Span", "StepTimeline", "SwappedTensor", "merged", "without"]
+__all__ = ["LANES", "MemorySample", "RecordedTensor", "Span", "StepTimeline", "merged", "without"]
 
 LANES = ("compute", "recompute", "waiting", "copy out", "copy in", "disk")
 
@@ -32,16 +32,17 @@ class Span(NamedTuple):
     ticket: int = -1
 
 
-class SwappedTensor(NamedTuple):
-    """A tensor to swap: the module that saved it, its bytes and ticket, and whether it left device memory.
+class RecordedTensor(NamedTuple):
+    """A saved storage: the module that saved it, its kind, bytes and ticket (-1: none), and its times in memory.
 
-    `resident` has start and end of each time in device memory, in seconds from the start of the recording.
+    `kind` is ``"kept"``, ``"swapped"``, ``"recomputed"`` or ``"cancelled"`` (a swap that did not happen); `resident`
+    has start and end of each time in device memory, in seconds from the start of the recording.
     """
 
     name: str
+    kind: str
     nbytes: int
     ticket: int
-    has_left: bool
     resident: tuple[float, ...]
 
 
@@ -70,8 +71,8 @@ class StepTimeline:
         Spans of all lanes; those of one lane in order.
     memory : tuple of MemorySample
         Samples in order of time.
-    tensors : tuple of SwappedTensor
-        The tensors that the step swapped, in the order in which they were saved.
+    tensors : tuple of RecordedTensor
+        The tensors that the step saved, in that order, without parameters and buffers.
 
     Examples
     --------
@@ -86,7 +87,7 @@ class StepTimeline:
     seconds: float
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...]
-    tensors: tuple[SwappedTensor, ...] = ()
+    tensors: tuple[RecordedTensor, ...] = ()
 
     def on(self, lane: str) -> list[Span]:
         """The spans of a lane."""

@@ -46,7 +46,7 @@ TENSOR_KINDS = {
     "kept": Kind("kept", "slate"),
     "swapped": Kind("swapped", "blue"),
     "recomputed": Kind("recomputed", "pink"),
-    "cancelled": Kind("swap cancelled: needed again too soon", "slate"),
+    "cancelled": Kind("swap cancelled: needed again too soon", "amber"),
 }
 
 
