@@ -16,7 +16,7 @@ __all__ = ["render"]
 
 Curve = Sequence[tuple[float, float]]
 
-_PLAN = "Each band is a tensor in memory: where it lies for a time only, it is swapped or recomputed in between."
+_PLAN = "The tensors saved for backward, as the plan keeps them in memory; a swapped or recomputed one is there twice."
 _COLORS = ("orange", "blue", "green", "violet", "amber", "slate")
 
 

@@ -310,15 +310,14 @@ class Chart {
   }
 }
 
-/** Curves with points of their own as uPlot's columns, each value held until the next. */
+/** The value of a curve at a moment, held since its last point; null before its first and after its last. */
+function valueAt({ x, y }, moment) {
+  const i = lastUpTo(x.length, moment, (k) => x[k]);
+  return i < 0 || (i === x.length - 1 && moment > x[i]) ? null : y[i];
+}
+
+/** Curves with points of their own as uPlot's columns. */
 function joined(curves, [from, to]) {
   const moments = [...new Set([from, to, ...curves.flatMap((curve) => curve.x)])].sort((one, other) => one - other);
-  const held = ({ x, y }) => {
-    let i = -1;
-    return moments.map((at) => {
-      while (i + 1 < x.length && x[i + 1] <= at) i++;
-      return i < 0 ? null : y[i];
-    });
-  };
-  return [moments, ...curves.map(held)];
+  return [moments, ...curves.map((curve) => moments.map((at) => valueAt(curve, at)))];
 }

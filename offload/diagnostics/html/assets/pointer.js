@@ -102,15 +102,10 @@ Object.assign(Chart.prototype, {
     const { at, shown, all } = this.stack.steps;
     const row = lastUpTo(at.length, moment, (i) => at[i]);
     if (row >= 0 && all[row] > shown[row]) found.push((all[row] + shown[row]) / 2);
-    const rest = this.data.rest ? this.valueAt(this.data.rest, moment) : null;
+    const rest = this.data.rest ? valueAt(this.data.rest, moment) : null;
     const top = row >= 0 ? all[row] : 0;
     if (rest !== null && rest > top) found.push((rest + top) / 2);
     return found.length ? found.reverse() : [(this.view.y[0] + this.view.y[1]) / 2];
-  },
-
-  valueAt({ x, y }, moment) {
-    const i = lastUpTo(x.length, moment, (k) => x[k]);
-    return i < 0 ? null : y[i];
   },
 
   /** Points at a place of a panel: cursors, tooltip and outlines; null: nowhere. */
@@ -161,7 +156,7 @@ Object.assign(Chart.prototype, {
   findBytes(x, y) {
     const { tensors, kinds, names, rest, curves } = this.data;
     const found = this.stack.find(x, y);
-    const over = curves.map((curve) => [curve.name, this.valueAt(curve, x)]).filter((each) => each[1] !== null);
+    const over = curves.map((curve) => [curve.name, valueAt(curve, x)]).filter((each) => each[1] !== null);
     const lines = over.map(([name, value]) => `${name}: ${bytesInWords(value)}`);
     const at = `at ${this.words(x)}`;
     if (found?.segment) {
@@ -172,7 +167,7 @@ Object.assign(Chart.prototype, {
     }
     if (found) return { lines: [`other: ${found.others} tensors`, bytesInWords(found.bytes), at, ...lines], tensor: -1 };
     const below = this.stack.steps.at.length ? this.bytesOfTensors(x) : 0;
-    const total = rest ? this.valueAt(rest, x) : null;
+    const total = rest ? valueAt(rest, x) : null;
     if (total !== null && y >= 0 && y < total) return { lines: [rest.name, bytesInWords(total - below), at, ...lines], tensor: -1 };
     return lines.length ? { lines: [at, ...lines], tensor: -1 } : null;
   },
