@@ -2,7 +2,7 @@
 
     python bench/report.py RESULT… [--html FILE] [--png DIR] [--docs FILE] [--pages DIR]
 
-RESULT is a JSON file of pytest-benchmark, race.py, largest.py, goals.py, demo_runs.py or `offload demo --json`, or a
+RESULT is a JSON file of pytest-benchmark, race.py, largest.py, goals.py or `offload demo --json`, or a
 folder of gpu_suite.py. The pages of the documentation, with their pictures:
 
     python bench/report.py bench/results --pages docs

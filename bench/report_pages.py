@@ -188,8 +188,8 @@ def machines(tables: Sequence[Table]) -> str:
     """Where and when the networks were measured, in one line."""
     days = sorted({str(table.machine.get("date", ""))[:10] for table in tables if "demo" not in table.title} - {""})
     machine = next((table.machine for table in tables), {})
-    words = about({**machine, "date": " to ".join(dict.fromkeys((days[0], days[-1])))} if days else machine)
-    return words.rpartition(", commit")[0] or words
+    words = about({**machine, "date": "DAYS"}).partition(", DAYS")[0]
+    return ", ".join([words, " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))])
 
 
 def listed(words: Sequence[str]) -> str:

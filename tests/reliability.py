@@ -235,7 +235,7 @@ RERUN = """## Run it again
 def claims(found: dict[str, str]) -> Iterator[str]:
     """The six claims with their figures."""
     for place, (claim, proof, counted) in enumerate(CLAIMS, start=1):
-        yield from (f"## {place}. {claim}", "", proof, "", "| what was run | |", "|---|---:|")
+        yield from (f"## {place}. {claim}", "", proof, "", "| what was run | how many |", "|---|---:|")
         yield from (f"| {words[0].upper()}{words[1:]} | {found[name]} |" for words, name in counted)
         yield ""
 
