@@ -180,7 +180,10 @@ def big_table(points: Sequence[Point]) -> Iterator[str]:
     yield f"| network | {' | '.join(f'**{name}**' if 'offload' in name else name for name in SHOWN.values())} |"
     yield "|---|" + "---|" * len(SHOWN)
     for network, ways in by_network(points).items():
-        cells = [f"{ways[way][0]:.2f} × memory<br>{ways[way][1]:.2f} × time" if way in ways else "–" for way in SHOWN]
+        cells = [
+            f"{ways[way][0]:.2f}&nbsp;×&nbsp;memory<br>{ways[way][1]:.2f}&nbsp;×&nbsp;time" if way in ways else "–"
+            for way in SHOWN
+        ]
         yield f"| {network} | {' | '.join(cells)} |"
 
 

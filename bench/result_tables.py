@@ -36,7 +36,8 @@ SIZES = {
 GROUPS = {
     "copies of the slab tier, cpu": (
         "Copies to pinned memory, imitated on the CPU",
-        "Blocks are copied *out* (to the slab), *into* the device's memory, or *both* ways at once.",
+        "A *slab* is a large allocation of pinned memory that is divided into blocks. Blocks are copied *out* to the "
+        "slab, back *into* the device's memory, or *both* ways at once.",
     ),
     "spill file, write": ("Writing the spill file", "The case is the size of a block in MiB."),
     "spill file, read": ("Reading the spill file", "The case is the size of a block in MiB."),
@@ -284,7 +285,7 @@ def largest_tables(
         dimension = what.split(":")[1]
         cap = format_bytes(int(own[0]["cap_bytes"]))
         each = {"batch": "sample", "layers": "layer", "resolution": "pixel row"}.get(dimension, dimension)
-        columns = ["way", f"largest {dimension}", "over plain", "step", f"time per {each} over plain", ""]
+        columns = ["way", dimension, "over plain", "step", f"time per {each} over plain", ""]
         made = [largest_row(row, base) for row in own]
         if small:
             for found in made:
@@ -295,7 +296,8 @@ def largest_tables(
                 found.mark = found.cells[-1] = PEER_BETTER
         values = {row["name"]: float(row["largest"]) for row in own if "largest" in row}
         network = NETWORKS.get(what.split(":")[0], what.split(":")[0])
-        title = f"{network}: largest {dimension} in {cap.replace('.00', '')}"
+        most = "most layers" if dimension == "layers" else f"largest {dimension}"
+        title = f"{network}: {most} in {cap.replace('.00', '')}"
         note = f"Memory over the model is limited to {cap.replace('.00', '')}."
         yield Table(title, columns, made, machine, "bars", values, note, "largest")
 

@@ -14,6 +14,19 @@ from result_tables import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row,
 from offload.units import format_bytes, format_seconds
 
 BY_DEFAULT = "offload, default"
+NOTE = """**Every figure here is simulated; no GPU ran.** The real engine and its alternatives ran on the simulated
+accelerator of `tests/twin`, in virtual time. Durations are computed from assumed figures of the card: {rates},
+{kernel} for a kernel, {copy} to start a copy, {launch} of the host to queue one of them, {host}. Pinning memory costs
+nothing.
+
+Each network is computed smaller than the one it stands for: 1/k as wide, with 1/k of the positions. The card's figures
+are scaled too, so that every kernel and copy takes as long as that of the large network. The engine's thresholds in
+bytes, such as that for joining small blocks, are not scaled. The networks stand for:
+
+{networks}
+
+*Beside kernels*: share of the copy time during which a kernel runs. *Alone*: copy time while none runs. *Predicted*:
+how far the plan's prediction of the time until the end of backward is off."""
 PROMISED_STEP = 1.06  # by default, over plain: 5 % and what rounds
 ROUNDING = 0.005  # of a limit
 
@@ -44,7 +57,7 @@ def note_on(card: str, factor: float, content: Mapping[str, Any]) -> str:
     each = {name: f"{seconds * 1e6:g} µs" for name, seconds in content["seconds_each"].items()}
     ran = {row["family"] for row in content["rows"] if (row["card"], row["host_factor"]) == (card, factor)}
     networks = [
-        f"{network['family']}: {network['stands_for']} (k = {network['factor']})"
+        f"* {NETWORKS.get(network['family'], network['family'])}: {network['stands_for']}, k = {network['factor']}"
         for network in content["networks"]
         if network["family"] in ran
     ]
@@ -53,19 +66,7 @@ def note_on(card: str, factor: float, content: Mapping[str, Any]) -> str:
         f"{about['flops_per_second'] / 1e12:g} TFLOP/s, {about['bytes_per_second'] / 1e12:g} TB/s of memory, "
         f"{about['link_bytes_per_second'] / 1e9:g} GB/s each way over the link"
     )
-    parts = [
-        "**Every figure here is simulated; no GPU ran.** The real engine and its alternatives ran on the simulated",
-        "accelerator of `tests/twin`, in virtual time. Durations are computed from assumed figures of the card:",
-        f"{rates}, {each['kernel']} for a kernel, {each['copy']} to start a copy, {each['launch']} of the host to",
-        f"queue one of them, {host}. Pinning memory costs nothing.",
-        "Each network is computed smaller than the one it stands for: 1/k as wide, with 1/k of the positions. The",
-        "card's figures are scaled too, so that every kernel and copy takes as long as that of the large network. What",
-        "the engine compares with fixed sizes (blocks below 1 MiB are joined) does not scale.",
-        f"The networks stand for {'; '.join(networks)}.",
-        "*Beside kernels*: share of the copy time during which a kernel runs. *Alone*: copy time when none runs.",
-        "*Predicted*: how far the plan's prediction of the time until the end of backward is off.",
-    ]
-    return " ".join(parts)
+    return NOTE.format(rates=rates, host=host, networks="\n".join(networks), **each)
 
 
 def simulated_row(row: Mapping[str, Any]) -> Row:

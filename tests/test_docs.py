@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -144,6 +145,17 @@ def test_search_needs_no_server(site):
     assert any("max_slowdown" in each["text"] for each in index["docs"])
     for page, to_root in (("index.html", ""), ("benchmarks/networks.html", "../")):
         assert f"{to_root}javascripts/iframe-worker.js" in Resources((site / page).read_text()).found
+
+
+@pytest.mark.long
+def test_search_finds_in_pages_that_are_opened_from_a_folder(site):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("needs Chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    page = (site / "benchmarks" / "networks.html").as_uri() + "?q=checkpoint"
+    ran = subprocess.run([*command, page], capture_output=True, text=True, timeout=200, check=True)
+    assert re.search(r"[1-9]\d* matching documents", ran.stdout)
 
 
 @pytest.mark.parametrize("address", [None, "https://git.example/us/offload"])
