@@ -24,7 +24,7 @@ from result_file import write_json
 FORMAT = "offload-demo-memory/1"
 NAMES = ("plain", "offloaded")
 KEPT = ("name", "peak_bytes", "parameters", "saved_bytes", "threads", "allocator", "last_step_is_heap")
-POINTS_MAX = 600  # of a curve
+POINTS_MAX = 250  # of a curve
 
 
 def train(name: str, options: Sequence[str], folder: str) -> dict[str, Any]:

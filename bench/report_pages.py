@@ -27,7 +27,7 @@ SAVES_NOTHING = 0.95  # of plain's memory: more is plain training, within the no
 ROUNDING = 0.01
 APPENDICES = {
     "networks": ("Networks, full size", "every way to train five networks, with the spread of the step times"),
-    "small": ("Networks, small", "the same in short steps, where offload does worse"),
+    "small": ("Networks, small", "the same networks with short steps, where offload does worse"),
     "largest": ("Largest that fits", "the largest batch, depth or image within a limit"),
     "parts": ("Parts", "copies, spill file, hooks and planner, each by itself"),
     "targets": ("Targets and predictions", "what was aimed at and what was reached; predicted beside measured"),
@@ -38,7 +38,8 @@ UNITS = """*Plain* is training without any of these ways. *Memory* is what train
 after model and optimizer are loaded, relative to plain training; *time* is the median step, relative to plain steps."""
 TERMS = f"""{UNITS} Plain's own time differs from 1 by noise. In brackets are the quartiles of the median step. *Waits*:
 how long computation waits for copies in each step. *Peer better*: no setting of offload needs as little memory and as
-little time as this way."""
+little time as this way. The *tutorial's disk hooks* are those of PyTorch's tutorial on hooks for saved tensors: they
+write every tensor to a file and read it back. *Selective checkpointing* recomputes cheap operators only."""
 HOW = """Each way trains the same model on the same data, from the same seed, with the same malloc (tcmalloc), in its
 own process. Its steps alternate with plain steps in a second process. The losses and gradients of every step are
 compared bit for bit."""

@@ -336,7 +336,7 @@ def from_benchmarks(content: Mapping[str, Any]) -> Iterator[Table]:
         if not group.startswith(("steps, ", "largest ")):
             yield plain_table(group, rows, machine)
     if content.get("not_run"):
-        rows = [Row(each["name"], [each["name"], each["reason"]]) for each in content["not_run"]]
+        rows = [Row(each["name"], [case_of(each["name"]), each["reason"]]) for each in content["not_run"]]
         yield Table("Not run here", ["what", "why"], rows, machine, page="small")
 
 

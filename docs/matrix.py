@@ -2,12 +2,14 @@
 
     pytest tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml
 
-Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Only what
-has passed is claimed: a variant that was skipped or has failed is named as such.
+Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Sections of
+the page whose test file is not among the results stay as they are. Only what has passed is claimed: a variant that was
+skipped or has failed is named as such.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -35,9 +37,10 @@ NAMED_MAX = 4  # variants that are named; of more, the number is given
 HEAD = """# What is tested
 
 Each row is a test with the real framework. Code in brackets names the variants that passed. What was not run says why.
-
-Run on {day} with {versions}{where}.
 """
+RUN = "Run on {day} with {versions}{where}."
+SECTION = re.compile(r"^## .+?(?=^## |^Generated: |\Z)", re.M | re.S)
+FILE = re.compile(r"^`tests/integrations/(\w+\.py)`$", re.M)
 FOOT = "Generated: `pytest tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml`."
 
 
@@ -119,18 +122,18 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def page(day: str, rows: list[Row], *, about: str, where: str) -> str:
-    """The page, a section for each framework."""
-    lines = [HEAD.format(day=day, versions=about, where=where)]
-    modules = dict.fromkeys(row.file for row in rows)
-    order = [f"test_{stem}.py" for stem in TITLES]
-    for file in sorted(modules, key=lambda file: (order.index(file) if file in order else len(order), file)):
+def page(day: str, rows: list[Row], *, about: str, where: str, before: str = "") -> str:
+    """The page, a section for each framework; `before`: the page whose other sections stay."""
+    sections = {found[1]: text.strip() for text in SECTION.findall(before) if (found := FILE.search(text))}
+    for file in dict.fromkeys(row.file for row in rows):
         stem = file.removeprefix("test_").removesuffix(".py")
-        lines += [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
-        lines += ["| what is tested | outcome |", "|---|---|"]
+        lines = [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
+        lines += [RUN.format(day=day, versions=about, where=where), "", "| what is tested | outcome |", "|---|---|"]
         lines += [f"| {row.words} | {row.outcome} |" for row in rows if row.file == file]
-        lines.append("")
-    return "\n".join([*lines, FOOT, ""])
+        sections[file] = "\n".join(lines)
+    order = [f"test_{stem}.py" for stem in TITLES]
+    ordered = sorted(sections, key=lambda file: (order.index(file) if file in order else len(order), file))
+    return "\n".join([HEAD, *(f"{sections[file]}\n" for file in ordered), FOOT, ""])
 
 
 def main() -> int:
@@ -140,7 +143,9 @@ def main() -> int:
     parser.add_argument("--where", default="on the CPU", help="what the tests ran on")
     args = parser.parse_args()
     day, rows = read_all(args.results)
-    PAGE.write_text(page(day, rows, about=versions(), where=f", {args.where}"), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    text = page(day, rows, about=versions(), where=f", {args.where}", before=before)
+    PAGE.write_text(text, encoding="utf-8")
     return int(any(row.failed for row in rows))
 
 
