@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload._core import DriverError, PoolExhausted, SpillError
+    from offload.capacity.answer import Fit
+    from offload.capacity.model import fit
     from offload.contrib.gradient_accumulation import GradAccumulator
     from offload.contrib.prefetcher import Prefetcher
     from offload.diagnostics.recovery import recover
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DriverError",
+    "Fit",
     "GradAccumulator",
     "InfeasibleLimitError",
     "PoolExhausted",
@@ -32,11 +35,13 @@ __all__ = [
     "SpillError",
     "disable",
     "enable",
+    "fit",
     "recover",
 ]
 
 _HOMES = {
     "DriverError": "offload._core",
+    "Fit": "offload.capacity.answer",
     "GradAccumulator": "offload.contrib.gradient_accumulation",
     "InfeasibleLimitError": "offload.plan",
     "PoolExhausted": "offload._core",
@@ -46,6 +51,7 @@ _HOMES = {
     "SpillError": "offload._core",
     "disable": "offload.session",
     "enable": "offload.session",
+    "fit": "offload.capacity.model",
     "recover": "offload.diagnostics.recovery",
 }
 

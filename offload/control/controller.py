@@ -331,11 +331,11 @@ class PlanController:
             profiler.stop()
 
     def _read_profiles(self) -> None:
-        for state in list(self._states.values()):
+        for signature, state in list(self._states.items()):
             if state.profiler is not None:
-                self._read_profile(state, state.profiler)
+                self._read_profile(signature, state, state.profiler)
 
-    def _read_profile(self, state: SignatureState, profiler: Profiler) -> None:
+    def _read_profile(self, signature: object, state: SignatureState, profiler: Profiler) -> None:
         profile = profiler.profile()
         if profile is None:
             return  # its backward is not over
@@ -350,9 +350,13 @@ class PlanController:
                 link = replace(link, swap_seconds=min(swap_seconds, self._limits.swap_seconds_max))
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
-        self._latest = state.planned = planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
+        held = profile.held
+        if self._on_profile is not None:  # with the optimizer's state, which did not exist before a first step
+            held = most(held, self._held_before(signature))
+        planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
+        self._latest = state.planned = planned
         state.enter(Phase.PLANNING)
-        tell_profile(self._on_profile, planned, self._options, on_cpu=self._on_cpu)
+        tell_profile(self._on_profile, planned, self._options, self._engine.device)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
