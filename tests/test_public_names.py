@@ -38,6 +38,7 @@ DOCUMENTED = {
     "device",
     "disable",
     "explain_oom",
+    "log_to",
     "plan",
     "postfix",
     "report",

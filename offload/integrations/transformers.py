@@ -89,8 +89,8 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     Parameters
     ----------
     **options
-        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`, `recompute`.
+        The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
     ------
