@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from html import escape
 from typing import Any
 
 import torch
@@ -138,6 +139,10 @@ class Readings:
         name = type(model).__name__ if model is not None else "a freed model"
         state, asked = make_verdict(self._enabled).state(), wish(self._options)
         return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """Return HTML for a notebook: what the handle is of, and its report."""
+        return f"<div><code>{escape(repr(self))}</code>{self.report()._repr_html_()}</div>"
 
     # -- used inside the package --------------------------------------------------------------------------------------
 

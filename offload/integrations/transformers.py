@@ -177,7 +177,7 @@ def show_progress(trainer: Any, handle: Session) -> None:
     """Show the handle's figures behind the Trainer's progress bar, if it has one."""
     for callback in trainer.callback_handler.callbacks:
         bar = getattr(callback, "training_bar", None)
-        if hasattr(bar, "set_postfix"):
+        if bar is not None and hasattr(bar, "set_postfix"):
             bar.set_postfix(handle.postfix(), refresh=False)
 
 
