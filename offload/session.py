@@ -22,6 +22,7 @@ from offload.control.limits import LIMITS
 from offload.control.trial import make_trial
 from offload.devices.memory import record_out_of_memory
 from offload.diagnostics import oom
+from offload.diagnostics.live import LivePublisher
 from offload.diagnostics.readings import Readings
 from offload.diagnostics.report import Feed
 from offload.diagnostics.session_report import tier
@@ -58,6 +59,7 @@ class Session(Readings):
             registry.is_unused,
             always=registry.profile_listener() is not None,
         )
+        self._enabled.step_listeners.append(LivePublisher())
 
     # -- public -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from page_check import check_page
 
-import offload
 from offload.devices import allocator
 from offload.units import parse_bytes
 

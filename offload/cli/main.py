@@ -1,4 +1,4 @@
-"""The `offload` command: demo, doctor, fit, plan and run.
+"""The `offload` command: demo, doctor, fit, plan, run and top.
 
 The module of each command is imported with its parser; torch is imported only when a command runs.
 """
@@ -65,6 +65,10 @@ def _dispatch(args: argparse.Namespace, script_args: list[str] | None) -> int:
         from offload.cli import fit
 
         return fit.run(args, script_args or [])
+    if args.command == "top":
+        from offload.cli import top
+
+        return top.run(args)
     if args.command == "doctor":
         from offload.cli import doctor
 
@@ -103,7 +107,7 @@ class _Output:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from offload.cli import doctor, fit
+    from offload.cli import doctor, fit, top
     from offload.cli import plan as plan_cli
     from offload.demo import command as demo
 
@@ -117,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_arguments(subparsers.add_parser("doctor", help=doctor.HELP, description=doctor.HELP))
     fit.add_parser(subparsers)
     plan_cli.add_parser(subparsers)
+    top.add_arguments(subparsers.add_parser("top", help=top.HELP, description=top.HELP))
     summary = "run a command on a malloc that recycles memory, where one is installed"
     run = subparsers.add_parser(
         "run",
