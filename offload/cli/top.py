@@ -177,7 +177,7 @@ def _show(pid: int, places: Sequence[Path], interval_seconds: float) -> int:
         from rich.panel import Panel
         from rich.table import Table
     except ImportError:
-        return _refuse("the live view needs rich: pip install rich; without it, write offload top PID --once")
+        return _refuse("the live view needs rich; write offload top PID --once, or: pip install rich")
     before: dict[int, dict[str, Any]] = {}
     with Live(refresh_per_second=4) as live:
         while _is_alive(pid):

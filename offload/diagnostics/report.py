@@ -117,7 +117,7 @@ class Report:
     notes : tuple of str
         Notes for the user.
     feed : Feed
-        Counts of `offload.Prefetcher`.
+        Counts of `offload.contrib.Prefetcher`.
     plan : Plan or None
         The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     """
