@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from offload.diagnostics.html import inline
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
+from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes, format_seconds
 
@@ -115,7 +117,9 @@ class Report:
     notes : tuple of str
         Notes for the user.
     feed : Feed
-        Counts of `offload.Prefetcher`.
+        Counts of `offload.contrib.Prefetcher`.
+    plan : Plan or None
+        The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     """
 
     verdict: Verdict
@@ -143,6 +147,7 @@ class Report:
     steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
     feed: Feed = field(default_factory=Feed)
+    plan: Plan | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
@@ -189,8 +194,9 @@ class Report:
         return "\n".join([str(self.verdict), "", *lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: the verdict with bars, the details folded. It loads no resources."""
-        return report_page.render(self.verdict, self.rows(), self.notes)
+        """Return HTML for a notebook: the verdict with bars, the details folded, a memory curve. It loads nothing."""
+        page = report_page.render(self.verdict, self.rows(), self.notes)
+        return page if self.plan is None else f"<div>{page}\n{inline.curve(self.plan)}</div>"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the details: name and text."""

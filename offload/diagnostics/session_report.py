@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
 from offload.control.enabled_model import EnabledModel
+from offload.control.planned_step import PlannedStep
 from offload.devices import allocator
 from offload.diagnostics.assessment import Subject, assess, weigh_process
 from offload.diagnostics.report import Feed, Report
@@ -52,6 +53,7 @@ def make_report(enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[
         steps_measured=tuple(counts.steps_measured),
         notes=(*_notes(enabled), *(note for feed in feeds for note in feed.notes()), *remarks),
         feed=Feed.total(feeds),
+        plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
     )
 
 
