@@ -1,0 +1,253 @@
+"""Moves an optimizer's state to the swap store after each step and back for the next one. The optimizer stays as it is.
+
+It uses the hooks that torch offers around `step`, `state_dict` and `load_state_dict`. The session makes one for each
+optimizer it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
+from offload.optimizer_state.separable import is_separable
+from offload.optimizer_state.streamed_state import StreamedState
+from offload.runtime.engine import Engine
+from offload.torch_compat.optimizers import raw_step, steps_through_hooks
+
+__all__ = ["StateCounts", "StateMover"]
+
+log = logging.getLogger("offload")
+
+# In memory during a step: a chunk, what is read ahead for the next ones, and what is still being written.
+CHUNK_BYTES = 32 << 20
+AHEAD_BYTES = 64 << 20
+BEHIND_BYTES = 64 << 20
+
+# Backward needs no state: it goes to disk before any saved tensor does.
+NEED_FIRST = 1 << 40
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class StateCounts:
+    """What has been moved of one optimizer's state.
+
+    Attributes
+    ----------
+    optimizer : str
+        Name of its class.
+    stays : str
+        Why nothing is moved; empty if state moves.
+    steps : int
+        Steps with state in the store.
+    whole_steps : int
+        Of these, steps for which all state was in memory at a time.
+    tensors, nbytes : int
+        Tensors that leave between steps, and their bytes.
+    out_bytes, in_bytes : int
+        Bytes moved so far, in each direction.
+    """
+
+    optimizer: str
+    stays: str = ""
+    steps: int = 0
+    whole_steps: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+
+
+class StateMover:
+    """Keeps one optimizer's state in the store between its steps.
+
+    Parameters
+    ----------
+    engine
+        Copies this state and nothing else.
+    min_nbytes
+        Smaller tensors stay.
+    name_of
+        The name of a parameter, for errors.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]
+    ) -> None:
+        self.counts = StateCounts(type(optimizer).__name__, _why_it_stays(optimizer))
+        self.engine = engine
+        self._optimizer = weakref.ref(optimizer)
+        self._min_nbytes = min_nbytes
+        self._name_of = name_of
+        self._is_separable: bool | None = True if is_known(optimizer) else None
+        self._state: StreamedState | None = None
+        self._copied: defaultdict[Any, Any] | None = None
+        self._hooks: list[RemovableHandle] = []
+        if self.counts.stays:
+            return
+        engine.in_flight_bytes_max = BEHIND_BYTES
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
+        ]
+        self._leave_all(self._streamed(optimizer))
+
+    @property
+    def bytes_in_memory_max(self) -> int:
+        """Of state that has left and whose copies may be under way while a model runs."""
+        return min(self.counts.nbytes, BEHIND_BYTES) if self._hooks else 0
+
+    def close(self) -> None:
+        """Bring all state back and leave the optimizer alone.
+
+        Raises
+        ------
+        OptimizerStateError
+            Some of it cannot be read. It is tried again by the next call, or use `load_state_dict`.
+        """
+        optimizer, state = self._optimizer(), self._state
+        if optimizer is not None and state is not None and optimizer.state is state:
+            for key in list(state):
+                state.begin(key)
+                state.fetch(key)
+            optimizer.state = defaultdict(dict, dict.items(state))
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._state = None
+        self.engine.drain()
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    def _streamed(self, optimizer: Optimizer) -> StreamedState:
+        """The optimizer's state; one that torch or the caller has put there since is taken over."""
+        if self._state is None or optimizer.state is not self._state:
+            self._state = StreamedState(optimizer.state, self.engine, self._min_nbytes, self._name_of)
+            optimizer.state = self._state
+        return self._state
+
+    def _leave(self, state: StreamedState, key: Any, need: int) -> None:
+        self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
+        self.engine.limit_in_flight()
+
+    def _leave_all(self, state: StreamedState) -> None:
+        """Have everything leave that is in memory: what a step did not touch, and what was asked for since."""
+        for need, key in enumerate(list(state)):
+            self._leave(state, key, need)
+        self.counts.nbytes = state.nbytes
+        self.counts.tensors = sum(map(len, state.tensors.values()))
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        state = self._streamed(optimizer)
+        self.engine.collect()
+        self.counts.steps += 1
+        if not self._can_chunk(optimizer, args, kwargs):
+            self.counts.whole_steps += 1
+            self._fetch_all(state)
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        grad_mode = torch.is_grad_enabled()
+
+        def step_in_chunks() -> Any:
+            loss = closure() if closure is not None else None
+            with torch.set_grad_enabled(grad_mode):
+                self._step(optimizer, state)
+            return loss
+
+        # The step's own function calls it, after all hooks: one that was registered later may change gradients.
+        return (stepping_nothing(optimizer),), {"closure": step_in_chunks}
+
+    def _can_chunk(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if len(args) > 2 or kwargs.keys() - {"closure"} or any(group.get("capturable") for group in optimizer.param_groups):
+            return False
+        if self._is_separable is None:
+            takes_closure = "closure" in inspect.signature(raw_step(optimizer)).parameters
+            self._is_separable = takes_closure and is_separable(optimizer)
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        # An optimizer that is not torch's may call the closure more than once.
+        return self._is_separable and (is_known(optimizer) or not has_closure)
+
+    def _step(self, optimizer: Optimizer, state: StreamedState) -> None:
+        step = ChunkedStep(optimizer)
+        chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
+        begun, need = 0, 0
+        try:
+            for number, chunk in enumerate(chunks):
+                begun = self._read_ahead(state, chunks, number, begun)
+                for param in chunk:
+                    self.counts.in_bytes += state.fetch(param)
+                step.run(chunk)
+                for param in chunk:
+                    self._leave(state, param, need)
+                    need += 1
+        finally:
+            step.end()
+            for chunk in chunks[:begun]:
+                for param in chunk:
+                    state.abandon(param)
+        self._leave_all(state)
+
+    @staticmethod
+    def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:
+        """Start copy-ins up to `AHEAD_BYTES` behind a chunk. Returns how many chunks have begun."""
+        ahead = sum(state.nbytes_of(param) for chunk in chunks[number + 1 : begun] for param in chunk)
+        while begun < len(chunks) and (begun <= number + 1 or ahead < AHEAD_BYTES):
+            for param in chunks[begun]:
+                state.begin(param)
+            ahead += sum(map(state.nbytes_of, chunks[begun])) if begun > number else 0
+            begun += 1
+        return begun
+
+    def _fetch_all(self, state: StreamedState) -> None:
+        for key in list(state):
+            state.begin(key)
+        for key in list(state):
+            self.counts.in_bytes += state.fetch(key)
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._leave_all(self._streamed(optimizer))
+
+    # -- state_dict ---------------------------------------------------------------------------------------------------
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        """Show copies, which later steps do not change; an interrupted `state_dict` leaves them, as true as any."""
+        self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
+        optimizer.state = self._copied
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if self._state is not None and optimizer.state is self._copied:
+            optimizer.state = self._state
+        self._copied = None
+
+    def _after_load_state_dict(self, optimizer: Optimizer) -> None:
+        state = self._streamed(optimizer)
+        for need, key in enumerate(list(state)):
+            state.own(key)
+            self._leave(state, key, need)
+
+
+def _why_it_stays(optimizer: Optimizer) -> str:
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS uses the state of all parameters at once, several times per step"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "a capturable step may run in a CUDA graph, which uses the state where it was"
+    if steps_through_hooks(optimizer):
+        return "its step calls that of a base class, whose hooks would run within it"
+    return ""

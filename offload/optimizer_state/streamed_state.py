@@ -1,0 +1,204 @@
+"""An optimizer's `state` some of whose tensors are in the store: a parameter's are brought back when it is asked for.
+
+`StateMover` puts it in the place of the dictionary that torch makes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload import _core
+from offload.optimizer_state.state_tensor import StateTensor, is_movable
+from offload.runtime.engine import Engine
+from offload.torch_compat.optimizers import holds_alone
+
+__all__ = ["OptimizerStateError", "StreamedState"]
+
+State = dict[Any, Any]
+
+
+class OptimizerStateError(_core.SpillError):
+    """Optimizer state could not be read back: load the latest checkpoint's state. `parameter` is the parameter's name."""
+
+    parameter: str
+
+
+class StreamedState(defaultdict[Any, State]):
+    """Maps parameters to their state, as torch's own dictionary does.
+
+    Parameters
+    ----------
+    state
+        The dictionary that it replaces; its tensors are in memory.
+    engine
+        What copies them.
+    min_nbytes
+        Smaller tensors stay.
+    name_of
+        The name of a parameter, for errors.
+    """
+
+    def __init__(
+        self, state: dict[Any, State], engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]
+    ) -> None:
+        super().__init__(dict, state)
+        self.engine = engine
+        self.tensors: dict[Any, list[StateTensor]] = {}
+        self._min_nbytes = min_nbytes
+        self._name_of = name_of
+
+    # -- what leaves and comes back -----------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that leave."""
+        return sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
+
+    def nbytes_of(self, key: Any) -> int:
+        """Of the tensors of one parameter that leave; 0 where none has left yet."""
+        return sum(each.nbytes for each in self.tensors.get(key, ()))
+
+    def leave(self, key: Any, need: int) -> int:
+        """Start the copy-outs of what can leave of one parameter's state. Returns the bytes."""
+        state = self.peek(key)
+        if state is None:
+            self.tensors.pop(key, None)
+            return 0
+        known = {id(each.tensor): each for each in self.tensors.get(key, ())}
+        leaving: list[StateTensor] = []
+        nbytes = 0
+        self.tensors[key] = leaving
+        for name, value in list(state.items()):
+            each = known.get(id(value))
+            if each is None or not each.is_away:
+                if not (is_movable(value, self.engine.device, self._min_nbytes) and holds_alone(value)):
+                    continue
+                each = each or StateTensor(name, value)
+                each.leave(self.engine, need)
+                nbytes += each.nbytes if each.is_away else 0
+            leaving.append(each)
+        return nbytes
+
+    def own(self, key: Any) -> None:
+        """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are."""
+        state = self.peek(key) or {}
+        for name, value in state.items():
+            if is_movable(value, self.engine.device, self._min_nbytes):
+                state[name] = value.clone(memory_format=torch.preserve_format)
+
+    def begin(self, key: Any) -> int:
+        """Start the copy-ins of one parameter's state. Returns the bytes."""
+        return sum(each.nbytes for each in self.tensors.get(key, ()) if each.begin())
+
+    def abandon(self, key: Any) -> None:
+        """Free the memory of copy-ins that nobody waits for any more."""
+        for each in self.tensors.get(key, ()):
+            each.abandon()
+
+    def fetch(self, key: Any) -> int:
+        """Have one parameter's state in memory. Returns the bytes that were away.
+
+        Raises
+        ------
+        OptimizerStateError
+            A tensor could not be read; it and those behind it are away as before.
+        """
+        nbytes = 0
+        for each in self.tensors.get(key, ()):
+            if each.is_away:
+                self._read(key, each, each.bring)
+                nbytes += each.nbytes
+        return nbytes
+
+    def _read(self, key: Any, each: StateTensor, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except _core.SpillError as error:
+            name = self._name_of(key)
+            told = OptimizerStateError(
+                error.errno,
+                f"the optimizer state {each.name!r} of parameter {name} cannot be read back; load the optimizer's "
+                f"state_dict of the latest checkpoint to go on: {error.strerror}",
+                error.filename,
+            )
+            told.offset, told.parameter = error.offset, name
+            raise told from error
+
+    def peek(self, key: Any) -> State | None:
+        """Return a parameter's state as it is: what is away reads as NaN. None where there is none."""
+        return dict.get(self, key)
+
+    def copied(self, *, to_host: bool) -> defaultdict[Any, State]:
+        """Return a plain dictionary with copies of all tensors that leave. What is away stays so.
+
+        Parameters
+        ----------
+        to_host
+            Have the copies in host memory: device memory need not hold them all.
+        """
+        result: defaultdict[Any, State] = defaultdict(dict)
+        for key, state in dict.items(self):
+            known = {id(each.tensor): each for each in self.tensors.get(key, ())}
+            result[key] = {}
+            for name, value in state.items():
+                each = known.get(id(value))
+                if each is not None:
+                    value = self._read(key, each, each.copy)
+                    value = value.cpu() if to_host else value
+                result[key][name] = value
+        return result
+
+    # -- a dictionary -------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> State:
+        self.fetch(key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()  # overridden, so that dict() and ** of this one ask for each item
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary, brought back."""
+        return self[key] if key in self else default
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary, brought back."""
+        self.fetch(key)
+        return super().setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of any dictionary, brought back."""
+        self.fetch(key)
+        self.tensors.pop(key, None)
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, State]:
+        """As of any dictionary, brought back."""
+        key = next(reversed(self.keys()))
+        return key, self.pop(key)
+
+    def items(self) -> Any:
+        """Each one is brought back as the view is iterated."""
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        """Each one is brought back as the view is iterated."""
+        return ValuesView(self)
+
+    def copy(self) -> defaultdict[Any, State]:  # type: ignore[override]
+        """Bring all back and return a plain dictionary of the same tensors."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, State]:
+        return copy.deepcopy(self.copied(to_host=False), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copied(to_host=False).__reduce_ex__(protocol)
