@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offload.contrib.prefetcher import Prefetcher
     from offload.diagnostics.recovery import recover
     from offload.diagnostics.report import Report
+    from offload.optimizer_state.streamed_state import OptimizerStateError
     from offload.plan import InfeasibleLimitError
     from offload.session import Session, disable, enable
 
@@ -25,6 +26,7 @@ __all__ = [
     "DriverError",
     "GradAccumulator",
     "InfeasibleLimitError",
+    "OptimizerStateError",
     "PoolExhausted",
     "Prefetcher",
     "Report",
@@ -39,6 +41,7 @@ _HOMES = {
     "DriverError": "offload._core",
     "GradAccumulator": "offload.contrib.gradient_accumulation",
     "InfeasibleLimitError": "offload.plan",
+    "OptimizerStateError": "offload.optimizer_state.streamed_state",
     "PoolExhausted": "offload._core",
     "Prefetcher": "offload.contrib.prefetcher",
     "Report": "offload.diagnostics.report",

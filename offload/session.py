@@ -7,36 +7,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from offload.control import registry
 from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
 from offload.control.enabled_model import EnabledModel
-from offload.control.limits import LIMITS
 from offload.control.manual import ManualController
-from offload.control.trial import make_trial
 from offload.devices.memory import peak_bytes, record_out_of_memory
-from offload.diagnostics import oom
 from offload.diagnostics.assessment import wish
+from offload.diagnostics.device_sessions import make_device_session
 from offload.diagnostics.report import Feed, Report
-from offload.diagnostics.session_report import make_report, make_verdict, tier
+from offload.diagnostics.session_report import make_report, make_verdict, recorded_trace, tier
 from offload.diagnostics.step_recording import StepRecording
-from offload.options import Options, check_options
-from offload.plan import Link, Plan
+from offload.optimizer_state.movers import StateMovers
+from offload.options import Options, check_optimizers, check_options
+from offload.plan import Plan
 from offload.plan.trace import Trace
-from offload.profiling.calibration import measure_link
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.refusals import check_model
-from offload.runtime.schedule import StepOrder
 from offload.runtime.stores import make_engine
 from offload.runtime.weak import run_pending_callbacks
 from offload.torch_compat import compiled
@@ -54,12 +51,19 @@ class Session:
     """The handle that `offload.enable` returns. As a context manager it disables offload at the end of the block."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, options: Options, engine: Engine, asked: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        device: torch.device,
+        options: Options,
+        engine: Engine,
+        asked: Mapping[str, Any],
+        states: StateMovers,
     ) -> None:
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
         self._told_of_plan = False
         self._recording: StepRecording | None = None
+        self._states = states
         self._enabled = EnabledModel(
             model,
             device,
@@ -67,10 +71,12 @@ class Session:
             engine,
             asked,
             self,
-            _session_on,
+            make_device_session,
             registry.is_unused,
             always=registry.profile_listener() is not None,
         )
+        if (held := self._on_device.held) is not None:
+            held.count_moving(states.bytes_in_memory_max)
 
     # -- public -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +117,8 @@ class Session:
     def report(self) -> Report:
         """Return what has been swapped since `enable`, and what has not and why."""
         run_pending_callbacks()
-        return make_report(self._enabled, self._feeds, self._remarks)
+        self._states.look()
+        return make_report(self._enabled, self._feeds, self._remarks, self._states.counts)
 
     @property
     def plan(self) -> Plan | None:
@@ -131,15 +138,7 @@ class Session:
         RuntimeError
             No step has been profiled: the first one is not over, or `n_tensors` is given.
         """
-        if not isinstance(self._controller, PlanController):
-            raise RuntimeError("n_tensors is the manual mode and profiles nothing; for a trace, enable without it")
-        planned = self._controller.latest()
-        if planned is None:
-            raise RuntimeError(
-                "no step has been profiled yet: run one forward and backward pass in training mode first"
-            )
-        found = planned.link
-        return replace(planned.trace(), link=Link(found.out_bandwidth, found.in_bandwidth, found.latency))
+        return recorded_trace(self._controller)
 
     def postfix(self) -> dict[str, str]:
         """Return values for a progress bar: peak memory so far, bytes swapped out and seconds stalled since `enable`.
@@ -225,9 +224,12 @@ class Session:
         return self._recording
 
     def disable(self) -> None:
-        """Undo `enable`. Backward still works for graphs that were created before."""
-        if self._enabled.is_enabled:
-            self._enabled.disable()
+        """Undo `enable` and bring optimizer state back. Backward still works for graphs that were created before."""
+        try:
+            self._states.close()
+        finally:
+            if self._enabled.is_enabled:
+                self._enabled.disable()
 
     def __enter__(self) -> Session:
         return self
@@ -270,22 +272,6 @@ class Session:
         return self._on_device.controller
 
 
-def _session_on(
-    model: nn.Module,
-    device: torch.device,
-    options: Options,
-    engine: Engine,
-    on_recorded: Callable[[StepOrder], None],
-) -> DeviceSession:
-    link, listener = partial(measure_link, device, options), registry.profile_listener()
-    return DeviceSession(model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS)
-
-
-def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    about = (*at.counts.in_step(), at.counts.dropped_in_step())
-    oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)
-
-
 def enable(
     model: nn.Module,
     *,
@@ -298,6 +284,8 @@ def enable(
     host_limit: int | str | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
     recompute: Literal["auto", "cheap", False] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer_state: Literal["auto", True, False] = "auto",
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory during training.
 
@@ -333,6 +321,12 @@ def enable(
         ``"auto"``, the default without `n_tensors`: tensors are dropped and recomputed in backward if that is better
         than swapping them and a trial step has shown that the result has the same bits. ``"cheap"``: the same, but
         matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
+    optimizer
+        The optimizer of the model, or a list of them. Needed by `optimizer_state`.
+    optimizer_state
+        ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
+        parameters at a time. ``False``: it stays in memory. ``"auto"``: it stays in memory too, since the planner does
+        not weigh optimizer state against saved tensors.
 
     Returns
     -------
@@ -367,10 +361,13 @@ def enable(
         "spill_dir": spill_dir,
         "recompute": recompute,
     }
+    optimizers = check_optimizers(model, optimizer, optimizer_state)
     device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
     options = check_options(model, device, **asked)
     record_out_of_memory()
-    session = compiled.untraced(Session, model, device, options, make_engine(device, options), asked)
+    engine = make_engine(device, options)
+    states = StateMovers(model, optimizers, partial(make_engine, device, options), options.min_tensor_bytes)
+    session = compiled.untraced(Session, model, device, options, engine, asked, states)
     registry.register(session._enabled)
     return session
 

@@ -24,6 +24,7 @@ PACKAGES = [
     {"options"},
     {"recomputation"},
     {"runtime"},
+    {"optimizer_state"},
     {"profiling"},
     {"control"},
     {"diagnostics"},

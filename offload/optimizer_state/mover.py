@@ -10,8 +10,8 @@ import inspect
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import raw_step, steps_through_hooks
+from offload.units import format_bytes
 
 __all__ = ["StateCounts", "StateMover"]
 
@@ -58,6 +59,8 @@ class StateCounts:
         Tensors that leave between steps, and their bytes.
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
+    failed : int
+        Tensors that stayed because writing them failed; `failure` is the latest error.
     """
 
     optimizer: str
@@ -68,6 +71,32 @@ class StateCounts:
     nbytes: int = 0
     out_bytes: int = 0
     in_bytes: int = 0
+    failed: int = 0
+    failure: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the bytes moved per step in each direction."""
+        steps = max(self.steps, 1)
+        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
+        return {**asdict(self), **per_step}
+
+    def __str__(self) -> str:
+        if self.stays:
+            return f"{self.optimizer}: stays in memory: {self.stays}"
+        moved = self.to_dict()
+        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
+        what = f"{self.optimizer}: {self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between steps"
+        return f"{what}; per step {out} written, {back} read"
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes for the user."""
+        if self.failed:
+            yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
+        if self.whole_steps:
+            yield (
+                f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: it is "
+                "not known to give the same bits when it steps a few parameters at a time"
+            )
 
 
 class StateMover:
@@ -83,9 +112,7 @@ class StateMover:
         The name of a parameter, for errors.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]) -> None:
         self.counts = StateCounts(type(optimizer).__name__, _why_it_stays(optimizer))
         self.engine = engine
         self._optimizer = weakref.ref(optimizer)
@@ -149,8 +176,16 @@ class StateMover:
         """Have everything leave that is in memory: what a step did not touch, and what was asked for since."""
         for need, key in enumerate(list(state)):
             self._leave(state, key, need)
-        self.counts.nbytes = state.nbytes
-        self.counts.tensors = sum(map(len, state.tensors.values()))
+        self.look()
+
+    def look(self) -> None:
+        """Bring `counts` up to date."""
+        counts, state = self.counts, self._state
+        if state is not None:
+            counts.nbytes, counts.tensors = state.nbytes, sum(map(len, state.tensors.values()))
+            self.engine.collect()
+            counts.failed = self.engine.failed + state.refused
+            counts.failure = self.engine.failure or state.refusal
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -175,7 +210,11 @@ class StateMover:
         return (stepping_nothing(optimizer),), {"closure": step_in_chunks}
 
     def _can_chunk(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if len(args) > 2 or kwargs.keys() - {"closure"} or any(group.get("capturable") for group in optimizer.param_groups):
+        if (
+            len(args) > 2
+            or kwargs.keys() - {"closure"}
+            or any(group.get("capturable") for group in optimizer.param_groups)
+        ):
             return False
         if self._is_separable is None:
             takes_closure = "closure" in inspect.signature(raw_step(optimizer)).parameters
@@ -187,7 +226,7 @@ class StateMover:
     def _step(self, optimizer: Optimizer, state: StreamedState) -> None:
         step = ChunkedStep(optimizer)
         chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
-        begun, need = 0, 0
+        begun = done = need = 0
         try:
             for number, chunk in enumerate(chunks):
                 begun = self._read_ahead(state, chunks, number, begun)
@@ -197,12 +236,12 @@ class StateMover:
                 for param in chunk:
                     self._leave(state, param, need)
                     need += 1
+                done += 1
         finally:
             step.end()
-            for chunk in chunks[:begun]:
+            for chunk in chunks[done:begun]:  # after an error
                 for param in chunk:
                     state.abandon(param)
-        self._leave_all(state)
 
     @staticmethod
     def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:

@@ -81,7 +81,9 @@ def _tiny(optimizer: Optimizer) -> Optimizer | None:
     """A copy with other, tiny parameters; None where it has attributes that are no plain values."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and name[0] != "_"}
     private = {name: value for name, value in vars(optimizer).items() if name[0] == "_" and _is_plain(value)}
-    groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
     if not (_is_plain(own) and _is_plain(groups) and _is_plain(optimizer.defaults)):
         return None
     made: Optimizer = object.__new__(type(optimizer))

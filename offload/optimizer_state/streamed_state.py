@@ -24,7 +24,7 @@ State = dict[Any, Any]
 
 
 class OptimizerStateError(_core.SpillError):
-    """Optimizer state could not be read back: load the latest checkpoint's state. `parameter` is the parameter's name."""
+    """Optimizer state could not be read back; load that of the latest checkpoint. `parameter` is a parameter's name."""
 
     parameter: str
 
@@ -50,6 +50,8 @@ class StreamedState(defaultdict[Any, State]):
         super().__init__(dict, state)
         self.engine = engine
         self.tensors: dict[Any, list[StateTensor]] = {}
+        self.refused = 0  # tensors for which there was no room, each time
+        self.refusal = ""
         self._min_nbytes = min_nbytes
         self._name_of = name_of
 
@@ -80,10 +82,17 @@ class StreamedState(defaultdict[Any, State]):
                 if not (is_movable(value, self.engine.device, self._min_nbytes) and holds_alone(value)):
                     continue
                 each = each or StateTensor(name, value)
-                each.leave(self.engine, need)
+                self._put_out(each, need)
                 nbytes += each.nbytes if each.is_away else 0
             leaving.append(each)
         return nbytes
+
+    def _put_out(self, each: StateTensor, need: int) -> None:
+        try:
+            each.leave(self.engine, need)
+        except (MemoryError, OSError, _core.PinningFailed) as error:  # it stays where it is
+            self.refused += 1
+            self.refusal = str(error)
 
     def own(self, key: Any) -> None:
         """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are."""
@@ -165,7 +174,8 @@ class StreamedState(defaultdict[Any, State]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of any dictionary, brought back."""
-        return self[key] if key in self else default
+        self.fetch(key)
+        return super().get(key, default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """As of any dictionary, brought back."""
@@ -195,7 +205,7 @@ class StreamedState(defaultdict[Any, State]):
         """Bring all back and return a plain dictionary of the same tensors."""
         return defaultdict(dict, self.items())
 
-    __copy__ = copy
+    __copy__ = copy  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, State]:
         return copy.deepcopy(self.copied(to_host=False), memo)

@@ -1,4 +1,4 @@
-"""Optimizers of torch, as far as only private interfaces tell: an unhooked step, the choice of foreach, memory kept out.
+"""What only private interfaces of torch tell of optimizers and their state.
 
 `optimizer_state` uses them in every optimizer step.
 """
