@@ -144,7 +144,7 @@ class StreamedState(defaultdict[Any, State]):
         return dict.get(self, key)
 
     def copied(self, *, to_host: bool) -> defaultdict[Any, State]:
-        """Return a plain dictionary with copies of all tensors that leave. What is away stays so.
+        """Return a plain dictionary with copies of all tensors, of one moment. What is away stays so.
 
         Parameters
         ----------
@@ -160,6 +160,8 @@ class StreamedState(defaultdict[Any, State]):
                 if each is not None:
                     value = self._read(key, each, each.copy)
                     value = value.cpu() if to_host else value
+                elif isinstance(value, Tensor):
+                    value = value.clone(memory_format=torch.preserve_format)
                 result[key][name] = value
         return result
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +36,10 @@ def steps_through_hooks(optimizer: Optimizer) -> bool:
     """Whether the unhooked step may call the step of a base class, which runs the hooks again."""
     own = raw_step(optimizer)
     steps = [vars(kind)["step"] for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
-    return any(_without_hooks(step) is not own for step in steps)
+    if all(_without_hooks(step) is own for step in steps):
+        return False
+    code = getattr(inspect.unwrap(own), "__code__", None)
+    return code is None or "step" in code.co_names
 
 
 def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:

@@ -25,7 +25,7 @@ def pair(tier, tmp_path, steps=3):
 
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),  # noqa: S301
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
     "save": lambda optimizer: torch.load(_saved(optimizer), weights_only=False),
 }
 
@@ -61,7 +61,10 @@ def test_a_checkpoint_while_states_are_leaving(tier, tmp_path):
     assert moved.state.peek(params_of(moved)[0])["exp_avg"].isnan().all(), "nothing was brought back"
     assert_equal(torch.load(_saved(checkpoint), weights_only=True), expected)
     run(moved, 3, begin=3)
-    assert_equal({p: s["exp_avg"] for p, s in checkpoint["state"].items()}, {p: s["exp_avg"] for p, s in expected["state"].items()})
+    assert_equal(
+        {p: s["exp_avg"] for p, s in checkpoint["state"].items()},
+        {p: s["exp_avg"] for p, s in expected["state"].items()},
+    )
     run(plain, 3, begin=3)
     assert_equal(everything(moved), everything(plain))
     resumed = make_optimizer(*OPTIMIZERS["AdamW"])

@@ -1,6 +1,7 @@
 """Training loops as users write them, on an enabled model whose optimizer state moves: the bits of plain training."""
 
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
@@ -153,7 +154,9 @@ class HookThatClips(Loop):
     """A hook that was registered after ours changes gradients, and one after the step frees them."""
 
     def after(self):
-        self.optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(self.model.parameters(), 0.1) and None)
+        self.optimizer.register_step_pre_hook(
+            lambda *_: nn.utils.clip_grad_norm_(self.model.parameters(), 0.1) and None
+        )
         self.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
 
 
@@ -205,9 +208,9 @@ class Replaced(Loop):
 
     def step(self, number):
         if number == 3:
-            self.optimizer.state = type(self.optimizer.state)(dict) if self.handle is None else __import__(
-                "collections"
-            ).defaultdict(dict)
+            self.optimizer.state = (
+                type(self.optimizer.state)(dict) if self.handle is None else __import__("collections").defaultdict(dict)
+            )
         if number == 4:
             self.optimizer.state[self.model[2].weight] = {}
         super().step(number)

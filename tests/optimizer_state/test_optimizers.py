@@ -250,7 +250,7 @@ READS = {
     "item": lambda o, p: o.state[p],
     "get": lambda o, p: o.state.get(p),
     "items": lambda o, p: next(s for q, s in o.state.items() if q is p),
-    "values": lambda o, p: list(o.state.values())[0],
+    "values": lambda o, p: next(iter(o.state.values())),
     "dict": lambda o, p: dict(o.state)[p],
     "unpacked": lambda o, p: {**o.state}[p],
     "copy": lambda o, p: o.state.copy()[p],
