@@ -69,7 +69,7 @@ class StreamedState(defaultdict[Any, State]):
     def leave(self, key: Any, need: int) -> int:
         """Start the copy-outs of what can leave of one parameter's state. Returns the bytes."""
         state = self.peek(key)
-        if state is None:
+        if not isinstance(state, dict):  # gone, or not of a parameter
             self.tensors.pop(key, None)
             return 0
         known = {id(each.tensor): each for each in self.tensors.get(key, ())}
@@ -96,8 +96,8 @@ class StreamedState(defaultdict[Any, State]):
 
     def own(self, key: Any) -> None:
         """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are."""
-        state = self.peek(key) or {}
-        for name, value in state.items():
+        state = self.peek(key)
+        for name, value in state.items() if isinstance(state, dict) else ():
             if is_movable(value, self.engine.device, self._min_nbytes):
                 state[name] = value.clone(memory_format=torch.preserve_format)
 
@@ -153,6 +153,9 @@ class StreamedState(defaultdict[Any, State]):
         """
         result: defaultdict[Any, State] = defaultdict(dict)
         for key, state in dict.items(self):
+            if not isinstance(state, dict):
+                result[key] = state
+                continue
             known = {id(each.tensor): each for each in self.tensors.get(key, ())}
             result[key] = {}
             for name, value in state.items():

@@ -129,6 +129,7 @@ ENDINGS = {
     "optimizer freed": "del optimizer",
     "model freed": "del model, handle; optimizer.step()",
     "fork": """
+        handle._states._alive()[0].engine.drain()  # what is still leaving is in the child's memory too
         pid = os.fork()
         if pid == 0:
             try:

@@ -208,9 +208,7 @@ class Replaced(Loop):
 
     def step(self, number):
         if number == 3:
-            self.optimizer.state = (
-                type(self.optimizer.state)(dict) if self.handle is None else __import__("collections").defaultdict(dict)
-            )
+            self.optimizer.state = defaultdict(dict)
         if number == 4:
             self.optimizer.state[self.model[2].weight] = {}
         super().step(number)
