@@ -26,9 +26,8 @@ def train(arguments: argparse.Namespace, tokens: int, *, is_moved: bool) -> None
     import offload
 
     torch.manual_seed(0)
-    layers = [
-        each for _ in range(arguments.layers) for each in (nn.Linear(arguments.width, arguments.width), nn.GELU())
-    ]
+    width = arguments.width
+    layers = [each for _ in range(arguments.layers) for each in (nn.Linear(width, width), nn.GELU())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     handle = offload.enable(model, n_tensors=0, optimizer=optimizer, optimizer_state=is_moved)

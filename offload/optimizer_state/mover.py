@@ -23,6 +23,7 @@ from offload.optimizer_state.chunks import ChunkedStep, is_known, split, steppin
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.runtime.engine import Engine
+from offload.torch_compat.compiled import untraced
 from offload.torch_compat.optimizers import raw_step, steps_through_hooks
 from offload.units import format_bytes
 
@@ -137,7 +138,7 @@ class StateMover:
     @property
     def bytes_in_memory_max(self) -> int:
         """Of state that has left and whose copies may be under way while a model runs."""
-        return min(self.counts.nbytes, BEHIND_BYTES) if self._hooks else 0
+        return min(self.counts.nbytes, BEHIND_BYTES) if self._state is not None else 0
 
     def close(self) -> None:
         """Bring all state back and leave the optimizer alone.
@@ -147,16 +148,12 @@ class StateMover:
         OptimizerStateError
             Some of it cannot be read. It is tried again by the next call, or use `load_state_dict`.
         """
-        optimizer, state = self._optimizer(), self._state
-        if optimizer is not None and state is not None and optimizer.state is state:
-            for key in list(state):
-                state.begin(key)
-                state.fetch(key)
-            optimizer.state = defaultdict(dict, dict.items(state))
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._bring_back(optimizer)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._state = None
         self.engine.drain()
 
     # -- the state ----------------------------------------------------------------------------------------------------
@@ -168,7 +165,15 @@ class StateMover:
             optimizer.state = self._state
         return self._state
 
+    def _bring_back(self, optimizer: Optimizer) -> None:
+        state = self._state
+        if state is not None and optimizer.state is state:
+            self._fetch_all(state)
+            optimizer.state = defaultdict(dict, dict.items(state))
+        self._state = None
+
     def _leave(self, state: StreamedState, key: Any, need: int) -> None:
+        self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
         self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
         self.engine.limit_in_flight()
 
@@ -190,6 +195,10 @@ class StateMover:
     # -- step ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if torch.compiler.is_compiling():
+            untraced(self._stay_in_memory, optimizer)
+        if self.counts.stays:
+            return None
         state = self._streamed(optimizer)
         self.engine.collect()
         self.counts.steps += 1
@@ -255,20 +264,29 @@ class StateMover:
         return begun
 
     def _fetch_all(self, state: StreamedState) -> None:
-        for key in list(state):
-            state.begin(key)
-        for key in list(state):
+        keys = list(state)
+        for number, key in enumerate(keys):
+            for following in keys[number + 1 : number + 2]:
+                state.begin(following)
             self.counts.in_bytes += state.fetch(key)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        self._leave_all(self._streamed(optimizer))
+        if not self.counts.stays:
+            self._leave_all(self._streamed(optimizer))
+
+    def _stay_in_memory(self, optimizer: Optimizer) -> None:
+        """Bring all state back for good; the hooks stay, as torch is iterating over them."""
+        if not self.counts.stays:
+            self._bring_back(optimizer)
+            self.counts.stays = "its step is compiled, and a compiled step uses all state at once"
 
     # -- state_dict ---------------------------------------------------------------------------------------------------
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Show copies, which later steps do not change; an interrupted `state_dict` leaves them, as true as any."""
-        self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
-        optimizer.state = self._copied
+        if not self.counts.stays:
+            self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
+            optimizer.state = self._copied
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if self._state is not None and optimizer.state is self._copied:
@@ -276,6 +294,8 @@ class StateMover:
         self._copied = None
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
+        if self.counts.stays:
+            return
         state = self._streamed(optimizer)
         for need, key in enumerate(list(state)):
             state.own(key)

@@ -13,6 +13,7 @@ from state_rig import (
     make_optimizer,
     params_of,
     run,
+    set_gradients,
 )
 
 from offload.optimizer_state import mover as mover_module
@@ -288,4 +289,21 @@ def test_a_view_that_somebody_holds_keeps_its_tensor_in_memory(tmp_path):
     del views
     run(moved, 1, begin=4)
     assert moved.state.peek(params_of(moved)[0])["exp_avg"].isnan().all()
+    mover.close()
+
+
+def test_the_state_of_a_compiled_step_stays(tmp_path):
+    results = []
+    for is_moved in (False, True):
+        optimizer = make_optimizer(*OPTIMIZERS["AdamW"])
+        mover = make_mover(optimizer, "direct", tmp_path) if is_moved else None
+        run(optimizer, 2)
+        compiled = torch.compile(optimizer.step, backend="eager")
+        for number in (2, 4, 5):
+            set_gradients(optimizer, number)
+            compiled()
+        results.append(everything(optimizer))
+    assert_equal(*results)
+    assert "compiled" in str(mover.counts)
+    assert type(optimizer.state).__name__ == "defaultdict"
     mover.close()
