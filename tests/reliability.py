@@ -54,6 +54,7 @@ PARTS = {
     "faults": Part("failing I/O and memory", ("tests/autograd/test_faults.py", "tests/core")),
     "double": Part("the CUDA driver over its double", ("tests/twin", "tests/test_cuda_driver.py")),
     "processes": Part("kills, limits, forks, exits, long runs", ("tests/processes",)),
+    "state": Part("optimizer state: failing I/O, forks, exits, copies", ("tests/optimizer_state",)),
     "databases": Part("PyTorch's databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
     "sanitizers": Part("the stress program", ("tests/stress", "--long"), ("--rounds=500",), shares=2),
     "seeds": Part("seeded schedules", ("tests/campaign/test_seeds.py",), shares=4),

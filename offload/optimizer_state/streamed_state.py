@@ -97,7 +97,9 @@ class StreamedState(defaultdict[Any, State]):
     def own(self, key: Any) -> None:
         """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are."""
         state = self.peek(key)
-        for name, value in state.items() if isinstance(state, dict) else ():
+        if not isinstance(state, dict):
+            return
+        for name, value in state.items():
             if is_movable(value, self.engine.device, self._min_nbytes):
                 state[name] = value.clone(memory_format=torch.preserve_format)
 
