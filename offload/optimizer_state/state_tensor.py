@@ -39,13 +39,14 @@ class StateTensor:
     read are on disk as those that nobody has read are.
     """
 
-    __slots__ = ("_shape", "_stored", "_stride", "name", "nbytes", "tensor")
+    __slots__ = ("_is_coming", "_shape", "_stored", "_stride", "name", "nbytes", "tensor")
 
     def __init__(self, name: object, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
         self.nbytes = tensor.nbytes
         self._stored: _core.SwappedStorage | None = None
+        self._is_coming = False  # a copy-in has begun that nobody has waited for
 
     @property
     def is_away(self) -> bool:
@@ -66,13 +67,18 @@ class StateTensor:
 
     def begin(self) -> bool:
         """Start the copy-in. False where nothing is to be copied: it is in memory or on its way."""
-        return self._stored is not None and self._stored.prefetch()
+        if self._stored is None or not self._stored.prefetch():
+            return False
+        self._is_coming = True
+        return True
 
     def abandon(self) -> None:
         """Free the memory of a copy-in that nobody waits for any more."""
-        if self._stored is not None:
+        if self._stored is not None and self._is_coming:
+            self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
             self._stored.remove_view()
             self._stored.add_view()
+            self._is_coming = False
 
     def bring(self) -> None:
         """Have the bytes in memory. Raises OSError where they cannot be read; it is away then as before."""
@@ -92,6 +98,7 @@ class StateTensor:
     def _filled(self, stored: _core.SwappedStorage) -> Tensor:
         storage: UntypedStorage
         storage, begin = stored.swap_in()
+        self._is_coming = False
         empty = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
         with torch.no_grad():
             return empty.set_(storage, begin // self.tensor.itemsize, self._shape, self._stride)

@@ -4,13 +4,15 @@ import errno
 
 import pytest
 import torch
-from core.store_rig import TIERS
+from core.store_rig import TIERS, make_store
 from faults.inject import inject_fault
 from state_rig import OPTIMIZERS, assert_equal, everything, make_mover, make_optimizer, params_of, run, set_gradients
 
 import offload
 from offload.optimizer_state import mover as mover_module
 from offload.optimizer_state import state_tensor
+from offload.optimizer_state.state_tensor import StateTensor
+from offload.runtime.engine import Engine
 
 ON_DISK = [tier for tier in TIERS if tier != "slab"]
 
@@ -119,6 +121,24 @@ def test_an_error_in_the_middle_of_a_step_leaves_what_a_loop_would_have_left(err
     assert_equal(everything(moved), everything(plain))
     mover.close()
     assert mover.engine.store.stats()["live_tickets"] == 0
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_copy_in_that_nobody_waits_for_leaves_the_tensor_readable(tier, tmp_path):
+    """In the stepped schedule nothing is copied before somebody waits: the copy-in is surely under way."""
+    engine = Engine(make_store(tier, tmp_path, "stepped", host_bytes_max=2 << 20), torch.device("cpu"))
+    each = StateTensor("exp_avg", torch.randn(64, 64))
+    expected = each.tensor.clone()
+    each.leave(engine, 0)
+    engine.drain()
+    for _ in range(2):
+        assert each.begin()
+        each.abandon()
+    assert torch.equal(each.copy(), expected)
+    each.bring()
+    assert torch.equal(each.tensor, expected)
+    engine.drain()
+    assert engine.resident.now == engine.targets_held == 0
 
 
 def test_an_error_in_a_closure_changes_nothing(tmp_path):

@@ -298,6 +298,7 @@ def test_the_state_of_a_compiled_step_stays(tmp_path):
         optimizer = make_optimizer(*OPTIMIZERS["AdamW"])
         mover = make_mover(optimizer, "direct", tmp_path) if is_moved else None
         run(optimizer, 2)
+        torch.compiler.reset()
         compiled = torch.compile(optimizer.step, backend="eager")
         for number in (2, 4, 5):
             set_gradients(optimizer, number)
