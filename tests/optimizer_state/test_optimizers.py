@@ -22,8 +22,14 @@ STEPS = 20
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 
 
+# Two plain runs of torch 2.13 in one process have other momentum buffers.
+TORCH_DIFFERS = {("SGD", "fused", torch.bfloat16)}
+
+
 def make(name, variant, dtype):
     kind, options = OPTIMIZERS[name]
+    if (name, variant, dtype) in TORCH_DIFFERS:
+        pytest.skip("torch's own runs differ")
     try:
         optimizer = make_optimizer(kind, {**options, **({variant: True} if variant != "default" else {})}, dtype)
         run(optimizer, 1)
