@@ -160,14 +160,17 @@ class StateMover:
 
     def _streamed(self, optimizer: Optimizer) -> StreamedState:
         """The optimizer's state; one that torch or the caller has put there since is taken over."""
+        if self._state is not None and optimizer.state is self._copied:  # `state_dict` was interrupted
+            optimizer.state = self._state
+        self._copied = None
         if self._state is None or optimizer.state is not self._state:
             self._state = StreamedState(optimizer.state, self.engine, self._min_nbytes, self._name_of)
             optimizer.state = self._state
         return self._state
 
     def _bring_back(self, optimizer: Optimizer) -> None:
-        state = self._state
-        if state is not None and optimizer.state is state:
+        state = self._streamed(optimizer) if self._state is not None else None
+        if state is not None:
             self._fetch_all(state)
             optimizer.state = defaultdict(dict, dict.items(state))
         self._state = None
@@ -283,7 +286,7 @@ class StateMover:
     # -- state_dict ---------------------------------------------------------------------------------------------------
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Show copies, which later steps do not change; an interrupted `state_dict` leaves them, as true as any."""
+        """Show copies, which later steps do not change. An interrupted `state_dict` leaves them there until a step."""
         if not self.counts.stays:
             self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
             optimizer.state = self._copied
