@@ -127,17 +127,6 @@ ENDINGS = {
     "exception": "raise SystemExit(0)",
     "disabled": "handle.disable(); assert not optimizer.state[model[0].weight]['exp_avg'].isnan().any()",
     "optimizer freed": "del optimizer",
-    "compiled step": """
-        import collections
-        optimizer_step = torch.compile(optimizer.step, backend="eager")
-        model(torch.randn(4, 600)).square().mean().backward()
-        optimizer_step()
-        assert "compiled" in str(handle.report().optimizer_state[0])
-        assert type(optimizer.state) is collections.defaultdict
-        assert not any(state["exp_avg"].isnan().any() for state in optimizer.state.values())
-        assert all(state["step"] == 3 for state in optimizer.state.values())
-        os._exit(0)  # the compiler's own threads and warnings are no matter here
-    """,
     "model freed": "del model, handle; optimizer.step()",
     "fork": """
         handle._states._alive()[0].engine.drain()  # what is still leaving is in the child's memory too
@@ -165,5 +154,4 @@ ENDINGS = {
 def test_a_process_ends_with_copies_in_flight(ending):
     script = SCRIPT + textwrap.dedent(ENDINGS[ending])
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ending == "compiled step" or ran.stderr == ""
+    assert (ran.returncode, ran.stderr) == (0, "")
