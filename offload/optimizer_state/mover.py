@@ -23,7 +23,7 @@ from offload.optimizer_state.chunks import ChunkedStep, is_known, split, steppin
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.runtime.engine import Engine
-from offload.torch_compat.compiled import untraced
+from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import raw_step, steps_through_hooks
 from offload.units import format_bytes
 
@@ -197,11 +197,11 @@ class StateMover:
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
+    @opaque
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if torch.compiler.is_compiling():
-            untraced(self._stay_in_memory, optimizer)
-        if self.counts.stays:
-            return None
+        return untraced(self._begin_step, optimizer, args, kwargs)
+
+    def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         state = self._streamed(optimizer)
         self.engine.collect()
         self.counts.steps += 1
@@ -215,11 +215,11 @@ class StateMover:
         def step_in_chunks() -> Any:
             loss = closure() if closure is not None else None
             with torch.set_grad_enabled(grad_mode):
-                self._step(optimizer, state)
+                untraced(self._step, optimizer, state)
             return loss
 
         # The step's own function calls it, after all hooks: one that was registered later may change gradients.
-        return (stepping_nothing(optimizer),), {"closure": step_in_chunks}
+        return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
 
     def _can_chunk(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if (
@@ -273,23 +273,19 @@ class StateMover:
                 state.begin(following)
             self.counts.in_bytes += state.fetch(key)
 
+    @opaque
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not self.counts.stays:
-            self._leave_all(self._streamed(optimizer))
+        untraced(self._end_step, optimizer)
 
-    def _stay_in_memory(self, optimizer: Optimizer) -> None:
-        """Bring all state back for good; the hooks stay, as torch is iterating over them."""
-        if not self.counts.stays:
-            self._bring_back(optimizer)
-            self.counts.stays = "its step is compiled, and a compiled step uses all state at once"
+    def _end_step(self, optimizer: Optimizer) -> None:
+        self._leave_all(self._streamed(optimizer))
 
     # -- state_dict ---------------------------------------------------------------------------------------------------
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Show copies, which later steps do not change. An interrupted `state_dict` leaves them there until a step."""
-        if not self.counts.stays:
-            self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
-            optimizer.state = self._copied
+        self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
+        optimizer.state = self._copied
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if self._state is not None and optimizer.state is self._copied:
@@ -297,8 +293,6 @@ class StateMover:
         self._copied = None
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
-        if self.counts.stays:
-            return
         state = self._streamed(optimizer)
         for need, key in enumerate(list(state)):
             state.own(key)

@@ -155,3 +155,35 @@ def test_a_process_ends_with_copies_in_flight(ending):
     script = SCRIPT + textwrap.dedent(ENDINGS[ending])
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+COMPILED = """
+import sys, torch, offload
+
+def train(moves, compiled):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.GELU(), torch.nn.Linear(600, 600))
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = offload.enable(model, optimizer=optimizer, optimizer_state=True) if moves else None
+    steps = {"not": optimizer.step, "step": optimizer.step, "function": lambda: optimizer.step()}
+    step = steps[compiled] if compiled == "not" else torch.compile(steps[compiled], backend="eager")
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 600)).square().mean().backward()
+        step()
+    if moves:
+        assert handle.report().optimizer_state[0].in_bytes > 0
+        handle.disable()
+    return [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+
+with_state_moved = train(True, sys.argv[1])
+assert all(map(torch.equal, with_state_moved, train(False, "not")))
+"""
+
+
+@pytest.mark.parametrize("compiled", ["step", "function"])
+def test_a_compiled_step_has_the_bits_of_an_uncompiled_one(compiled):
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILED, compiled], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
