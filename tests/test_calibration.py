@@ -201,6 +201,18 @@ def test_another_tier_is_another_entry(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+@pytest.mark.parametrize("of", ["prefix", "boot", "root"])
+def test_another_environment_is_another_entry(of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, spill_dir = make_store("direct", tmp_path)
+    calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    here = calibration._environment()
+    monkeypatch.setattr(calibration, "_environment", lambda: {**here, of: "another"})
+    copies = store.stats()["out_copies"]
+    calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    assert store.stats()["out_copies"] > copies
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     "damage",
     [

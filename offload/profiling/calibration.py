@@ -242,7 +242,6 @@ def _environment() -> dict[str, Any]:
         "boot": _boot_id(),  # device numbers are assigned anew at each boot
         "root": [root.st_dev, root.st_ino],  # a container or a chroot has its own, even with the same name and prefix
         "prefix": sys.prefix,
-        "processors": len(os.sched_getaffinity(0)),
     }
 
 
