@@ -162,6 +162,8 @@ def check_optimizers(
         return ()
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     own = {id(parameter) for parameter in model.parameters()}
+    if len({id(each) for each in given}) < len(given):
+        raise ValueError("optimizer lists the same one twice: give each once")
     for each in given:
         if not isinstance(each, Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks"):
             inner = " Write optimizer=optimizer.optimizer." if hasattr(each, "optimizer") else ""

@@ -367,8 +367,12 @@ def enable(
     record_out_of_memory()
     engine = make_engine(device, options)
     states = StateMovers(model, optimizers, partial(make_engine, device, options), options.min_tensor_bytes)
-    session = compiled.untraced(Session, model, device, options, engine, asked, states)
-    registry.register(session._enabled)
+    try:
+        session = compiled.untraced(Session, model, device, options, engine, asked, states)
+        registry.register(session._enabled)
+    except BaseException:
+        states.close()
+        raise
     return session
 
 

@@ -6,6 +6,7 @@ The step function is called with a stand-in: an object of the optimizer's class 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ _KNOWN = frozenset(
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
 )
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -54,6 +57,8 @@ def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
     made.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
+    for hooks in _HOOKS:  # a wrapper of the class's step may call the step with hooks
+        setattr(made, hooks, OrderedDict())
     made.param_groups = groups
     return made
 
@@ -92,7 +97,7 @@ class ChunkedStep:
         finally:
             for n, group in groups.items():
                 self._counted[n] = _changed(group, self._options[n], {"params"})
-            self._counted_self = _changed(vars(stand_in), self._own, {"param_groups", "state"})
+            self._counted_self = _changed(vars(stand_in), self._own, {"param_groups", "state", *_HOOKS})
 
     def end(self) -> None:
         """Keep what the last chunk has counted."""

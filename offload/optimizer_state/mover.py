@@ -126,6 +126,13 @@ class StateMover:
         if self.counts.stays:
             return
         engine.in_flight_bytes_max = BEHIND_BYTES
+        try:
+            self._begin(optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, optimizer: Optimizer) -> None:
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -133,7 +140,8 @@ class StateMover:
             optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True),
             optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
         ]
-        self._leave_all(self._streamed(optimizer))
+        self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
+        self.look()
 
     @property
     def bytes_in_memory_max(self) -> int:
@@ -215,7 +223,7 @@ class StateMover:
         def step_in_chunks() -> Any:
             loss = closure() if closure is not None else None
             with torch.set_grad_enabled(grad_mode):
-                untraced(self._step, optimizer, state)
+                untraced(self._step_now, optimizer)
             return loss
 
         # The step's own function calls it, after all hooks: one that was registered later may change gradients.
@@ -225,6 +233,7 @@ class StateMover:
         if (
             len(args) > 2
             or kwargs.keys() - {"closure"}
+            or any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups)
             or any(group.get("capturable") for group in optimizer.param_groups)
         ):
             return False
@@ -235,12 +244,18 @@ class StateMover:
         # An optimizer that is not torch's may call the closure more than once.
         return self._is_separable and (is_known(optimizer) or not has_closure)
 
+    def _step_now(self, optimizer: Optimizer) -> None:
+        if self._hooks:
+            self._step(optimizer, self._streamed(optimizer))
+        else:  # closed since the step began: by the closure, or by a hook
+            raw_step(optimizer)(optimizer)
+
     def _step(self, optimizer: Optimizer, state: StreamedState) -> None:
         step = ChunkedStep(optimizer)
         chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
         begun = done = need = 0
         try:
-            for number, chunk in enumerate(chunks):
+            for number, chunk in enumerate(chunks or [[]]):  # without gradients a step may still count
                 begun = self._read_ahead(state, chunks, number, begun)
                 for param in chunk:
                     self.counts.in_bytes += state.fetch(param)
@@ -278,7 +293,8 @@ class StateMover:
         untraced(self._end_step, optimizer)
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        self._leave_all(self._streamed(optimizer))
+        if self._hooks:
+            self._leave_all(self._streamed(optimizer))
 
     # -- state_dict ---------------------------------------------------------------------------------------------------
 

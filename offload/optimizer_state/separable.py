@@ -20,8 +20,8 @@ __all__ = ["is_separable"]
 
 log = logging.getLogger("offload")
 
-PARAMS_MAX = 3  # of each group
-LENGTH_MAX = 6  # of each dimension
+PARAMS_MAX = 3  # of each group, of each number of dimensions
+LENGTH_MAX = 12  # of each dimension
 # From tiny to large gradients: a norm over all parameters may be compared with a bound.
 SCALES = (1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2)
 NUMEL_MAX = 64  # of a tensor among the optimizer's attributes
@@ -32,22 +32,28 @@ _COMMON = frozenset({"defaults", "param_groups", "state", "step"})
 
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether a tiny copy of the optimizer gives the same bits in chunks. False where it cannot be tried."""
+    if hasattr(type(optimizer), "__del__"):  # it would run for each stand-in
+        return False
+    try:
+        return _is_equal_in_chunks(optimizer)
+    except Exception as error:  # whatever a step that is not torch's may raise
+        log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
+        return False
+
+
+def _is_equal_in_chunks(optimizer: Optimizer) -> bool:
     whole, chunked = _tiny(optimizer), _tiny(optimizer)
     if whole is None or chunked is None:
         return False
     device = next(param.device for group in whole.param_groups for param in group["params"])
-    generator = torch.Generator().manual_seed(0)
-    try:
-        for number, scale in enumerate(SCALES):
-            _set_gradients(whole, chunked, generator, scale, without_last=number == 3)
-            for step, each in ((_step_whole, whole), (_step_chunked, chunked)):
-                with _own_random_numbers(device):
-                    step(each)
-            if not _same(whole, chunked):
-                return False
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
-        return False
+    generator = torch.Generator("cpu").manual_seed(0)
+    for number, scale in enumerate(SCALES):
+        _set_gradients(whole, chunked, generator, scale, without_last=number == 3)
+        for step, each in ((_step_whole, whole), (_step_chunked, chunked)):
+            with _own_random_numbers(device):
+                step(each)
+        if not _same(whole, chunked):
+            return False
     return True
 
 
@@ -86,17 +92,25 @@ def _tiny(optimizer: Optimizer) -> Optimizer | None:
         return None
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(_copy({**own, **private}), defaults=_copy(optimizer.defaults), state=defaultdict(dict))
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     made.param_groups = [
-        {**_copy(options), "params": [_tiny_param(each, generator) for each in group["params"][:PARAMS_MAX]]}
+        {**_copy(options), "params": [_tiny_param(each, generator) for each in _varied(group["params"])]}
         for options, group in zip(groups, optimizer.param_groups, strict=True)
     ]
     return made if any(group["params"] for group in made.param_groups) else None
 
 
+def _varied(params: list[Tensor]) -> list[Tensor]:
+    """Some of a group's parameters, of each number of dimensions."""
+    of_ndim: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for param in params:
+        of_ndim[param.ndim].append(param)
+    return [param for alike in of_ndim.values() for param in alike[:PARAMS_MAX]]
+
+
 def _tiny_param(param: Tensor, generator: torch.Generator) -> nn.Parameter:
     shape = [min(length, LENGTH_MAX) for length in param.shape]
-    return nn.Parameter(torch.randn(shape, generator=generator).to(param.device, param.dtype))
+    return nn.Parameter(torch.randn(shape, generator=generator, device="cpu").to(param.device, param.dtype))
 
 
 def _is_plain(value: object) -> bool:
@@ -122,7 +136,7 @@ def _set_gradients(
 ) -> None:
     for one, other in zip(whole.param_groups, chunked.param_groups, strict=True):
         for n, (a, b) in enumerate(zip(one["params"], other["params"], strict=True)):
-            gradient = (scale * torch.randn(a.shape, generator=generator)).to(a.device, a.dtype)
+            gradient = (scale * torch.randn(a.shape, generator=generator, device="cpu")).to(a.device, a.dtype)
             is_left_out = without_last and n == len(one["params"]) - 1
             a.grad, b.grad = (None, None) if is_left_out else (gradient, gradient.clone())
 
@@ -133,9 +147,10 @@ def _same(whole: Optimizer, chunked: Optimizer) -> bool:
 
 def _everything(optimizer: Optimizer) -> list[Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and name[0] != "_"}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and _is_plain(value)}
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return [params, [optimizer.state.get(param) for param in params], options, own]
+    other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return [params, [optimizer.state.get(param) for param in params], other, options, own]
 
 
 def _equal(one: Any, other: Any) -> bool:

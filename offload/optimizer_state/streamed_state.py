@@ -29,6 +29,11 @@ class OptimizerStateError(_core.SpillError):
     parameter: str
 
 
+def _clone(tensor: Tensor) -> Tensor:
+    is_strided = tensor.layout is torch.strided
+    return tensor.clone(memory_format=torch.preserve_format) if is_strided else tensor.clone()
+
+
 class StreamedState(defaultdict[Any, State]):
     """Maps parameters to their state, as torch's own dictionary does.
 
@@ -50,6 +55,7 @@ class StreamedState(defaultdict[Any, State]):
         super().__init__(dict, state)
         self.engine = engine
         self.tensors: dict[Any, list[StateTensor]] = {}
+        self._key_of: dict[int, Any] = {}  # by id of the tensors in `tensors`
         self.refused = 0  # tensors for which there was no room, each time
         self.refusal = ""
         self._min_nbytes = min_nbytes
@@ -70,22 +76,46 @@ class StreamedState(defaultdict[Any, State]):
         """Start the copy-outs of what can leave of one parameter's state. Returns the bytes."""
         state = self.peek(key)
         if not isinstance(state, dict):  # gone, or not of a parameter
-            self.tensors.pop(key, None)
+            self._keep(key, [])
             return 0
-        known = {id(each.tensor): each for each in self.tensors.get(key, ())}
-        leaving: list[StateTensor] = []
+        tensors = self.tensors.setdefault(key, [])
+        known = {id(each.tensor): each for each in tensors}
+        present: list[StateTensor] = []
         nbytes = 0
-        self.tensors[key] = leaving
         for name, value in list(state.items()):
             each = known.get(id(value))
             if each is None or not each.is_away:
-                if not (is_movable(value, self.engine.device, self._min_nbytes) and holds_alone(value)):
+                if not self._can_leave(key, value):
                     continue
-                each = each or StateTensor(name, value)
+                if each is None:
+                    each = StateTensor(name, value)
+                    tensors.append(each)  # before it leaves: an interrupt must not forget a tensor that is away
+                    self._key_of[id(value)] = key
                 self._put_out(each, need)
                 nbytes += each.nbytes if each.is_away else 0
-            leaving.append(each)
+            present.append(each)
+        self._keep(key, present)
         return nbytes
+
+    def _can_leave(self, key: Any, value: object) -> bool:
+        """Whether a tensor is of a movable kind, and in no other place: not in another view, nor another key's."""
+        is_another_keys = self._key_of.get(id(value), key) is not key
+        return (
+            not is_another_keys
+            and is_movable(value, self.engine.device, self._min_nbytes)
+            and isinstance(value, Tensor)
+            and holds_alone(value)
+        )
+
+    def _keep(self, key: Any, present: list[StateTensor]) -> None:
+        """Forget the tensors of a key but these."""
+        for each in self.tensors.get(key, ()):
+            if each not in present:
+                self._key_of.pop(id(each.tensor), None)
+        if present:
+            self.tensors[key] = present
+        else:
+            self.tensors.pop(key, None)
 
     def _put_out(self, each: StateTensor, need: int) -> None:
         try:
@@ -101,7 +131,7 @@ class StreamedState(defaultdict[Any, State]):
             return
         for name, value in state.items():
             if is_movable(value, self.engine.device, self._min_nbytes):
-                state[name] = value.clone(memory_format=torch.preserve_format)
+                state[name] = _clone(value)
 
     def begin(self, key: Any) -> int:
         """Start the copy-ins of one parameter's state. Returns the bytes."""
@@ -166,7 +196,7 @@ class StreamedState(defaultdict[Any, State]):
                     value = self._read(key, each, each.copy)
                     value = value.cpu() if to_host else value
                 elif isinstance(value, Tensor):
-                    value = value.clone(memory_format=torch.preserve_format)
+                    value = _clone(value)
                 result[key][name] = value
         return result
 
@@ -192,8 +222,24 @@ class StreamedState(defaultdict[Any, State]):
     def pop(self, key: Any, *default: Any) -> Any:
         """As of any dictionary, brought back."""
         self.fetch(key)
-        self.tensors.pop(key, None)
+        self._keep(key, [])
         return super().pop(key, *default)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._keep(key, [])
+
+    def clear(self) -> None:
+        """As of any dictionary."""
+        super().clear()
+        self.tensors.clear()
+        self._key_of.clear()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
 
     def popitem(self) -> tuple[Any, State]:
         """As of any dictionary, brought back."""

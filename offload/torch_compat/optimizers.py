@@ -64,9 +64,11 @@ _ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0
 
 
 def holds_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor shares this one's storage, all of which it covers."""
+    """Whether no other tensor and no other process shares this one's storage, all of which it covers."""
     storage = tensor.untyped_storage()
     if _holders is None or storage.nbytes() != tensor.nbytes or tensor.storage_offset() != 0:
+        return False
+    if storage.device.type == "cpu" and storage.is_shared():
         return False
     del storage
     return _count_holders(tensor) == _ALONE

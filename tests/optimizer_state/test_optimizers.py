@@ -74,9 +74,12 @@ def test_state_that_exists_leaves_at_once(tmp_path):
     plain, moved = make_optimizer(*OPTIMIZERS["AdamW"]), make_optimizer(*OPTIMIZERS["AdamW"])
     run(plain, 3)
     run(moved, 3)
-    first = moved.state[params_of(moved)[0]]["exp_avg"]
+    given = moved.state[params_of(moved)[0]]["exp_avg"]
+    before = given.clone()
     mover = make_mover(moved, "direct", tmp_path)
+    first = moved.state.peek(params_of(moved)[0])["exp_avg"]
     assert first.isnan().all()
+    assert torch.equal(given, before), "a tensor that the caller may hold, as that of a loaded checkpoint, stays"
     run(plain, 3, begin=3)
     run(moved, 3, begin=3)
     assert moved.state[params_of(moved)[0]]["exp_avg"] is first, "the object that the optimizer knows stays"
