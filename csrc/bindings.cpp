@@ -244,10 +244,10 @@ PYBIND11_MODULE(_core, module) {
         return py::make_tuple(memory.free_bytes, memory.total_bytes);
       });
   py::class_<HostDriver, Driver, std::shared_ptr<HostDriver>>(module, "HostDriver")
-      .def(py::init([](const std::string& schedule, uint64_t seed, double bandwidth) {
-             return HostDriver::create(lane_order_named(schedule), seed, bandwidth);
+      .def(py::init([](const std::string& schedule, uint64_t seed, int niceness, double bandwidth) {
+             return HostDriver::create(lane_order_named(schedule), seed, niceness, bandwidth);
            }),
-           py::arg("schedule") = "threads", py::arg("seed") = 0, py::arg("bandwidth") = 0.0);
+           py::arg("schedule") = "threads", py::arg("seed") = 0, py::arg("niceness") = 0, py::arg("bandwidth") = 0.0);
   module.def(
       "cuda_driver", [](int device, const std::string& library) { return make_cuda_driver(device, library.c_str()); },
       py::arg("device"), py::arg("library") = "libcuda.so.1", ReleaseGil());

@@ -35,7 +35,7 @@ class DirectStore final : public SwapStore {
       : SwapStore(lanes, lanes),
         slice_bytes_(options.slice_bytes),
         file_(options.spill_directory),
-        out_lane_(*lanes, lanes->create_lane(LanePriority::background)),  // copy-ins are urgent, copy-outs can wait
+        out_lane_(*lanes),
         in_lane_(*lanes) {}
 
   SlotRef queue_copy_out(const void* source, size_t bytes, Stream, uint64_t need) override;

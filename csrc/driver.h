@@ -81,8 +81,7 @@ class Driver {
 // DriverError.
 class OwnedStream {
  public:
-  explicit OwnedStream(Driver& driver) : OwnedStream(driver, driver.stream_create()) {}
-  OwnedStream(Driver& driver, Stream stream) : driver_(driver), stream_(stream) {}
+  explicit OwnedStream(Driver& driver) : driver_(driver), stream_(driver.stream_create()) {}
   ~OwnedStream() { driver_.stream_destroy(stream_); }
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;

@@ -3,15 +3,14 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <fstream>
-#include <string>
-#include <system_error>
 #include <thread>
 
 #include "copy_log.h"
@@ -22,39 +21,25 @@ namespace offload {
 namespace {
 
 // Python handles signals in its main thread: the kernel must not deliver them to a lane.
-void become_lane(LanePriority priority) {
+void become_lane(int niceness) {
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   pthread_setname_np(pthread_self(), "offload-lane");
-  const sched_param parameters{};  // priority 0, the only one
-  if (priority == LanePriority::background) sched_setscheduler(0, SCHED_IDLE, &parameters);  // 0: this thread
+  if (niceness > 0) {
+    const auto thread_id = static_cast<id_t>(syscall(SYS_gettid));
+    setpriority(PRIO_PROCESS, thread_id, getpriority(PRIO_PROCESS, thread_id) + niceness);
+  }
 }
-
-// Nanoseconds of CPU time of one of this process's threads; -1 unless it is runnable: it waits for I/O or for work.
-int64_t cpu_ns_if_runnable(pid_t thread) {
-  std::ifstream file("/proc/self/task/" + std::to_string(thread) + "/stat");
-  std::string line;
-  std::getline(file, line);
-  const size_t name_end = line.rfind(") ");
-  if (name_end == std::string::npos || line[name_end + 2] != 'R') return -1;
-  const auto clock = static_cast<clockid_t>(~static_cast<unsigned>(thread) << 3 | 6);  // as pthread_getcpuclockid makes it
-  timespec used{};
-  return clock_gettime(clock, &used) == 0 ? used.tv_sec * INT64_C(1000000000) + used.tv_nsec : -1;
-}
-
-// A caller that has waited this long looks whether the worker that it waits for gets a core.
-constexpr std::chrono::milliseconds kLookAfter{5};
-constexpr int64_t kLookAfterNs = std::chrono::nanoseconds(kLookAfter).count();
 
 }  // namespace
 
-std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, double bandwidth) {
-  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, bandwidth));
+std::shared_ptr<HostDriver> HostDriver::create(LaneOrder order, uint64_t seed, int niceness, double bandwidth) {
+  return std::shared_ptr<HostDriver>(new HostDriver(order, seed, niceness, bandwidth));
 }
 
-HostDriver::HostDriver(LaneOrder order, uint64_t seed, double bandwidth)
-    : order_(order), bandwidth_(bandwidth), random_(seed) {}
+HostDriver::HostDriver(LaneOrder order, uint64_t seed, int niceness, double bandwidth)
+    : order_(order), niceness_(niceness), bandwidth_(bandwidth), random_(seed) {}
 
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
@@ -66,17 +51,16 @@ void HostDriver::require_same_process() const {
 
 bool HostDriver::in_forked_child() const noexcept { return !owner_.is_this(); }
 
-Stream HostDriver::create_lane(LanePriority priority) {
+Stream HostDriver::stream_create() {
   require_same_process();
   auto stream = std::make_shared<HostStream>();
-  stream->priority = priority;
   {
     std::lock_guard lock(mutex_);
     streams_.push_back(stream);
   }
   // Detached: a worker owns its driver and its stream and ends when the stream is closed and drained, so that no
   // destructor has to join it.
-  start_worker(stream, priority);
+  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream).detach();
   return stream.get();
 }
 
@@ -118,23 +102,11 @@ void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream
   changed_.notify_all();
 }
 
-void HostDriver::start_worker(const StreamRef& stream, LanePriority priority) {
-  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream, priority).detach();
-}
-
-void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream, LanePriority priority) {
-  become_lane(priority);
-  const pid_t self = gettid();
+void HostDriver::worker(std::shared_ptr<HostDriver> driver, StreamRef stream) {
+  become_lane(driver->niceness_);
   std::unique_lock lock(driver->mutex_);
-  if (stream->priority == priority) stream->worker = self;
   for (;;) {
-    stream->wake.wait(lock, [&] {
-      return stream->priority != priority || runnable(*stream) || (stream->closing && stream->queue.empty());
-    });
-    if (stream->priority != priority) {
-      stream->wake.notify_one();  // the one who took over may be waiting for what woke this one
-      return;
-    }
+    stream->wake.wait(lock, [&] { return runnable(*stream) || (stream->closing && stream->queue.empty()); });
     if (stream->queue.empty()) break;
     driver->run_head(lock, *stream);
   }
@@ -168,7 +140,7 @@ void HostDriver::run_some() {
 template <typename Predicate>
 void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) {
   if (order_ != LaneOrder::stepped) {
-    while (!changed_.wait_for(lock, kLookAfter, done)) replace_starving_workers();
+    changed_.wait(lock, done);
     return;
   }
   while (!done()) {
@@ -176,23 +148,6 @@ void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) 
     const bool others = std::any_of(streams_.begin(), streams_.end(), [](const StreamRef& s) { return s->running; });
     if (!others) throw DriverError("host stream", 0, "deadlock: nothing can run and the awaited event is not done");
     changed_.wait_for(lock, std::chrono::milliseconds(10));
-  }
-}
-
-// For a caller that waits, with the mutex held: a background worker that was runnable at two looks, and ran for less than
-// half of the time between them, gets too little of the cores. It finishes what it has begun.
-void HostDriver::replace_starving_workers() {
-  for (const StreamRef& stream : streams_) {
-    if (stream->priority != LanePriority::background || stream->worker == 0) continue;
-    const int64_t before = stream->cpu_seen_ns;
-    stream->cpu_seen_ns = cpu_ns_if_runnable(stream->worker);
-    if (before < 0 || stream->cpu_seen_ns < 0 || stream->cpu_seen_ns - before > kLookAfterNs / 2) continue;
-    try {
-      start_worker(stream, LanePriority::normal);
-    } catch (const std::system_error&) {
-      continue;  // the process may start no more threads: this one goes on
-    }
-    stream->priority = LanePriority::normal;
   }
 }
 

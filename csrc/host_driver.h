@@ -11,8 +11,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <sys/types.h>
-
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -28,23 +26,18 @@ namespace offload {
 
 enum class LaneOrder { threads, delays, stepped };
 
-// Of a lane's thread. A `background` thread (Linux: SCHED_IDLE) runs on cores that no other thread wants, and gives its
-// core up at once to a thread that becomes runnable: computation on all cores then waits less for the copies. Where other
-// programs leave it no core while a caller waits, a thread of normal priority takes its place.
-enum class LanePriority { normal, background };
-
 class HostDriver final : public Driver, public std::enable_shared_from_this<HostDriver> {
  public:
+  // Lanes run at `niceness` relative to the process (0…19), so that copies do not steal the training's cores.
   // `bandwidth` in bytes per second, unless 0, is the most that each lane copies: a slow link, for measurements.
-  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0,
+  static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0, int niceness = 0,
                                             double bandwidth = 0);
 
   const char* name() const noexcept override { return "host"; }
   void require_same_process() const override;
   bool in_forked_child() const noexcept override;
 
-  Stream stream_create() override { return create_lane(LanePriority::normal); }
-  Stream create_lane(LanePriority priority);
+  Stream stream_create() override;
   void stream_destroy(Stream stream) noexcept override;
   void stream_wait(Stream stream, Event event) override;
   void stream_synchronize(Stream stream) override;
@@ -94,17 +87,12 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
     std::condition_variable wake;  // its worker alone sleeps here
     bool running = false;
     bool closing = false;
-    LanePriority priority = LanePriority::normal;
-    pid_t worker = 0;         // its thread, once that has begun
-    int64_t cpu_seen_ns = -1;  // CPU time of a background worker when it was last looked at
   };
   using StreamRef = std::shared_ptr<HostStream>;
 
-  HostDriver(LaneOrder order, uint64_t seed, double bandwidth);
+  HostDriver(LaneOrder order, uint64_t seed, int niceness, double bandwidth);
   static bool runnable(const HostStream& stream);
-  static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream, LanePriority priority);
-  void start_worker(const StreamRef& stream, LanePriority priority);
-  void replace_starving_workers();
+  static void worker(std::shared_ptr<HostDriver> driver, StreamRef stream);
   void enqueue(Stream stream, Operation operation);
   PointRef recorded(Event event);
   PointRef record_again(Event event);
@@ -116,6 +104,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   unsigned delay_us();
 
   const LaneOrder order_;
+  const int niceness_;
   const double bandwidth_;
   const Process owner_;
   std::mutex mutex_;

@@ -134,7 +134,7 @@ class SlowdownPromise:
                 return best or plan
             if planned.replans < self._limits.replans:  # what swapping costs is not known yet
                 wanted = self._limits.exploring * allowed
-                return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes)
+                return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
         return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:

@@ -25,6 +25,8 @@ from offload.torch_compat.tensors import StorageWatch, storage_identity
 
 log = logging.getLogger("offload")
 
+LANE_NICENESS = 0
+
 # What a store adds up over its life; its other figures are those of the moment.
 _SUMS = frozenset(
     f"{direction}_{figure}" for direction in ("out", "in") for figure in ("bytes", "copies", "transfers", "seconds")

@@ -15,7 +15,7 @@ import torch
 from offload import _core
 from offload.devices.device import device_of
 from offload.options import Options
-from offload.runtime.engine import Engine
+from offload.runtime.engine import LANE_NICENESS, Engine
 from offload.runtime.weak import WeakReferences
 from offload.units import parse_bandwidth
 
@@ -55,7 +55,7 @@ def make_engine(device: torch.device, options: Options) -> Engine:
 
 def make_store(device: torch.device, options: Options) -> _core.SwapStore:
     """A store that is shared with nobody. Raises what `make_engine` raises."""
-    lanes = _core.HostDriver(bandwidth=throttle())
+    lanes = _core.HostDriver(niceness=LANE_NICENESS, bandwidth=throttle())
     if device.type == "cpu":
         return _core.SwapStore.direct(lanes, options.spill_dir)
     return _core.SwapStore.slab(device_of(device).driver(), lanes, options.host_limit, options.spill_dir)

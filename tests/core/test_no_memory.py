@@ -45,8 +45,10 @@ def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
     told = run_rounds(preloaded, tier, tmp_path, times)
     campaign_counts["faults injected"] += told["rounds"]
     assert told["out"] + told["in"] > 0
-    if times > 1 or tier != "slab+disk":  # few rounds meet one failure in the midst of a spill: perhaps none
-        assert (told["spill"] > 0) == (tier == "slab+disk")
+    if tier != "slab+disk":
+        assert told["spill"] == 0
+    elif times > 3:  # few rounds meet a single failure, or three, in the midst of a spill: perhaps none
+        assert told["spill"] > 0
 
 
 @pytest.mark.timeout(300)
