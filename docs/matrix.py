@@ -2,11 +2,13 @@
 
     pytest tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml
 
-Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Only what
-has passed is claimed: a variant that was skipped or has failed is named as such.
+Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Sections of
+the page whose test file is not among the results stay as they are. Only what has passed is claimed: a variant that was
+skipped or has failed is named as such.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ TITLES = {
     "trl": "TRL",
     "peft": "PEFT",
     "accelerate": "accelerate",
+    "optimizer_state": "Optimizer state in the store",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
     "compile_matrix": "torch.compile: kernels and graph breaks",
@@ -35,9 +38,10 @@ HEAD = """# What is tested
 This page is made, not written: `pytest tests/integrations --junitxml=integrations.xml`, then
 `python docs/matrix.py integrations.xml`. A row is a test against the real framework: what has
 passed, and what was not run and why.
-
-Run on {day} with {versions}{where}.
 """
+RUN = "Run on {day} with {versions}{where}."
+SECTION = re.compile(r"^## .+?(?=^## |\Z)", re.M | re.S)
+FILE = re.compile(r"^`tests/integrations/(\w+\.py)`$", re.M)
 
 
 @dataclass
@@ -117,18 +121,18 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def page(day: str, rows: list[Row], *, about: str, where: str) -> str:
-    """The page, a section for each framework."""
-    lines = [HEAD.format(day=day, versions=about, where=where)]
-    modules = dict.fromkeys(row.file for row in rows)
-    order = [f"test_{stem}.py" for stem in TITLES]
-    for file in sorted(modules, key=lambda file: (order.index(file) if file in order else len(order), file)):
+def page(day: str, rows: list[Row], *, about: str, where: str, before: str = "") -> str:
+    """The page, a section for each framework; `before`: the page whose other sections stay."""
+    sections = {found[1]: text.strip() for text in SECTION.findall(before) if (found := FILE.search(text))}
+    for file in dict.fromkeys(row.file for row in rows):
         stem = file.removeprefix("test_").removesuffix(".py")
-        lines += [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
-        lines += ["| test | outcome |", "|---|---|"]
+        lines = [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
+        lines += [RUN.format(day=day, versions=about, where=where), "", "| test | outcome |", "|---|---|"]
         lines += [f"| {row.words} | {row.outcome} |" for row in rows if row.file == file]
-        lines.append("")
-    return "\n".join(lines)
+        sections[file] = "\n".join(lines)
+    order = [f"test_{stem}.py" for stem in TITLES]
+    ordered = sorted(sections, key=lambda file: (order.index(file) if file in order else len(order), file))
+    return "\n".join([HEAD, *(f"{sections[file]}\n" for file in ordered)])
 
 
 def main() -> int:
@@ -138,7 +142,9 @@ def main() -> int:
     parser.add_argument("--where", default="on the CPU", help="what the tests ran on")
     args = parser.parse_args()
     day, rows = read_all(args.results)
-    PAGE.write_text(page(day, rows, about=versions(), where=f", {args.where}"), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    text = page(day, rows, about=versions(), where=f", {args.where}", before=before)
+    PAGE.write_text(text, encoding="utf-8")
     return int(any(row.failed for row in rows))
 
 

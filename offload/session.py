@@ -325,8 +325,7 @@ def enable(
         The optimizer of the model, or a list of them. Needed by `optimizer_state`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``False``: it stays in memory. ``"auto"``: it stays in memory too, since the planner does
-        not weigh optimizer state against saved tensors.
+        parameters at a time. ``False`` and ``"auto"``: it stays in memory.
 
     Returns
     -------

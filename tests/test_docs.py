@@ -175,3 +175,7 @@ def test_the_matrix_claims_what_has_passed_and_nothing_else(matrix, tmp_path):
     text = matrix.page(day, rows, about="torch 1", where="")
     assert "| A switch | passed: `one`;" in text
     assert "| Broken | **FAILED** |" in text
+    later = matrix.page("2027-01-01", [matrix.Row("test_trl.py", "test_new")], about="torch 2", where="", before=text)
+    assert later.count("## ") == 2
+    assert "Run on 2026-01-02 with torch 1." in later
+    assert "Run on 2027-01-01 with torch 2." in later

@@ -9,7 +9,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,8 +55,13 @@ class Switch:
         """Return the report of the current run, or of the last one."""
         return self.handle.report()
 
-    def turn_on(self, model: nn.Module) -> Session:
+    def turn_on(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> Session:
         """Enable offload.
+
+        Parameters
+        ----------
+        optimizers
+            The framework's, or accelerate's wrappers of them. Used with `optimizer_state=True`.
 
         Raises
         ------
@@ -68,7 +73,10 @@ class Switch:
                 f"offload is already enabled on this model, so {self.owner} cannot enable it again: keep one of the "
                 "two. Remove the other callback, or the call of offload.enable (offload.disable(model) undoes it)"
             )
-        self._handle = enable(model, **self.options)
+        options = self.options
+        if optimizers and options.get("optimizer_state") is True:
+            options = {"optimizer": [_unwrapped(each) for each in optimizers], **options}
+        self._handle = enable(model, **options)
         self.is_on = True
         return self._handle
 
@@ -81,6 +89,11 @@ class Switch:
     def __getstate__(self) -> dict[str, Any]:
         # Frameworks copy and pickle callbacks; a session stays with its model.
         return {**self.__dict__, "_handle": None, "is_on": False}
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    is_wrapper = not hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 class CallWrapper:

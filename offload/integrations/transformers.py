@@ -73,7 +73,7 @@ class OffloadTrainerMixin:
         if self._is_training_run and torch.is_grad_enabled():
             # Not earlier, because `train` itself may create, move and wrap the model.
             if not self._offload.is_on:
-                turn_on(self._offload, self.model, self.args)  # type: ignore[attr-defined]
+                turn_on(self._offload, self.model, self.args, self.optimizer)  # type: ignore[attr-defined]
             stack.enter_context(self._offload.handle.step())
         return stack
 
@@ -90,7 +90,7 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     ----------
     **options
         The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`, `recompute`.
+        `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`; `optimizer` is the Trainer's.
 
     Raises
     ------
@@ -118,7 +118,7 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
                 raise ValueError("the Trainer has OffloadTrainerCallback twice; keep one of them")
         self.undo()
         refuse_other_offloading(args)
-        handle = turn_on(self._switch, kwargs["model"], args)
+        handle = turn_on(self._switch, kwargs["model"], args, kwargs.get("optimizer"))
         self._state = state
         step = CallWrapper(trainer, "training_step", lambda _: handle.step(), self.undo)
         step.callback = self  # type: ignore[attr-defined]
@@ -141,9 +141,9 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         return {**super().__getstate__(), "_state": None}
 
 
-def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
+def turn_on(switch: Switch, model: nn.Module, args: Any, optimizer: Any) -> Session:
     """Enable offload and add a note to its report if gradient checkpointing is on."""
-    handle = switch.turn_on(model)
+    handle = switch.turn_on(model, [optimizer] if optimizer is not None else [])
     if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
         remark(handle, CHECKPOINTING_REMARK)
     return handle

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offload.torch_compat.optimizers import raw_step, runs_foreach
+from offload.torch_compat.optimizers import runs_foreach
 
 __all__ = ["ChunkedStep", "is_known", "split", "stepping_nothing"]
 
@@ -57,7 +57,7 @@ def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
     made.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
-    for hooks in _HOOKS:  # a wrapper of the class's step may call the step with hooks
+    for hooks in _HOOKS:  # a step may call that of a base class, which runs hooks
         setattr(made, hooks, OrderedDict())
     made.param_groups = groups
     return made
@@ -68,11 +68,16 @@ class ChunkedStep:
 
     What the step counts in a group or in the optimizer itself, it would count once per chunk: so each chunk begins with
     the values before the step, and `end` keeps those of the last chunk.
+
+    Parameters
+    ----------
+    step
+        The optimizer's own function, without hooks and what others have put around it.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         self._optimizer = optimizer
-        self._step = raw_step(optimizer)
+        self._step = step
         self._all_groups = not is_known(optimizer)  # another one may count in a group that has no gradient
         self._options = [_with_foreach(group) for group in optimizer.param_groups]
         self._group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}

@@ -1,6 +1,6 @@
 """Moves an optimizer's state to the swap store after each step and back for the next one. The optimizer stays as it is.
 
-It uses the hooks that torch offers around `step`, `state_dict` and `load_state_dict`. The session makes one for each
+It uses the hooks that torch offers around `step`, and after `load_state_dict`. The session makes one for each
 optimizer it is given.
 """
 
@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.streamed_state import StreamedState
+from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
-from offload.torch_compat.optimizers import raw_step, steps_through_hooks
+from offload.torch_compat.optimizers import is_own_step, step_behind_hooks, steps_through_hooks
 from offload.units import format_bytes
 
 __all__ = ["StateCounts", "StateMover"]
@@ -55,11 +56,13 @@ class StateCounts:
     steps : int
         Steps with state in the store.
     whole_steps : int
-        Of these, steps for which all state was in memory at a time.
+        Of these, steps for which all state was in memory at a time. `whole_because` says why, of the latest.
     tensors, nbytes : int
         Tensors that leave between steps, and their bytes.
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
+    held : int
+        Tensors that stay because other code holds them, or views of them.
     failed : int
         Tensors that stayed because writing them failed; `failure` is the latest error.
     """
@@ -68,10 +71,12 @@ class StateCounts:
     stays: str = ""
     steps: int = 0
     whole_steps: int = 0
+    whole_because: str = ""
     tensors: int = 0
     nbytes: int = 0
     out_bytes: int = 0
     in_bytes: int = 0
+    held: int = 0
     failed: int = 0
     failure: str = ""
 
@@ -84,6 +89,8 @@ class StateCounts:
     def __str__(self) -> str:
         if self.stays:
             return f"{self.optimizer}: stays in memory: {self.stays}"
+        if self.steps and not self.tensors:
+            return f"{self.optimizer}: no tensor of its state can leave memory"
         moved = self.to_dict()
         out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
         what = f"{self.optimizer}: {self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between steps"
@@ -93,10 +100,12 @@ class StateCounts:
         """Yield notes for the user."""
         if self.failed:
             yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
+        if self.held:
+            yield f"{self.held} tensors of optimizer state stay because other code holds them, or views of them"
         if self.whole_steps:
             yield (
-                f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: it is "
-                "not known to give the same bits when it steps a few parameters at a time"
+                f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "
+                f"{self.whole_because}"
             )
 
 
@@ -111,9 +120,18 @@ class StateMover:
         Smaller tensors stay.
     name_of
         The name of a parameter, for errors.
+    behind
+        Shared by the optimizers of a model.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        min_nbytes: int,
+        name_of: Callable[[Tensor], str],
+        behind: WriteBehind | None = None,
+    ) -> None:
         self.counts = StateCounts(type(optimizer).__name__, _why_it_stays(optimizer))
         self.engine = engine
         self._optimizer = weakref.ref(optimizer)
@@ -121,11 +139,10 @@ class StateMover:
         self._name_of = name_of
         self._is_separable: bool | None = True if is_known(optimizer) else None
         self._state: StreamedState | None = None
-        self._copied: defaultdict[Any, Any] | None = None
+        self._behind = behind or WriteBehind()
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
             return
-        engine.in_flight_bytes_max = BEHIND_BYTES
         try:
             self._begin(optimizer)
         except BaseException:
@@ -136,17 +153,10 @@ class StateMover:
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
-            optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True),
             optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
         ]
         self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
         self.look()
-
-    @property
-    def bytes_in_memory_max(self) -> int:
-        """Of state that has left and whose copies may be under way while a model runs."""
-        return min(self.counts.nbytes, BEHIND_BYTES) if self._state is not None else 0
 
     def close(self) -> None:
         """Bring all state back and leave the optimizer alone.
@@ -168,9 +178,6 @@ class StateMover:
 
     def _streamed(self, optimizer: Optimizer) -> StreamedState:
         """The optimizer's state; one that torch or the caller has put there since is taken over."""
-        if self._state is not None and optimizer.state is self._copied:  # `state_dict` was interrupted
-            optimizer.state = self._state
-        self._copied = None
         if self._state is None or optimizer.state is not self._state:
             self._state = StreamedState(optimizer.state, self.engine, self._min_nbytes, self._name_of)
             optimizer.state = self._state
@@ -186,7 +193,7 @@ class StateMover:
     def _leave(self, state: StreamedState, key: Any, need: int) -> None:
         self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
         self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
-        self.engine.limit_in_flight()
+        self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
         """Have everything leave that is in memory: what a step did not touch, and what was asked for since."""
@@ -200,6 +207,7 @@ class StateMover:
         if state is not None:
             counts.nbytes, counts.tensors = state.nbytes, sum(map(len, state.tensors.values()))
             self.engine.collect()
+            counts.held = sum(state.held.values())
             counts.failed = self.engine.failed + state.refused
             counts.failure = self.engine.failure or state.refusal
 
@@ -210,11 +218,13 @@ class StateMover:
         return untraced(self._begin_step, optimizer, args, kwargs)
 
     def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        state = self._streamed(optimizer)
+        state, step = self._streamed(optimizer), step_behind_hooks(optimizer)
         self.engine.collect()
         self.counts.steps += 1
-        if not self._can_chunk(optimizer, args, kwargs):
+        why_whole = self._why_whole(optimizer, step, args, kwargs)
+        if why_whole:
             self.counts.whole_steps += 1
+            self.counts.whole_because = why_whole
             self._fetch_all(state)
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -223,35 +233,41 @@ class StateMover:
         def step_in_chunks() -> Any:
             loss = closure() if closure is not None else None
             with torch.set_grad_enabled(grad_mode):
-                untraced(self._step_now, optimizer)
+                untraced(self._step_now, optimizer, step)
             return loss
 
         # The step's own function calls it, after all hooks: one that was registered later may change gradients.
         return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
 
-    def _can_chunk(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if (
-            len(args) > 2
-            or kwargs.keys() - {"closure"}
-            or any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups)
-            or any(group.get("capturable") for group in optimizer.param_groups)
-        ):
-            return False
+    def _why_whole(
+        self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """Why a step cannot be divided into chunks; empty if it can."""
+        if not is_own_step(optimizer, step):
+            return "another function is in the place of its step, or around it, and expects one call with all parameters"
+        if hasattr(type(optimizer), "__del__"):
+            return "its class has a `__del__`, which would run for each part of a step"
+        if len(args) > 2 or kwargs.keys() - {"closure"}:
+            return "its step was given other arguments than a closure"
+        if any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups):
+            return "a group has a parameter twice"
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            return "a capturable step may run in a CUDA graph"
         if self._is_separable is None:
-            takes_closure = "closure" in inspect.signature(raw_step(optimizer)).parameters
-            self._is_separable = takes_closure and is_separable(optimizer)
+            takes_closure = "closure" in inspect.signature(step).parameters
+            self._is_separable = takes_closure and is_separable(optimizer, step)
+        if not self._is_separable:
+            return "it is not known to give the same bits when it steps a few parameters at a time"
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
-        # An optimizer that is not torch's may call the closure more than once.
-        return self._is_separable and (is_known(optimizer) or not has_closure)
+        return "it may call its closure more than once" if has_closure and not is_known(optimizer) else ""
 
-    def _step_now(self, optimizer: Optimizer) -> None:
+    def _step_now(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         if self._hooks:
-            self._step(optimizer, self._streamed(optimizer))
+            self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
         else:  # closed since the step began: by the closure, or by a hook
-            raw_step(optimizer)(optimizer)
+            step(optimizer)
 
-    def _step(self, optimizer: Optimizer, state: StreamedState) -> None:
-        step = ChunkedStep(optimizer)
+    def _step(self, state: StreamedState, step: ChunkedStep) -> None:
         chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
         begun = done = need = 0
         try:
@@ -296,22 +312,9 @@ class StateMover:
         if self._hooks:
             self._leave_all(self._streamed(optimizer))
 
-    # -- state_dict ---------------------------------------------------------------------------------------------------
-
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """Show copies, which later steps do not change. An interrupted `state_dict` leaves them there until a step."""
-        self._copied = self._streamed(optimizer).copied(to_host=self.engine.is_accelerator)
-        optimizer.state = self._copied
-
-    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        if self._state is not None and optimizer.state is self._copied:
-            optimizer.state = self._state
-        self._copied = None
-
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
         state = self._streamed(optimizer)
-        for need, key in enumerate(list(state)):
-            state.own(key)
+        for need, key in enumerate(state.owned()):
             self._leave(state, key, need)
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.optimizer_state import mover as one
 from offload.optimizer_state.mover import StateCounts, StateMover
 from offload.optimizer_state.streamed_state import StreamedState
+from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 
 __all__ = ["StateMovers"]
@@ -44,6 +46,7 @@ class StateMovers:
         self._model = weakref.ref(model)
         self._movers: list[weakref.ref[StateMover]] = []  # the hooks of their optimizers hold them
         self._pid = os.getpid()
+        behind = WriteBehind()
         for optimizer in optimizers:
             if isinstance(optimizer.state, StreamedState):
                 raise ValueError(
@@ -52,7 +55,7 @@ class StateMovers:
                 )
         try:
             for optimizer in optimizers:
-                mover = StateMover(optimizer, make_engine(), min_nbytes, _NameOf(self._model))
+                mover = StateMover(optimizer, make_engine(), min_nbytes, _NameOf(self._model), behind)
                 self._movers.append(weakref.ref(mover))
                 self.counts.append(mover.counts)
         except BaseException:
@@ -66,7 +69,7 @@ class StateMovers:
 
     def bytes_in_memory_max(self) -> int:
         """Of state that has left and whose copies may be under way while the model runs."""
-        return sum(mover.bytes_in_memory_max for mover in self._alive())
+        return min(sum(mover.counts.nbytes for mover in self._alive()), one.BEHIND_BYTES)
 
     def close(self) -> None:
         """Bring all state back.

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import logging
+import signal
+import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optimizer_state.chunks import ChunkedStep, stepping_nothing
-from offload.torch_compat.optimizers import raw_step
+from offload.optimizer_state.plain_values import copied, is_equal, is_plain
+from offload.optimizer_state.surroundings import Surroundings
 
 __all__ = ["is_separable"]
 
@@ -24,24 +28,38 @@ PARAMS_MAX = 3  # of each group, of each number of dimensions
 LENGTH_MAX = 12  # of each dimension
 # From tiny to large gradients: a norm over all parameters may be compared with a bound.
 SCALES = (1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2)
-NUMEL_MAX = 64  # of a tensor among the optimizer's attributes
+
+Step = Callable[..., Any]
 
 # What every optimizer has, beside the attributes of its own.
 _COMMON = frozenset({"defaults", "param_groups", "state", "step"})
 
 
-def is_separable(optimizer: Optimizer) -> bool:
-    """Whether a tiny copy of the optimizer gives the same bits in chunks. False where it cannot be tried."""
-    if hasattr(type(optimizer), "__del__"):  # it would run for each stand-in
-        return False
+def is_separable(optimizer: Optimizer, step: Step) -> bool:
+    """Whether a tiny copy of the optimizer gives the same bits in chunks. False where it cannot be tried.
+
+    False too where a step changes anything beside the optimizer: in chunks it would do so several times.
+    """
+    around = Surroundings(optimizer, step)
     try:
-        return _is_equal_in_chunks(optimizer)
+        return _is_equal_in_chunks(optimizer, step, around)
     except Exception as error:  # whatever a step that is not torch's may raise
+        if _is_of_a_signal(error):
+            raise
         log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
         return False
+    finally:
+        around.restore()
 
 
-def _is_equal_in_chunks(optimizer: Optimizer) -> bool:
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal has raised it, which may interrupt any code."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings) -> bool:
     whole, chunked = _tiny(optimizer), _tiny(optimizer)
     if whole is None or chunked is None:
         return False
@@ -49,10 +67,10 @@ def _is_equal_in_chunks(optimizer: Optimizer) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     for number, scale in enumerate(SCALES):
         _set_gradients(whole, chunked, generator, scale, without_last=number == 3)
-        for step, each in ((_step_whole, whole), (_step_chunked, chunked)):
+        for run, each in ((_step_whole, whole), (_step_chunked, chunked)):
             with _own_random_numbers(device):
-                step(each)
-        if not _same(whole, chunked):
+                run(each, step)
+        if around.has_changed() or not _same(whole, chunked):
             return False
     return True
 
@@ -64,37 +82,37 @@ def _own_random_numbers(device: torch.device) -> Any:
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _step_whole(optimizer: Optimizer) -> None:
-    raw_step(optimizer)(optimizer)
+def _step_whole(optimizer: Optimizer, step: Step) -> None:
+    step(optimizer)
 
 
-def _step_chunked(optimizer: Optimizer) -> None:
+def _step_chunked(optimizer: Optimizer, step: Step) -> None:
     grad_mode = torch.is_grad_enabled()
 
     def closure() -> None:
         with torch.set_grad_enabled(grad_mode):
-            step = ChunkedStep(optimizer)
-            for param in step.params:
-                step.run([param])
-            step.end()
+            chunked = ChunkedStep(optimizer, step)
+            for param in chunked.params:
+                chunked.run([param])
+            chunked.end()
 
-    raw_step(optimizer)(stepping_nothing(optimizer), closure=closure)
+    step(stepping_nothing(optimizer), closure=closure)
 
 
 def _tiny(optimizer: Optimizer) -> Optimizer | None:
     """A copy with other, tiny parameters; None where it has attributes that are no plain values."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and name[0] != "_"}
-    private = {name: value for name, value in vars(optimizer).items() if name[0] == "_" and _is_plain(value)}
+    private = {name: value for name, value in vars(optimizer).items() if name[0] == "_" and is_plain(value)}
     groups = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
     ]
-    if not (_is_plain(own) and _is_plain(groups) and _is_plain(optimizer.defaults)):
+    if not (is_plain(own) and is_plain(groups) and is_plain(optimizer.defaults)):
         return None
     made: Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update(_copy({**own, **private}), defaults=_copy(optimizer.defaults), state=defaultdict(dict))
+    made.__dict__.update(copied({**own, **private}), defaults=copied(optimizer.defaults), state=defaultdict(dict))
     generator = torch.Generator("cpu").manual_seed(1)
     made.param_groups = [
-        {**_copy(options), "params": [_tiny_param(each, generator) for each in _varied(group["params"])]}
+        {**copied(options), "params": [_tiny_param(each, generator) for each in _varied(group["params"])]}
         for options, group in zip(groups, optimizer.param_groups, strict=True)
     ]
     return made if any(group["params"] for group in made.param_groups) else None
@@ -113,24 +131,6 @@ def _tiny_param(param: Tensor, generator: torch.Generator) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, generator=generator, device="cpu").to(param.device, param.dtype))
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(each) for pair in value.items() for each in pair)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, Tensor):
-        return value.numel() <= NUMEL_MAX
-    return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def _set_gradients(
     whole: Optimizer, chunked: Optimizer, generator: torch.Generator, scale: float, *, without_last: bool
 ) -> None:
@@ -142,24 +142,15 @@ def _set_gradients(
 
 
 def _same(whole: Optimizer, chunked: Optimizer) -> bool:
-    return _equal(_everything(whole), _everything(chunked))
+    return is_equal(_everything(whole), _everything(chunked))
 
 
 def _everything(optimizer: Optimizer) -> list[Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and _is_plain(value)}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and is_plain(value)}
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    return [params, [optimizer.state.get(param) for param in params], other, options, own]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+    states = [optimizer.state.get(param) for param in params]
+    values = [value for state in states for value in (state or {}).values()]
+    which = [next(n for n, each in enumerate(values) if each is value) for value in values]  # one tensor in two places
+    return [params, states, which, other, options, own]

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from offload import _core
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
-from offload.torch_compat.optimizers import holds_alone
+from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
 
 __all__ = ["OptimizerStateError", "StreamedState"]
 
@@ -32,6 +33,10 @@ class OptimizerStateError(_core.SpillError):
 def _clone(tensor: Tensor) -> Tensor:
     is_strided = tensor.layout is torch.strided
     return tensor.clone(memory_format=torch.preserve_format) if is_strided else tensor.clone()
+
+
+_SAMPLE = {"": torch.empty(0)}
+_HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # of a value that one dictionary holds
 
 
 class StreamedState(defaultdict[Any, State]):
@@ -55,7 +60,7 @@ class StreamedState(defaultdict[Any, State]):
         super().__init__(dict, state)
         self.engine = engine
         self.tensors: dict[Any, list[StateTensor]] = {}
-        self._key_of: dict[int, Any] = {}  # by id of the tensors in `tensors`
+        self.held: dict[Any, int] = {}  # of each key, tensors that stay because others hold them
         self.refused = 0  # tensors for which there was no room, each time
         self.refusal = ""
         self._min_nbytes = min_nbytes
@@ -81,41 +86,33 @@ class StreamedState(defaultdict[Any, State]):
         tensors = self.tensors.setdefault(key, [])
         known = {id(each.tensor): each for each in tensors}
         present: list[StateTensor] = []
-        nbytes = 0
-        for name, value in list(state.items()):
-            each = known.get(id(value))
+        nbytes = held = 0
+        for name in list(state):
+            each = known.get(id(state[name]))
             if each is None or not each.is_away:
-                if not self._can_leave(key, value):
+                if not is_movable(state[name], self.engine.device, self._min_nbytes):
+                    continue
+                # Another key, an attribute or a variable: it would read as NaN there.
+                is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
+                if is_held or not holds_alone(state[name]):
+                    held += 1
                     continue
                 if each is None:
-                    each = StateTensor(name, value)
+                    each = StateTensor(name, state[name])
                     tensors.append(each)  # before it leaves: an interrupt must not forget a tensor that is away
-                    self._key_of[id(value)] = key
                 self._put_out(each, need)
                 nbytes += each.nbytes if each.is_away else 0
             present.append(each)
-        self._keep(key, present)
+        self._keep(key, present, held)
         return nbytes
 
-    def _can_leave(self, key: Any, value: object) -> bool:
-        """Whether a tensor is of a movable kind, and in no other place: not in another view, nor another key's."""
-        is_another_keys = self._key_of.get(id(value), key) is not key
-        return (
-            not is_another_keys
-            and is_movable(value, self.engine.device, self._min_nbytes)
-            and isinstance(value, Tensor)
-            and holds_alone(value)
-        )
-
-    def _keep(self, key: Any, present: list[StateTensor]) -> None:
+    def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
         """Forget the tensors of a key but these."""
-        for each in self.tensors.get(key, ()):
-            if each not in present:
-                self._key_of.pop(id(each.tensor), None)
-        if present:
-            self.tensors[key] = present
-        else:
-            self.tensors.pop(key, None)
+        for found, kept in ((self.tensors, present), (self.held, held)):
+            if kept:
+                found[key] = kept
+            else:
+                found.pop(key, None)
 
     def _put_out(self, each: StateTensor, need: int) -> None:
         try:
@@ -124,14 +121,24 @@ class StreamedState(defaultdict[Any, State]):
             self.refused += 1
             self.refusal = str(error)
 
-    def own(self, key: Any) -> None:
-        """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are."""
-        state = self.peek(key)
-        if not isinstance(state, dict):
-            return
-        for name, value in state.items():
-            if is_movable(value, self.engine.device, self._min_nbytes):
-                state[name] = _clone(value)
+    def owned(self) -> Iterator[Any]:
+        """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are.
+
+        Yields each key when it is done. What was one tensor in several places is so again.
+        """
+        states = [state for state in dict.values(self) if isinstance(state, dict)]
+        places = Counter(id(value) for state in states for value in state.values())
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is used again
+        for key in list(self):
+            state = self.peek(key)
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if is_movable(value, self.engine.device, self._min_nbytes):
+                    made = copies[id(value)][1] if id(value) in copies else _clone(value)
+                    if places[id(value)] > 1:
+                        copies[id(value)] = value, made
+                    state[name] = made
+                    del made
+            yield key
 
     def begin(self, key: Any) -> int:
         """Start the copy-ins of one parameter's state. Returns the bytes."""
@@ -184,6 +191,7 @@ class StreamedState(defaultdict[Any, State]):
             Have the copies in host memory: device memory need not hold them all.
         """
         result: defaultdict[Any, State] = defaultdict(dict)
+        copies: dict[int, Tensor] = {}  # what is one tensor in several places is so in the result
         for key, state in dict.items(self):
             if not isinstance(state, dict):
                 result[key] = state
@@ -196,7 +204,7 @@ class StreamedState(defaultdict[Any, State]):
                     value = self._read(key, each, each.copy)
                     value = value.cpu() if to_host else value
                 elif isinstance(value, Tensor):
-                    value = _clone(value)
+                    value = copies[id(value)] = copies[id(value)] if id(value) in copies else _clone(value)
                 result[key][name] = value
         return result
 
@@ -233,7 +241,7 @@ class StreamedState(defaultdict[Any, State]):
         """As of any dictionary."""
         super().clear()
         self.tensors.clear()
-        self._key_of.clear()
+        self.held.clear()
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
@@ -247,7 +255,9 @@ class StreamedState(defaultdict[Any, State]):
         return key, self.pop(key)
 
     def items(self) -> Any:
-        """Each one is brought back as the view is iterated."""
+        """Each one is brought back as the view is iterated. The optimizer's `state_dict` gets copies."""
+        if is_called_by_state_dict():
+            return self.copied(to_host=self.engine.is_accelerator).items()
         return ItemsView(self)
 
     def values(self) -> Any:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -16,30 +18,86 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from offload.torch_compat.tensors import storage_identity
 
-__all__ = ["holds_alone", "nan_like", "raw_step", "runs_foreach", "steps_through_hooks"]
+__all__ = [
+    "holds_alone",
+    "is_called_by_state_dict",
+    "is_own_step",
+    "nan_like",
+    "runs_foreach",
+    "step_behind_hooks",
+    "steps_through_hooks",
+]
 
 _forbid_writes: Callable[[Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 _holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
+# The function that runs the step hooks around a step; torch puts one around the step of each class.
+_HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
+_STATE_DICT = inspect.unwrap(Optimizer.state_dict).__code__
 
-def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the function behind `optimizer.step`, which runs no step hooks."""
-    return _without_hooks(type(optimizer).step)
+
+def step_behind_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the function that the hooks of an optimizer surround.
+
+    In a hook this is the function that runs next. It need not be the one behind `type(optimizer).step`, which may be
+    a wrapper around the function that runs the hooks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _HOOKED and frame.f_locals.get("self") is optimizer:
+            running: Callable[..., Any] = frame.f_locals["func"]
+            return running
+        frame = frame.f_back
+    return _without_hooks(type(optimizer).step)  # no hook is running, or it was called from compiled code
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:
-    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED else step
     return found
 
 
+def is_own_step(optimizer: Optimizer, step: Any) -> bool:
+    """Whether a function is the step that the optimizer's class, or a base, defines: nothing else is around it."""
+    while hasattr(step, "__wrapped__"):
+        if not _is_torchs(step) or step.__code__ is _HOOKED:
+            return False
+        step = step.__wrapped__
+    return _is_torchs(step) or getattr(step, "__qualname__", "") in {
+        f"{kind.__qualname__}.step" for kind in type(optimizer).__mro__
+    }
+
+
+def _is_torchs(function: Any) -> bool:
+    return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith("torch.")
+
+
 def steps_through_hooks(optimizer: Optimizer) -> bool:
-    """Whether the unhooked step may call the step of a base class, which runs the hooks again."""
-    own = raw_step(optimizer)
-    steps = [vars(kind)["step"] for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
-    if all(_without_hooks(step) is own for step in steps):
+    """Whether the step behind the hooks may call the step of a base class, which runs the hooks again."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
+    own = _without_hooks(type(optimizer).step)
+    if all(_without_hooks(vars(kind)["step"]) is own for kind in kinds):
         return False
-    code = getattr(inspect.unwrap(own), "__code__", None)
-    return code is None or "step" in code.co_names
+    functions = [
+        inspect.unwrap(each)
+        for kind in type(optimizer).__mro__
+        if not f"{kind.__module__}.".startswith("torch.")
+        for each in vars(kind).values()
+        if callable(each)
+    ]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return not hasattr(inspect.unwrap(own), "__code__") or any("step" in each.co_names for each in _nested(codes))
+
+
+def _nested(codes: Sequence[object]) -> Iterator[CodeType]:
+    for code in codes:
+        if isinstance(code, CodeType):
+            yield code
+            yield from _nested(code.co_consts)
+
+
+def is_called_by_state_dict() -> bool:
+    """Whether the caller of the function that asks is torch's `Optimizer.state_dict` itself, not one of its hooks."""
+    return sys._getframe(2).f_code is _STATE_DICT
 
 
 def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:
