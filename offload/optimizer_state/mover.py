@@ -244,7 +244,9 @@ class StateMover:
     ) -> str:
         """Why a step cannot be divided into chunks; empty if it can."""
         if not is_own_step(optimizer, step):
-            return "another function is in the place of its step, or around it, and expects one call with all parameters"
+            return (
+                "its class's step has been replaced or wrapped by a function, which is called once for all parameters"
+            )
         if hasattr(type(optimizer), "__del__"):
             return "its class has a `__del__`, which would run for each part of a step"
         if len(args) > 2 or kwargs.keys() - {"closure"}:

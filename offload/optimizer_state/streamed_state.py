@@ -108,11 +108,11 @@ class StreamedState(defaultdict[Any, State]):
 
     def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
         """Forget the tensors of a key but these."""
-        for found, kept in ((self.tensors, present), (self.held, held)):
-            if kept:
-                found[key] = kept
-            else:
-                found.pop(key, None)
+        self.tensors[key], self.held[key] = present, held
+        if not present:
+            del self.tensors[key]
+        if not held:
+            del self.held[key]
 
     def _put_out(self, each: StateTensor, need: int) -> None:
         try:
@@ -130,8 +130,9 @@ class StreamedState(defaultdict[Any, State]):
         places = Counter(id(value) for state in states for value in state.values())
         copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is used again
         for key in list(self):
-            state = self.peek(key)
-            for name, value in state.items() if isinstance(state, dict) else ():
+            found = self.peek(key)
+            state = found if isinstance(found, dict) else {}
+            for name, value in state.items():
                 if is_movable(value, self.engine.device, self._min_nbytes):
                     made = copies[id(value)][1] if id(value) in copies else _clone(value)
                     if places[id(value)] > 1:

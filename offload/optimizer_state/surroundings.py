@@ -31,7 +31,9 @@ class Surroundings:
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        kinds = [kind for kind in type(optimizer).__mro__ if not f"{kind.__module__}.".startswith(("torch.", "builtins."))]
+        kinds = [
+            kind for kind in type(optimizer).__mro__ if not f"{kind.__module__}.".startswith(("torch.", "builtins."))
+        ]
         functions = {inspect.unwrap(each) for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)}
         functions.add(inspect.unwrap(step))
         self._names = [(kind, set(vars(kind))) for kind in kinds]
