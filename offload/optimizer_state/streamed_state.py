@@ -95,7 +95,7 @@ class StreamedState(defaultdict[Any, State]):
                 # Another key, an attribute or a variable: it would read as NaN there.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
                 if is_held or not holds_alone(state[name]):
-                    held += 1
+                    held += is_held or not self.engine.in_flight_bytes  # else it may be a copy-out that shares it
                     continue
                 if each is None:
                     each = StateTensor(name, state[name])

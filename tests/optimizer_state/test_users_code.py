@@ -203,6 +203,34 @@ def stepped_with_hook(on, kind):
     return everything(model, optimizer), len(seen)
 
 
+@scenario
+def a_base_that_gets_hooks_later(on):
+    class Base(Momentum):
+        @torch.no_grad()
+        def step(self, closure=None):
+            if closure is not None:
+                closure()
+            for parameter in self.with_gradient:
+                momentum = self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                parameter.sub_(momentum.add_(parameter.grad), alpha=0.01)
+
+    class Derived(Base):
+        def step(self, closure=None):
+            return self.inner(closure)
+
+        def inner(self, closure):
+            return super().step(closure)
+
+    model, seen = make_model(), []
+    optimizer = Derived(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    on(model, optimizer)
+    train(model, optimizer, 2)
+    Base([nn.Parameter(torch.zeros(1))])
+    train(model, optimizer, 2, begin=2)
+    return everything(model, optimizer), len(seen)
+
+
 # -- optimizers of one's own ------------------------------------------------------------------------------------------
 
 
