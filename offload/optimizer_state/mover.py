@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +41,9 @@ BEHIND_BYTES = 64 << 20
 
 # Backward needs no state: it goes to disk before any saved tensor does.
 NEED_FIRST = 1 << 40
+
+_SAMPLE = SimpleNamespace(state={})
+_HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -187,8 +192,10 @@ class StateMover:
         state = self._streamed(optimizer) if self._state is not None else None
         if state is not None:
             self._fetch_all(state)
-            optimizer.state = defaultdict(dict, dict.items(state))
-        self._state = None
+            self._state = None
+            state.is_moved = False
+            if sys.getrefcount(optimizer.state) == _HELD_ONCE + 1:  # else other code would go on with an old one
+                optimizer.state = defaultdict(dict, dict.items(state))
 
     def _leave(self, state: StreamedState, key: Any, need: int) -> None:
         self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
@@ -327,4 +334,6 @@ def _why_it_stays(optimizer: Optimizer) -> str:
         return "a capturable step may run in a CUDA graph, which uses the state where it was"
     if steps_through_hooks(optimizer):
         return "its step calls that of a base class, whose hooks would run within it"
+    if sys.getrefcount(optimizer.state) > _HELD_ONCE:
+        return "other code holds its `state`, such as an optimizer around it, and would go on with an old one"
     return ""

@@ -48,7 +48,7 @@ class StateMovers:
         self._pid = os.getpid()
         behind = WriteBehind()
         for optimizer in optimizers:
-            if isinstance(optimizer.state, StreamedState):
+            if isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved:
                 raise ValueError(
                     f"optimizer: the state of this {type(optimizer).__name__} is moved by another enabled model; "
                     "give it to one offload.enable alone"

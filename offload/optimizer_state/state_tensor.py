@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from offload import _core
 from offload.runtime.engine import Engine, has_storage
-from offload.torch_compat.optimizers import nan_like
+from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
 from offload.torch_compat.tensors import has_own_bytes
 
 __all__ = ["StateTensor", "is_movable"]
@@ -27,7 +27,7 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
         and value.device == device
         and value.nbytes >= min_nbytes
         and (value.is_floating_point() or value.is_complex())
-        and not (value.requires_grad or value.is_inference())
+        and not (value.requires_grad or value.is_inference() or is_in_shared_memory(value))
         and has_own_bytes(value)
     )
 

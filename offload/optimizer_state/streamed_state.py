@@ -59,6 +59,7 @@ class StreamedState(defaultdict[Any, State]):
     ) -> None:
         super().__init__(dict, state)
         self.engine = engine
+        self.is_moved = True
         self.tensors: dict[Any, list[StateTensor]] = {}
         self.held: dict[Any, int] = {}  # of each key, tensors that stay because others hold them
         self.refused = 0  # tensors for which there was no room, each time

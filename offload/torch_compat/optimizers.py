@@ -21,6 +21,7 @@ from offload.torch_compat.tensors import storage_identity
 __all__ = [
     "holds_alone",
     "is_called_by_state_dict",
+    "is_in_shared_memory",
     "is_own_step",
     "nan_like",
     "runs_foreach",
@@ -126,7 +127,10 @@ def holds_alone(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     if _holders is None or storage.nbytes() != tensor.nbytes or tensor.storage_offset() != 0:
         return False
-    if storage.device.type == "cpu" and storage.is_shared():
-        return False
     del storage
-    return _count_holders(tensor) == _ALONE
+    return not is_in_shared_memory(tensor) and _count_holders(tensor) == _ALONE
+
+
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Whether other processes may use a tensor's memory."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()

@@ -541,6 +541,49 @@ def state_that_is_moved_to_another_parameter(on):
 
 
 @scenario
+def an_optimizer_around_another_with_the_same_state(on):
+    class Around(Optimizer):
+        def __init__(self, inner):
+            self.inner, self.defaults = inner, inner.defaults
+            self.param_groups, self.state = inner.param_groups, inner.state
+            Optimizer.__setstate__(self, {})
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    found = []
+    for is_first in (True, False):
+        model = make_model()
+        inner = AdamW(model.parameters())
+        if is_first:
+            on(model, inner)
+        optimizer = Around(inner)
+        if not is_first:
+            on(model, inner)
+        train(model, optimizer, 3)
+        found.append((everything(model, optimizer), everything(model, inner)))
+        on.off()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(60, 60))]})
+        inner.param_groups[-1]["params"][0].sum().backward()
+        inner.step()
+        found.append((everything(model, optimizer), everything(model, inner)))
+        on(model, inner)
+        inner.step()
+        found.append((everything(model, optimizer), everything(model, inner)))
+    return found
+
+
+@scenario
+def state_in_shared_memory(on):
+    model = make_model()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    optimizer.share_memory()
+    on(model, optimizer)
+    train(model, optimizer, 2)
+    return everything(model, optimizer), [optimizer.state[p]["sum"].is_shared() for p in model.parameters()]
+
+
+@scenario
 def state_that_is_cleared(on):
     model = make_model()
     optimizer = AdamW(model.parameters())
