@@ -40,16 +40,17 @@ def is_separable(optimizer: Optimizer, step: Step) -> bool:
 
     False too where a step changes anything beside the optimizer: in chunks it would do so several times.
     """
-    around = Surroundings(optimizer, step)
     try:
-        return _is_equal_in_chunks(optimizer, step, around)
+        around = Surroundings(optimizer, step)
+        try:
+            return _is_equal_in_chunks(optimizer, step, around)
+        finally:
+            around.restore()
     except Exception as error:  # whatever a step that is not torch's may raise
         if _is_of_a_signal(error):
             raise
         log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
         return False
-    finally:
-        around.restore()
 
 
 def _is_of_a_signal(error: BaseException) -> bool:

@@ -352,6 +352,15 @@ class OddSizeError(Exception):
     pass
 
 
+class UsesAListThatContainsItself(Momentum):
+    def extra(self):
+        assert ITSELF[0] is ITSELF
+
+
+ITSELF = []
+ITSELF.append(ITSELF)
+
+
 class NormOfBiases(Momentum):
     def extra(self):
         biases = [p.grad for p in self.with_gradient if p.dim() == 1 and len(p) > 8]
@@ -376,7 +385,7 @@ class SharesATensor(Momentum):
 
 OWN = [CountsInClass, CountsInAListOfItsClass, CountsInItsModule, CountsInAGlobal, AddsToItsClass, KeepsNorms]
 OWN += [CountsInATensor, CountsInTheState, CountsInItself, HasADel, CountsInstances, NeedsLargeParameters]
-OWN += [NormOfBiases, SharesATensor]
+OWN += [NormOfBiases, SharesATensor, UsesAListThatContainsItself]
 CHUNKED = {CountsInItself, CountsInstances}
 
 
