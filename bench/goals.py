@@ -115,7 +115,7 @@ def hook_costs(bench: Bench, kind: str, count: int, **how: bool) -> dict[str, fl
 
 
 def kept(bench: Bench) -> Finding:
-    """The cost of a kept tensor over plain hooks: small, a parameter, large (manual, and with a timed plan)."""
+    """The cost of a kept tensor more than empty hooks: small, a parameter, large (manual, and with a timed plan)."""
     figures = {kind: hook_costs(bench, f"kept {kind}", 200) for kind in ("small", "parameter")}
     figures["by hand"] = hook_costs(bench, "kept", 200)
     figures["by plan"] = hook_costs(bench, "kept", 200, planned=True)
@@ -221,9 +221,9 @@ class Row:
 
 
 ROWS = {
-    "kept": Row("pack + unpack of a tensor that is kept", f"≤ {KEPT_US_MAX:g} µs over plain hooks", kept),
+    "kept": Row("hooks of a tensor that is kept", f"≤ {KEPT_US_MAX:g} µs more than empty hooks", kept),
     "swapped": Row(
-        "pack + unpack of a swapped 1 MiB tensor, control path only",
+        "hooks of a swapped 1 MiB tensor, without the copies",
         f"≤ {SWAPPED_US_MAX:g} µs",
         swapped,
     ),
@@ -253,21 +253,21 @@ ROWS = {
         f"≤ {STEP_RATIO_MAX} × plain",
         lambda bench: demo_ratio(bench, "step_seconds_median", STEP_RATIO_MAX),
     ),
-    "demo-checkpoint": Row("demo, against checkpointing", "below it on both axes", demo_checkpoint),
-    "demo-glibc": Row("demo under this system's malloc", "both figures, honestly", glibc),
+    "demo-checkpoint": Row("demo, compared with checkpointing", "less memory and less time", demo_checkpoint),
+    "demo-glibc": Row("demo with the system's malloc", "none; for information", glibc),
     "second-tensor": Row("a second tensor of the same storage", "no second copy", second_tensor),
     "planner-shared": Row(
-        "recorded traces, median and largest gap",
+        "recorded steps: median and largest gap",
         "≤ 0.05 % and ≤ 0.8 %",
         lambda bench: planner_goals.shared(),
     ),
     "planner-small": Row(
-        "small instances above the optimum, mean and most",
+        "small generated steps: time above the optimum, mean and largest",
         "≤ 0.5 % and ≤ 5 %",
         lambda bench: planner_goals.small(bench.quick),
     ),
     "planner-unseen": Row(
-        "unseen traces, median and largest gap",
+        "generated steps: median and largest gap",
         "≤ 0.5 % and ≤ 3.5 %",
         lambda bench: planner_goals.unseen(bench.quick),
     ),
@@ -292,7 +292,7 @@ ROWS = {
         lambda bench: collected.prediction_error(bench.kept, "seconds", collected.STEP_OFF_MAX),
     ),
     "predicted-peak": Row(
-        "tracked peak, measured over predicted",
+        "peak of tensors, measured over predicted",
         f"within {collected.PEAK_OFF_MAX:.0%}",
         lambda bench: collected.prediction_error(bench.kept, "peak_bytes", collected.PEAK_OFF_MAX),
     ),
@@ -302,27 +302,27 @@ ROWS = {
         lambda bench: collected.default_slowdown(bench.kept),
     ),
     "steps-growth": Row(
-        "step models, least memory: growth",
+        "five networks, least memory: memory",
         f"≤ {collected.STEPS_GROWTH_MAX} × plain",
         lambda bench: collected.least_ratio(bench.kept, "memory_over_plain", collected.STEPS_GROWTH_MAX),
     ),
     "steps-time": Row(
-        "step models, least memory: step time",
+        "five networks, least memory: step time",
         f"≤ {collected.STEPS_TIME_MAX} × plain",
         lambda bench: collected.least_ratio(bench.kept, "step_over_plain", collected.STEPS_TIME_MAX),
     ),
     "steps-checkpoint": Row(
-        "step models: some setting against checkpointing",
-        "below it on both axes",
+        "five networks: some setting compared with checkpointing",
+        "less memory and less time",
         lambda bench: collected.below_checkpoint(bench.kept),
     ),
     "steps-tutorial": Row(
-        "step models: some setting against the tutorial's hooks",
+        "five networks: some setting compared with the tutorial's disk hooks",
         f"≥ {collected.TUTORIAL_SPEEDUP_MIN} × faster at no more memory",
         lambda bench: collected.faster_than_tutorial(bench.kept),
     ),
     "largest": Row(
-        "largest batch of a ResNet within a cap",
+        "largest batch of a ResNet within a limit",
         f"≥ {collected.LARGEST_MIN:g} × plain at ≤ {collected.LARGEST_SLOWDOWN_MAX - 1:.0%} more time per sample",
         lambda bench: collected.largest(bench.kept),
     ),

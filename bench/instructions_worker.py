@@ -16,7 +16,7 @@ from functools import partial
 COUNT = 32  # tensors a step
 PLANS = 1
 PLANTED_TURNS = 400
-REPEATS = 3  # of each run; the least of them counts: what happens now and then, such as a table that grows, only adds
+REPEATS = 8  # of each run; the least of them counts: what happens now and then, such as a table that grows, only adds
 
 Subject = dict[str, Callable[[], object]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -13,6 +15,58 @@ from matplotlib import pyplot
 from result_tables import Table, device_of
 
 OURS, THEIRS = "#0b6e99", "#b5542b"
+Colors = Mapping[str, str]
+THEMES: Mapping[str, Colors] = {
+    "light": {"ink": "#24292f", "faint": "#8b949e", "ours": "#00796b", "least": "#80b8b0", "theirs": "#b5542b",
+              "plain": "#6e7781"},
+    "dark": {"ink": "#e6e6e6", "faint": "#7d8590", "ours": "#4db6ac", "least": "#2b6f68", "theirs": "#f0a070",
+             "plain": "#a8b1ba"},
+}  # fmt: skip
+
+
+def save_themed(folder: Path, name: str, paint: Callable[[Colors], Any]) -> None:
+    """Write `name`-light.svg and `name`-dark.svg: transparent, in colours that fit light and dark pages."""
+    for theme, colors in THEMES.items():
+        settings: dict[str, Any] = {
+            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), colors["ink"]),
+            "axes.axisbelow": True,
+            "axes.edgecolor": colors["faint"],
+            "axes.grid": True,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "font.size": 10,
+            "grid.alpha": 0.3,
+            "grid.color": colors["faint"],
+            "savefig.transparent": True,
+            "svg.hashsalt": "offload",
+        }
+        with matplotlib.rc_context(settings):
+            figure = paint(colors)
+            figure.savefig(folder / f"{name}-{theme}.svg", metadata={"Date": None})
+            pyplot.close(figure)
+
+
+def summary(networks: Mapping[str, Mapping[str, tuple[float, float]]], ways: Sequence[str], colors: Colors) -> Any:
+    """Draw bars for some ways on every network: memory and step time over plain."""
+    figure, both = pyplot.subplots(1, 2, figsize=(8.6, 1.0 + 0.75 * len(networks)), layout="constrained", sharey=True)
+    height = 0.8 / len(ways)
+    kinds = [colors[kind] for kind in ("ours", "least", "theirs")]
+    for panel, axes in enumerate(both):
+        for number, (way, color) in enumerate(zip(ways, kinds, strict=True)):
+            places = [place + (number - (len(ways) - 1) / 2) * height for place in range(len(networks))]
+            values = [points[way][panel] if way in points else 0.0 for points in networks.values()]
+            drawn = axes.barh(places, values, height * 0.9, color=color, label=way if panel == 0 else None)
+            axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
+        axes.axvline(1, color=colors["ink"], linewidth=0.8)
+        axes.set_yticks(range(len(networks)), list(networks))
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
+    both[0].invert_yaxis()
+    both[0].set_xlim(0, 1.12)
+    both[0].set_xlabel("memory over plain (less is better)")
+    both[1].set_xlabel("step time over plain (less is better)")
+    figure.legend(loc="outside upper center", ncols=len(ways), frameon=False)
+    return figure
 
 
 def draw(table: Table) -> bytes | None:

@@ -1,11 +1,11 @@
 """Tables and pictures out of result files: a page, and the document that the repository carries.
 
-    python bench/report.py RESULT… [--html FILE] [--png DIR] [--docs FILE]
+    python bench/report.py RESULT… [--html FILE] [--png DIR] [--docs FILE] [--pages DIR]
 
-RESULT is a JSON file of pytest-benchmark, race.py, largest.py, goals.py or `offload demo --json`, or a folder of
-gpu_suite.py. The document of the repository:
+RESULT is a JSON file of pytest-benchmark, race.py, largest.py, goals.py or `offload demo --json`, or a
+folder of gpu_suite.py. The pages of the documentation, with their pictures:
 
-    python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks
+    python bench/report.py bench/results --pages docs
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from result_tables import Row, Table, about, device_of, read
+from result_tables import SMALL, Row, Table, about, device_of, read
 
 WHY = Path(__file__).with_name("why.json")
 STYLE = """
@@ -34,17 +34,17 @@ p.machine { color: #57606a; font-size: 13px } img { max-width: 100% }
 """
 PREFACE = """# Benchmarks
 
-This page is made, not written: `python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks`.
+Written by `bench/report.py`.
 
-Memory is what a training run grows by over its model and optimizer, relative to plain training. Step time is a median,
-with its quartiles, of steps that alternate with plain ones (the demo's runs follow each other). Every contestant trains
-the same model on the same data from the same seed with the same allocator, and gradients are compared with plain's to
-the last bit. A peer is marked as better where no setting of offload needs as little memory *and* as little time; a
-figure is marked where it does not reach what was set out to. Each has its paragraph at the end.
+*Plain* is training without any of these ways. *Memory* is what training adds to the memory of the process after model
+and optimizer are loaded, relative to plain. Step time is a median, with its quartiles, of steps that alternate with
+plain ones (the demo's runs follow each other). Every way trains the same model on the same data from the same seed with
+the same malloc, and its gradients are compared with plain's bit for bit. "Peer better": no setting of offload needs as
+little memory and as little time. "Not reached": the figure misses its target. Each of these is explained at the end.
 """
 NO_GPU = (
-    "No GPU has run the suite yet: nothing on this page was measured on one. What is headed SIMULATED is computed from "
-    "assumed figures.\n"
+    "No GPU has run the suite yet: nothing on this page was measured on one. Figures under SIMULATED are computed from "
+    "assumed figures of a GPU.\n"
 )
 
 
@@ -69,7 +69,7 @@ def needless(tables: Sequence[Table], why: dict[str, str]) -> list[str]:
 
 def keys_of(row: Row, table: Table) -> tuple[str, ...]:
     """Where a row's paragraph is looked up: first for this device alone, at last for the whole group."""
-    return f"{row.key} / {device_of(table.machine)}", row.key, group_of(row)
+    return f"{row.key} / {device_of(table.machine)}", row.key, row.key.removeprefix(SMALL), group_of(row)
 
 
 def group_of(row: Row) -> str:
@@ -135,13 +135,42 @@ def draw_all(tables: Sequence[Table]) -> dict[str, bytes]:
     return {slug: picture for slug, picture in drawn.items() if picture is not None}
 
 
+def write_pages(folder: Path, tables: Sequence[Table], why: dict[str, str]) -> None:
+    """Write benchmarks.md, its appendices and their pictures; without matplotlib, the pictures stay as they are."""
+    from report_pages import BARS, SHOWN, by_network, pages, points_of
+
+    beside = folder / "benchmarks"
+    beside.mkdir(parents=True, exist_ok=True)
+    drawn = draw_all(tables)
+    if drawn:
+        import plots
+
+        for slug, picture in drawn.items():
+            (beside / f"{slug}.png").write_bytes(picture)
+        networks = {
+            name: {SHOWN[way]: point for way, point in ways.items() if way in BARS}
+            for name, ways in by_network(points_of(tables, "networks")).items()
+        }
+        names = [SHOWN[way] for way in BARS]
+        plots.save_themed(beside, "summary", lambda colors: plots.summary(networks, names, colors))
+    for name, text in pages(tables, why, pictures_in(beside, tables)).items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def pictures_in(folder: Path, tables: Sequence[Table]) -> dict[str, str]:
+    """The pictures that are there, by a table's slug; "summary" stands for the pair of that name."""
+    found = {table.slug: f"{table.slug}.png" for table in tables if (folder / f"{table.slug}.png").is_file()}
+    return found | ({"summary": "summary"} if (folder / "summary-light.svg").is_file() else {})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, lay out, write; with neither page nor document asked for, the document goes to standard output."""
+    """Read, lay out, write; with nothing to write asked for, the document goes to standard output."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
     parser.add_argument("--png", type=Path, metavar="DIR", help="write the pictures there")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="write Markdown")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="write everything as one page of Markdown")
+    parser.add_argument("--pages", type=Path, metavar="DIR", help="write the documentation's pages and pictures there")
     args = parser.parse_args(argv)
     try:
         tables = [table for path in args.results for table in read(path)]
@@ -165,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.docs is not None:
         args.docs.parent.mkdir(parents=True, exist_ok=True)
         args.docs.write_text(markdown(tables, why, paths), encoding="utf-8")
-    if args.html is None and args.docs is None:
+    if args.pages is not None:
+        write_pages(args.pages, tables, why)
+    if args.html is None and args.docs is None and args.pages is None:
         print(markdown(tables, why, paths), end="")
     missing = sum(reason.startswith("Not explained yet") for _, reason in explain(tables, why))
     if missing:

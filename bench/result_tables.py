@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,65 @@ SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
 PEER_BETTER = "peer better"
 NOT_REACHED = "not reached"
 UNEQUAL = "OTHER BITS"
+EQUAL = "bit-equal"
+GRADIENTS = "gradients"
+SMALL = "small "  # begins the keys of rows that pytest-benchmark measured, at a small size
+NETWORKS = {"gpt": "GPT", "gpt, the demo": "GPT of the demo", "lstm": "LSTM", "resnet": "ResNet", "unet": "U-Net",
+            "vit": "ViT"}  # fmt: skip
+SIZES = {
+    "layers": "{} layers",
+    "levels": "{} levels",
+    "width": "width {}",
+    "heads": "{} heads",
+    "resolution": "{0} × {0} pixels",
+    "patch": "patches of {0} × {0}",
+    "batch": "batch {}",
+    "length": "length {}",
+}
+GROUPS = {
+    "copies of the slab tier, cpu": (
+        "Copies to pinned memory, imitated on the CPU",
+        "A *slab* is a large allocation of pinned memory that is divided into blocks. Blocks are copied *out* to the "
+        "slab, back *into* the device's memory, or *both* ways at once.",
+    ),
+    "spill file, write": ("Writing the spill file", "The case is the size of a block in MiB."),
+    "spill file, read": ("Reading the spill file", "The case is the size of a block in MiB."),
+    "slab memory, 1 GiB": ("Preparing 1 GiB of slab memory", ""),
+    "slab memory, blocks of odd sizes": ("Slab memory lost to blocks of odd sizes", ""),
+    "hooks, one step that saves tensors": (
+        "Time of the hooks for one saved tensor",
+        "*Empty hooks* are saved-tensor hooks that return what they get. *Duplicate*: the same tensor saved again. "
+        "*View*: one of several views of a storage that is swapped once.",
+    ),
+    "planner, recorded traces": (
+        "Planner: recorded steps",
+        "The limit is half or a tenth of the way from the lowest feasible limit to the peak without swaps. *Gap*: how "
+        "much faster a plan could be at most.",
+    ),
+    "planner, shapes of 250 tensors": ("Planner: generated steps of 250 tensors", "As above."),
+}
+FIGURES = {
+    "bytes": "size",
+    "bytes per second": "speed",
+    "yardstick": "compared with",
+    "yardstick bytes per second": "its speed",
+    "share of yardstick": "speed over it",
+    "block bytes": "block",
+    "waste share": "memory wasted",
+    "power of two waste share": "wasted with powers of two",
+    "kind": "what happens to it",
+    "plain hooks us": "empty hooks",
+    "pack us": "save",
+    "pack and unpack us": "save and use",
+    "processor us": "of it computing",
+    "over plain hooks us": "more than empty hooks",
+    "gap share": "gap",
+    "slowdown share": "slowdown",
+    "swaps": "swapped",
+    "peak bytes": "peak",
+    "limit bytes": "limit",
+    "unswapped peak bytes": "peak without swaps",
+}
 
 
 @dataclass
@@ -41,6 +101,7 @@ class Table:
     kind: str = "plain"  # "frontier", "bars" and "simulated" have a picture
     values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
     note: str = ""  # stands above the rows
+    page: str = "parts"  # the page of the documentation that it is on
 
     @property
     def slug(self) -> str:
@@ -79,6 +140,8 @@ def read(path: Path) -> list[Table]:
         from simulated_tables import simulated_tables  # which is made of what is defined here
 
         return list(simulated_tables(content))
+    if content.get("format") == "offload-demo-memory/1":
+        return []  # drawn by docs/charts.py
     if content.get("format") == "offload-gpu-suite/1":
         return [summary_table(content)]
     if "contestants" in content:
@@ -102,7 +165,7 @@ def about(machine: Mapping[str, Any]) -> str:
     for name, key in (("driver", "driver"), ("Python", "python"), ("torch", "torch")):
         if machine.get(key):
             words.append(f"{name} {machine[key]}")
-    words += [str(machine.get("date", "date unknown")), f"commit {str(machine.get('commit', 'unknown'))[:12]}"]
+    words += [str(machine.get("date", "date unknown"))[:10], f"commit {str(machine.get('commit', 'unknown'))[:12]}"]
     if machine.get("rehearsal"):
         words.append("A REHEARSAL: sizes are tiny, figures mean nothing")
     return ", ".join(words)
@@ -111,22 +174,29 @@ def about(machine: Mapping[str, Any]) -> str:
 # -- frontiers ----------------------------------------------------------------------------------------------------
 
 
-def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Iterator[Table]:
+def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, small: bool = False) -> Iterator[Table]:
     """One table for each network: memory and time of every contestant over plain's."""
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
-        columns = ["contestant", "memory", "step", "peak", "median step", "disk", "pinned", "stalled", "gradients", ""]
+        columns = ["way", "memory", "step", "peak", "median step", "on disk", "pinned", "waits", GRADIENTS, ""]
         made = [frontier_row(row) for row in own]
         mark_peers(made)
+        for each in made:
+            each.key = f"{SMALL if small else ''}{each.key}"
         when = {name: own[0][name] for name in ("date", "commit") if name in own[0]}
-        yield Table(f"Training steps: {family}{size_of(own)}", columns, made, {**machine, **when}, "frontier")
+        title = f"Training steps: {NETWORKS.get(family, family)}{' (small)' if small else ''}"
+        page = "small" if small else "networks"
+        yield Table(title, columns, made, {**machine, **when}, "frontier", note=size_of(own), page=page)
 
 
 def size_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The network's dimensions in words, where a row tells them."""
-    size = next((row["setting"]["size"] for row in rows if "setting" in row), {})
-    words = [f"{name} {value}" for name, value in size.items()]
-    return f" ({', '.join(words)})" if words else ""
+    """The network's dimensions as a sentence, where a row tells them."""
+    size: Mapping[str, int] = next((row["setting"]["size"] for row in rows if "setting" in row), {})
+    stages = [str(value) for name, value in size.items() if name.startswith("blocks")]
+    words = [f"stages of {', '.join(stages)} blocks"] if stages else []
+    words += [SIZES.get(name, f"{name} {{}}").format(value) for name, value in size.items() if name[:6] != "blocks"]
+    text = ", ".join(words)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def frontier_row(row: Mapping[str, Any]) -> Row:
@@ -148,7 +218,7 @@ def frontier_row(row: Mapping[str, Any]) -> Row:
         format_bytes(int(row["disk_bytes"])) if row.get("disk_bytes") else "–",
         format_bytes(int(row["pinned_bytes"])) if row.get("pinned_bytes") else "–",
         "–" if stalled is None else f"{stalled:.3f} s",
-        "bit-equal" if equal else ("other kernels" if not row.get("equal_expected", True) else UNEQUAL),
+        EQUAL if equal else ("other kernels" if not row.get("equal_expected", True) else UNEQUAL),
         "",
     ]
     return Row(key, cells, ours=bool(row.get("ours")), point=(memory, step))
@@ -205,21 +275,31 @@ def demo_machine(content: Mapping[str, Any]) -> dict[str, Any]:
 # -- largest ------------------------------------------------------------------------------------------------------
 
 
-def largest_tables(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Iterator[Table]:
+def largest_tables(
+    rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, small: bool = False
+) -> Iterator[Table]:
     """One table for each dimension: the largest of every contestant, and what a sample costs there."""
     for what in dict.fromkeys(row["what"] for row in rows):
         own = [row for row in rows if row["what"] == what]
         base = next((row for row in own if row["name"] == "plain"), {})
         dimension = what.split(":")[1]
         cap = format_bytes(int(own[0]["cap_bytes"]))
-        columns = ["contestant", f"largest {dimension}", "over plain", "step", f"time per {dimension} over plain", ""]
+        each = {"batch": "sample", "layers": "layer", "resolution": "pixel row"}.get(dimension, dimension)
+        columns = ["way", dimension, "over plain", "step", f"time per {each} over plain", ""]
         made = [largest_row(row, base) for row in own]
+        if small:
+            for found in made:
+                found.key = SMALL + found.key
         best = max((row["largest"] for row in own if row.get("ours") and "largest" in row), default=None)
         for row, found in zip(own, made, strict=True):
             if best is not None and not row.get("ours") and row.get("largest", 0) > best:
                 found.mark = found.cells[-1] = PEER_BETTER
         values = {row["name"]: float(row["largest"]) for row in own if "largest" in row}
-        yield Table(f"Largest {what.replace(':', ', ')} in {cap}", columns, made, machine, "bars", values)
+        network = NETWORKS.get(what.split(":")[0], what.split(":")[0])
+        most = "most layers" if dimension == "layers" else f"largest {dimension}"
+        title = f"{network}: {most} in {cap.replace('.00', '')}"
+        note = f"Memory over the model is limited to {cap.replace('.00', '')}."
+        yield Table(title, columns, made, machine, "bars", values, note, "largest")
 
 
 def largest_row(row: Mapping[str, Any], base: Mapping[str, Any]) -> Row:
@@ -249,15 +329,15 @@ def from_benchmarks(content: Mapping[str, Any]) -> Iterator[Table]:
     for each in content["benchmarks"]:
         groups.setdefault(each["group"] or "other", []).append(each)
     steps = [each["extra_info"] for group, rows in groups.items() if group.startswith("steps, ") for each in rows]
-    yield from frontiers(steps, machine)
+    yield from frontiers(steps, machine, small=True)
     found = [each["extra_info"] for group, rows in groups.items() if group.startswith("largest ") for each in rows]
-    yield from largest_tables(found, machine)
+    yield from largest_tables(found, machine, small=True)
     for group, rows in groups.items():
         if not group.startswith(("steps, ", "largest ")):
             yield plain_table(group, rows, machine)
     if content.get("not_run"):
-        rows = [Row(each["name"], [each["name"], each["reason"]]) for each in content["not_run"]]
-        yield Table("Not run here", ["what", "why"], rows, machine)
+        rows = [Row(each["name"], [case_of(each["name"]), each["reason"]]) for each in content["not_run"]]
+        yield Table("Not run here", ["what", "why"], rows, machine, page="small")
 
 
 def plain_table(group: str, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Table:
@@ -265,13 +345,27 @@ def plain_table(group: str, rows: Sequence[Mapping[str, Any]], machine: Mapping[
     extra = list(dict.fromkeys(name for row in rows for name, value in row["extra_info"].items() if is_flat(value)))
     made = []
     for row in rows:
-        cells = [row["name"], f"{row['stats']['median'] * 1e3:.3f} ms"]
+        cells = [case_of(row["name"]), f"{row['stats']['median'] * 1e3:.3f} ms"]
         cells += [shown(name, row["extra_info"].get(name)) for name in extra]
         share = row["extra_info"].get("share_of_yardstick")
         mark = PEER_BETTER if share is not None and share < SHARE_EVEN else ""
         made.append(Row(f"{group} / {row['name']}", [*cells, mark], mark))
-    columns = ["benchmark", "median", *(name.replace("_", " ") for name in extra), ""]
-    return Table(group[0].upper() + group[1:], columns, made, machine)
+    spelt = [name.replace("_", " ") for name in extra]
+    columns = ["case", "median time", *(FIGURES.get(name, name) for name in spelt), ""]
+    title, note = GROUPS.get(group, (group[0].upper() + group[1:], ""))
+    return Table(title, columns, made, machine, note=note)
+
+
+def case_of(test: str) -> str:
+    """The case in the name of a benchmark: what its brackets hold, otherwise its words.
+
+    Examples
+    --------
+    >>> case_of("test_recorded[vit-half]"), case_of("test_slab_waste")
+    ('vit, half', 'slab waste')
+    """
+    inner = re.fullmatch(r"test_\w+\[(.*)\]", test)
+    return inner[1].replace("-", ", ", 1) if inner else test.removeprefix("test_").replace("_", " ")
 
 
 def is_flat(value: object) -> bool:
@@ -341,14 +435,14 @@ def summary_table(content: Mapping[str, Any]) -> Table:
 def predictions_table(content: Mapping[str, Any]) -> Table:
     """Plans that ran: predicted beside measured."""
     columns = [
-        "network, wish",
+        "network, goal",
         "bits",
         "peak measured",
-        "predicted",
-        "unswapped",
+        "peak predicted",
+        "peak without swaps",
         "step measured",
-        "predicted",
-        "plain",
+        "step predicted",
+        "plain step",
     ]
     rows = []
     for row in content["rows"]:
@@ -357,12 +451,13 @@ def predictions_table(content: Mapping[str, Any]) -> Table:
         seconds = [row[f"{each}_seconds"] for each in ("measured", "predicted", "plain")]
         cells = ["equal" if row["bits_equal"] else "DIFFER", *map(format_bytes, peaks), *map(format_seconds, seconds)]
         rows.append(Row(f"prediction / {name}", [name, *cells]))
-    return Table("Predicted and measured", columns, rows, content["machine"])
+    note = "A plan predicts its peak and its step time. Peaks count tensors, not the resident set."
+    return Table("Predicted and measured", columns, rows, content["machine"], note=note, page="targets")
 
 
 def slowdown_table(content: Mapping[str, Any]) -> Table:
     """Whether `max_slowdown` was kept, network by network."""
-    columns = ["network, max_slowdown", "bits", "plain step", "step", "spread", "kept", "memory"]
+    columns = ["network, max_slowdown", "bits", "plain step", "step over plain", "spread", "kept", "memory over plain"]
     rows = []
     for row in content["rows"]:
         lower, upper = row["ratio_spread"]
@@ -377,7 +472,7 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
             f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × {format_bytes(row['plain_peak_bytes'])}",
         ]
         rows.append(Row(f"slowdown / {name}", [name, *cells], mark))
-    return Table("Is max_slowdown kept?", columns, rows, content["machine"])
+    return Table("Is max_slowdown kept?", columns, rows, content["machine"], page="targets")
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:
@@ -387,4 +482,5 @@ def reach_table(content: Mapping[str, Any]) -> Table:
         mark = NOT_REACHED if row["met"] is False else ""
         verdict = mark or ("yes" if row["met"] else "–")
         rows.append(Row(f"goal / {name}", [row["what"], row["goal"], row["measured"], verdict], mark))
-    return Table("Goals without a GPU", ["what", "goal", "measured", "met"], rows, content["machine"])
+    columns = ["what", "target", "measured", "reached"]
+    return Table("Targets without a GPU", columns, rows, content["machine"], page="targets")

@@ -9,18 +9,31 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from result_tables import NOT_REACHED, UNEQUAL, Row, Table, mark_peers
+from result_tables import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table, mark_peers
 
 from offload.units import format_bytes, format_seconds
 
 BY_DEFAULT = "offload, default"
+NOTE = """**Every figure here is simulated; no GPU ran.** The real engine and its alternatives ran on the simulated
+accelerator of `tests/twin`, in virtual time. Durations are computed from assumed figures of the card: {rates},
+{kernel} for a kernel, {copy} to start a copy, {launch} of the host to queue one of them, {host}. Pinning memory costs
+nothing.
+
+Each network is computed smaller than the one it stands for: 1/k as wide, with 1/k of the positions. The card's figures
+are scaled too, so that every kernel and copy takes as long as that of the large network. The engine's thresholds in
+bytes, such as that for joining small blocks, are not scaled. The networks stand for:
+
+{networks}
+
+*Beside kernels*: share of the copy time during which a kernel runs. *Alone*: copy time while none runs. *Predicted*:
+how far the plan's prediction of the time until the end of backward is off."""
 PROMISED_STEP = 1.06  # by default, over plain: 5 % and what rounds
 ROUNDING = 0.005  # of a limit
 
 
 def simulated_tables(content: Mapping[str, Any]) -> Iterator[Table]:
     """One table for each card: every network's ways, in virtual time."""
-    columns = ["network", "way", "memory", "step", "copies hidden", "exposed", "predicted, to simulated", "bits", ""]
+    columns = ["network", "way", "memory", "step", "beside kernels", "alone", "predicted", GRADIENTS, ""]
     for card, factor in dict.fromkeys((row["card"], row["host_factor"]) for row in content["rows"]):
         made = []
         for network in content["networks"]:
@@ -34,7 +47,8 @@ def simulated_tables(content: Mapping[str, Any]) -> Iterator[Table]:
             made += own
         host = f", host time as measured × {factor:g}" if factor else ""
         title = f"SIMULATED, no GPU ran: {card}{host}"
-        yield Table(title, columns, made, content["machine"], "simulated", note=note_on(card, factor, content))
+        note = note_on(card, factor, content)
+        yield Table(title, columns, made, content["machine"], "simulated", note=note, page="simulated")
 
 
 def note_on(card: str, factor: float, content: Mapping[str, Any]) -> str:
@@ -43,7 +57,7 @@ def note_on(card: str, factor: float, content: Mapping[str, Any]) -> str:
     each = {name: f"{seconds * 1e6:g} µs" for name, seconds in content["seconds_each"].items()}
     ran = {row["family"] for row in content["rows"] if (row["card"], row["host_factor"]) == (card, factor)}
     networks = [
-        f"{network['family']}: {network['stands_for']} (k = {network['factor']})"
+        f"* {NETWORKS.get(network['family'], network['family'])}: {network['stands_for']}, k = {network['factor']}"
         for network in content["networks"]
         if network["family"] in ran
     ]
@@ -52,23 +66,12 @@ def note_on(card: str, factor: float, content: Mapping[str, Any]) -> str:
         f"{about['flops_per_second'] / 1e12:g} TFLOP/s, {about['bytes_per_second'] / 1e12:g} TB/s of memory, "
         f"{about['link_bytes_per_second'] / 1e9:g} GB/s each way over the link"
     )
-    parts = [
-        "**Every figure here is simulated.** The engine and the peers ran on the simulated accelerator of",
-        f"`tests/twin`. Durations follow from assumed figures: {rates}, {each['kernel']} for a kernel and",
-        f"{each['copy']} for a copy on top, {each['launch']} of the host to queue one, {host}; pinning costs nothing.",
-        "Each network was computed 1/k as wide, over 1/k of the positions, with FLOP/s divided by k³ and bytes a",
-        "second by k²/2 (an element of four bytes stands for one of two): every kernel and copy takes as long as the",
-        "large network's. What the engine holds to in bytes (blocks below 1 MiB are joined) does not scale.",
-        f"They stand for {'; '.join(networks)}. *Hidden*: copy time with a kernel beside it;",
-        "*exposed*: without one. *Predicted*: the plan's time to the end of backward. TRL's OffloadActivations is",
-        "torchtune's descendant, which is not installed here.",
-    ]
-    return " ".join(parts)
+    return NOTE.format(rates=rates, host=host, networks="\n".join(networks), **each)
 
 
 def simulated_row(row: Mapping[str, Any]) -> Row:
     """One way's row: memory and step of the large network, from virtual time."""
-    key, names = f"simulated {row['family']} / {row['name']}", [row["family"], row["name"]]
+    key, names = f"simulated {row['family']} / {row['name']}", [NETWORKS.get(row["family"], row["family"]), row["name"]]
     if "inapplicable" in row:
         return Row(key, [*names, *["–"] * 6, row["inapplicable"]], ours=row["ours"])
     memory, step = row["memory_over_plain"], row["step_over_plain"]
@@ -80,7 +83,7 @@ def simulated_row(row: Mapping[str, Any]) -> Row:
         "–" if row["overlap"] is None else f"{row['overlap']:.0%}",
         format_seconds(row["exposed_seconds"]),
         "–" if predicted is None else f"{predicted / row['until_backward_seconds'] - 1:+.1%}",
-        "bit-equal" if row["equal"] else UNEQUAL,
+        EQUAL if row["equal"] else UNEQUAL,
         "",
     ]
     made = Row(key, cells, ours=row["ours"], point=(memory, step))

@@ -166,6 +166,7 @@ void register_store(py::module_& module) {
              store.require_same_process();
              return to_dict(store.stats());
            })
+      .def("defer_copy_outs", &SwapStore::defer_copy_outs, py::arg("defers"), ReleaseGil())
       .def("record_copies", &SwapStore::record_copies, py::arg("limit"), ReleaseGil())
       .def("take_copies",
            [](SwapStore& store) {

@@ -21,7 +21,10 @@ void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::share
   if ((reinterpret_cast<uintptr_t>(target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
     throw std::invalid_argument("the target's address must be congruent to the source's modulo alignment_bytes");
   // The copy-out must have ended. This rarely waits: while it is in flight, the caller still has the source.
-  if (!out_done(*slot)) device_->event_synchronize(slot->out_event.get());
+  if (!out_done(*slot)) {
+    issue_out(*slot);
+    device_->event_synchronize(slot->out_event.get());
+  }
   std::lock_guard lock(mutex_);
   require_prefetchable(*slot);
   if (slot->middle_bytes == 0) {

@@ -34,12 +34,32 @@ SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, ui
   } else {
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
-    lanes_->call(out_lane_,  // if push_back below fails, the task finds an empty queue
-                 [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
+    if (!defers_) call_write_out();  // if push_back below fails, the task finds an empty queue
     outgoing_.push_back(slot);
+    if (defers_) ++deferred_;
   }
   ++stats_.live_tickets;
   return slot;
+}
+
+void DirectStore::call_write_out() {
+  lanes_->call(out_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
+}
+
+// Caller holds the lock. One that was cancelled meanwhile leaves a task that finds fewer blocks, or none.
+void DirectStore::issue_deferred() {
+  for (; deferred_ > 0; --deferred_) call_write_out();
+}
+
+void DirectStore::defer_copy_outs(bool defers) {
+  std::lock_guard lock(mutex_);
+  defers_ = defers;
+  if (!defers) issue_deferred();
+}
+
+void DirectStore::issue_out(Slot&) {
+  std::lock_guard lock(mutex_);
+  issue_deferred();
 }
 
 // Returns the first block and the small blocks directly behind it that are as urgent as it, of at most slice_bytes_ in

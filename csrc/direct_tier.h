@@ -40,6 +40,8 @@ class DirectStore final : public SwapStore {
 
   SlotRef queue_copy_out(const void* source, size_t bytes, Stream, uint64_t need) override;
   bool out_done(Slot& slot) override { return slot.state != State::queued && slot.state != State::copying_out; }
+  void defer_copy_outs(bool defers) override;
+  void issue_out(Slot& slot) override;
   bool cancel(Slot& slot) override;
   void prefetch(const SlotRef& slot, void* target, Stream, std::shared_ptr<void> owner) override;
   void swap_in(const SlotRef& slot, Stream) override;
@@ -57,6 +59,8 @@ class DirectStore final : public SwapStore {
   using Queue = std::deque<Ref>;
 
   Refs small_run(Queue::const_iterator first, Queue::const_iterator end) const;
+  void call_write_out();
+  void issue_deferred();
   void write_out();
   void write_large(DirectSlot& slot);
   void write_small(const Refs& slots);
@@ -76,6 +80,8 @@ class DirectStore final : public SwapStore {
   const size_t slice_bytes_;
   SpillFile file_;
   Queue outgoing_;  // copy-outs not begun
+  bool defers_ = false;
+  size_t deferred_ = 0;  // copy-outs queued without a task on the lane
   Queue incoming_;  // copy-ins not finished
   // Last, so that they are destroyed first. No task is left by then, because every task on a lane holds a reference to
   // the store.

@@ -133,7 +133,8 @@ void register_step(py::module_& module) {
            [](PackTable& table, int64_t node, int64_t index) { table.releases.push_back({node, -1, index}); })
       .def("prefetch", [](PackTable& table, int64_t node, int64_t use, int64_t index) {
         table.prefetches.push_back({node, use, index});
-      });
+      })
+      .def_readwrite("waits_for_prefetches", &PackTable::waits_for_prefetches);
   py::class_<NodeClock, std::shared_ptr<NodeClock>>(module, "NodeClock")
       .def(py::init<>())
       .def("begin", &NodeClock::begin)

@@ -55,6 +55,7 @@ class PackTable {
   }
 
   std::vector<DueCopy> releases, prefetches;  // in order
+  bool waits_for_prefetches = false;          // nothing is computed while they are copied
 
  private:
   std::vector<PackRow> rows_;

@@ -9,6 +9,18 @@
 #include "swapped_storage.h"
 
 namespace offload {
+namespace {
+
+// Waits until no copy-in writes to the storage's memory any more. False: a Python error.
+bool wait_copied_in(PyObject* storage) {
+  const std::shared_ptr<Ticket> ticket = swapped(storage).ticket;  // kept while the GIL is released
+  return without_exceptions([&] {
+    const GilRelease release;
+    if (ticket != nullptr) ticket->settle();
+  });
+}
+
+}  // namespace
 
 StepCopies::StepCopies(std::shared_ptr<ScheduleCursor> of, std::shared_ptr<Gauge> prefetched,
                        std::shared_ptr<Gauge> without_memory)
@@ -62,8 +74,13 @@ bool StepCopies::act(int64_t node) {
     const Owned storage = find(table.releases[next_release_++].pack_index);  // counted first: others act meanwhile
     if (storage && !wait_copied_out(storage.get())) return false;
   }
+  const size_t first = next_prefetch_;
   while (next_prefetch_ < table.prefetches.size() && table.prefetches[next_prefetch_].node <= node)
     if (!prefetch(table.prefetches[next_prefetch_++].pack_index)) return false;
+  for (size_t due = first; table.waits_for_prefetches && due < next_prefetch_; ++due) {
+    const Owned storage = find(table.prefetches[due].pack_index);
+    if (storage && !wait_copied_in(storage.get())) return false;
+  }
   look_ahead();
   return true;
 }

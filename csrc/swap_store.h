@@ -161,6 +161,8 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // DriverError), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
   // copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
+  // With true, a copy-out begins when somebody waits for one. The slab tier copies at once all the same.
+  virtual void defer_copy_outs(bool) {}
   // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;
   // Frees empty slabs and truncates the unused end of the spill file. Returns the bytes freed.

@@ -8,6 +8,7 @@ skipped or has failed is named as such.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 PAGE = Path(__file__).with_name("matrix.md")
+SENTENCES: dict[str, str] = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))  # what each test shows
 TITLES = {
     "keras": "Keras",
     "lightning": "Lightning",
@@ -31,17 +33,16 @@ TITLES = {
     "torch_distributed": "torch: several processes",
     "torch_refusals": "torch: what is refused",
 }
-ABBREVIATIONS = {"cpu", "cuda", "ddp", "fsdp"}
 PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "peft", "accelerate")
+NAMED_MAX = 4  # variants that are named; of more, the number is given
 HEAD = """# What is tested
 
-This page is made, not written: `pytest tests/integrations --junitxml=integrations.xml`, then
-`python docs/matrix.py integrations.xml`. A row is a test against the real framework: what has
-passed, and what was not run and why.
+Each row is a test with the real framework. Code in brackets names the variants that passed. What was not run says why.
 """
 RUN = "Run on {day} with {versions}{where}."
-SECTION = re.compile(r"^## .+?(?=^## |\Z)", re.M | re.S)
+SECTION = re.compile(r"^## .+?(?=^## |^Generated: |\Z)", re.M | re.S)
 FILE = re.compile(r"^`tests/integrations/(\w+\.py)`$", re.M)
+FOOT = "Generated: `pytest tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml`."
 
 
 @dataclass
@@ -57,17 +58,16 @@ class Row:
 
     @property
     def words(self) -> str:
-        """The test's name as a sentence."""
-        words = self.name.removeprefix("test_").split("_")
-        text = " ".join(word.upper() if word in ABBREVIATIONS else word for word in words)
-        return text[:1].upper() + text[1:]
+        """What the test shows, in a sentence; the test's name where nobody wrote one."""
+        name = self.name.removeprefix("test_")
+        return SENTENCES.get(name) or name.replace("_", " ").capitalize()
 
     @property
     def outcome(self) -> str:
         """What a reader may rely on, and what not."""
         said = []
         if self.passed:
-            said.append("passed" + named(self.passed))
+            said.append("passed" + named(self.passed, NAMED_MAX))
         if self.skipped:
             said.append("**not run**" + named(self.skipped) + f" ({'; '.join(sorted(self.reasons))})")
         if self.failed:
@@ -75,10 +75,12 @@ class Row:
         return "; ".join(said)
 
 
-def named(variants: Iterable[str]) -> str:
-    """The variants' names, where they have any."""
+def named(variants: Iterable[str], named_max: int | None = None) -> str:
+    """The variants' names, where they have any; only their number where they are more than `named_max`."""
     found = [f"`{variant}`".replace("|", "\\|") for variant in variants if variant]
-    return f": {', '.join(found)}" if found else ""
+    if named_max is not None and len(found) > named_max:
+        return f" ({len(found)} variants)"
+    return f" ({', '.join(found)})" if found else ""
 
 
 def read_all(paths: Iterable[Path]) -> tuple[str, list[Row]]:
@@ -127,12 +129,12 @@ def page(day: str, rows: list[Row], *, about: str, where: str, before: str = "")
     for file in dict.fromkeys(row.file for row in rows):
         stem = file.removeprefix("test_").removesuffix(".py")
         lines = [f"## {TITLES.get(stem, stem)}", "", f"`tests/integrations/{file}`", ""]
-        lines += [RUN.format(day=day, versions=about, where=where), "", "| test | outcome |", "|---|---|"]
+        lines += [RUN.format(day=day, versions=about, where=where), "", "| what is tested | outcome |", "|---|---|"]
         lines += [f"| {row.words} | {row.outcome} |" for row in rows if row.file == file]
         sections[file] = "\n".join(lines)
     order = [f"test_{stem}.py" for stem in TITLES]
     ordered = sorted(sections, key=lambda file: (order.index(file) if file in order else len(order), file))
-    return "\n".join([HEAD, *(f"{sections[file]}\n" for file in ordered)])
+    return "\n".join([HEAD, *(f"{sections[file]}\n" for file in ordered), FOOT, ""])
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Writes docs/quickstart.ipynb, which says in cells what docs/index.md says on a page.
+"""Writes docs/quickstart.ipynb, which says in cells what docs/quickstart.md says on a page.
 
 python docs/notebook.py
 """

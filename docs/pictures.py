@@ -29,7 +29,7 @@ from offload.diagnostics.html.plan import render
 SHAPE = Shape(layers=3, width=256, heads=4, batch=12, length=256)
 STEPS = 5
 PICTURE_BYTES_MAX = 200_000
-HEIGHTS = {"profiled": 894, "planned": 894, "plan": 870, "oom": 752, "doctor": 651}  # where the interesting part ends
+HEIGHTS = {"profiled": 838, "planned": 838, "plan": 806, "oom": 641, "doctor": 651}  # where the interesting part ends
 LEFT_BYTES = 136 << 20  # of address space, for a step that needs more
 TERMINAL_COLUMNS = 132
 TERMINAL = """<!DOCTYPE html>

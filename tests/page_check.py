@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
+from typing import Any
+
+
+def without_code(text: str) -> str:
+    """A page without its style and its scripts; the data of its charts stays."""
+    return re.sub(r"<style>.*?</style>|<script>.*?</script>", "", text, flags=re.S)
+
+
+def charts_of(text: str) -> list[dict[str, Any]]:
+    """The data of a page's charts."""
+    found = re.findall(r'<script type="application/json">(.*?)</script>', text, flags=re.S)
+    return [json.loads(each) for each in found]
 
 
 class PageChecker(HTMLParser):
@@ -32,4 +45,4 @@ def check_page(text: str) -> None:
     checker.close()
     assert checker.open == []
     assert checker.outside == []
-    assert "$" not in re.sub(r"<style>.*?</style>", "", text, flags=re.S)
+    assert "$" not in without_code(text)

@@ -45,6 +45,8 @@ class Plant:
         Standard deviation of the factor by which a step is slowed.
     fixed_seconds
         What a step takes more as soon as it moves anything.
+    busy
+        Factor by which a neighbour slows every step.
     """
 
     trace: Trace
@@ -52,7 +54,9 @@ class Plant:
     noise: float = 0.0
     seed: int = 0
     fixed_seconds: float = 0.0
+    busy: float = 1.0
     steps: list[tuple[bool, float]] = field(default_factory=list)  # whether it was a reference step, and its seconds
+    plans: dict[int, Plan] = field(default_factory=dict)  # by the number of the first step that followed it
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -70,8 +74,10 @@ class Plant:
 
     def measure(self, plan: Plan, *, is_reference: bool) -> Measured:
         """Run a step."""
+        if plan not in self.plans.values():
+            self.plans[len(self.steps)] = plan
         self._drift = 0.7 * self._drift + self._random.gauss(0, 0.7 * self.noise)
-        factor = 1 + abs(self._drift + self._random.gauss(0, 0.5 * self.noise))
+        factor = self.busy * (1 + abs(self._drift + self._random.gauss(0, 0.5 * self.noise)))
         own = factor if is_reference else factor * (1 + self._slowed(plan) / self.compute_seconds)
         nodes = tuple(own * node.seconds for node in self.trace.nodes)
         hooks = len(plan.swaps) * self.link.swap_seconds
@@ -172,7 +178,7 @@ def run(
     planned = PlannedStep(LIMITS, profile, believed, HeldBytes(0, 0))
     state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
     model = torch.nn.Identity()
-    executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor, "Stopwatch": mock.Mock}
+    executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor, "Stopwatch": lambda _: mock.Mock()}
     with (
         mock.patch.object(Executor, "plant", plant, create=True),
         mock.patch.multiple(controlling, **executors),

@@ -12,6 +12,7 @@ that is interrupted loses itself alone.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -50,15 +51,15 @@ class Part:
 
 
 PARTS = {
-    "scenarios": Part("autograd scenarios", ("tests/autograd", "--ignore=tests/autograd/test_faults.py")),
-    "faults": Part("failing I/O and memory", ("tests/autograd/test_faults.py", "tests/core")),
-    "double": Part("the CUDA driver over its double", ("tests/twin", "tests/test_cuda_driver.py")),
+    "scenarios": Part("test cases of autograd", ("tests/autograd", "--ignore=tests/autograd/test_faults.py")),
+    "faults": Part("failing disk and memory", ("tests/autograd/test_faults.py", "tests/core")),
+    "double": Part("the CUDA code on a simulated driver", ("tests/twin", "tests/test_cuda_driver.py")),
     "processes": Part("kills, limits, forks, exits, long runs", ("tests/processes",)),
-    "state": Part("optimizer state: failing I/O, forks, exits, copies", ("tests/optimizer_state",)),
-    "databases": Part("PyTorch's databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
-    "sanitizers": Part("the stress program", ("tests/stress", "--long"), ("--rounds=500",), shares=2),
-    "seeds": Part("seeded schedules", ("tests/campaign/test_seeds.py",), shares=4),
-    "mutants": Part("guards left out", ()),
+    "state": Part("optimizer state: failing disk, forks, exits, copies", ("tests/optimizer_state",)),
+    "databases": Part("PyTorch's test databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
+    "sanitizers": Part("stress program under sanitizers", ("tests/stress", "--long"), ("--rounds=500",), shares=2),
+    "seeds": Part("random programs", ("tests/campaign/test_seeds.py",), shares=4),
+    "mutants": Part("removed guards", ()),
 }
 
 
@@ -119,8 +120,8 @@ def write(found: dict) -> None:
     whole.replace(JSON)
 
 
-def rows(parts: dict[str, dict]) -> Iterator[tuple[str, str]]:
-    """The figures' names and values; what has not been run says so."""
+def figures(parts: dict[str, dict]) -> dict[str, str]:
+    """The figures by name, as the page shows them; what has not been run says so."""
     counts, seeds, databases, passed = Counter(), Counter(), {}, Counter()
     for about in parts.values():
         counts.update(about.get("figures", {}).get("campaigns", {}))
@@ -128,24 +129,19 @@ def rows(parts: dict[str, dict]) -> Iterator[tuple[str, str]]:
         passed[about["part"]] += sum(about.get("passed", {}).values())
         for database, outcomes in about.get("databases", {}).items():
             databases.setdefault(database, Counter()).update(outcomes)
-    yield "seeds run, each on every tier", number(seeds.get("seeds"))
-    yield "walks of these seeds", number(seeds.get("walks"))
-    yield "seeds that failed", number(seeds.get("failed"))
-    yield "stream operations shown to the oracle", number(seeds.get("operations_judged"))
-    yield "faults injected by the seeds", number(seeds.get("faults"))
-    for what in COUNTED:
-        yield what, number(counts.get(what))
-    yield "autograd scenarios × setups, all bit-equal", number(passed.get("scenarios"))
-    for database, outcomes in sorted(databases.items()):
-        equal, all_of_them = outcomes["bit-equal"], outcomes["bit-equal"] + outcomes["FAILED"]
-        yield f"{database}: cases bit-equal, of those to compare", f"{equal:,} of {all_of_them:,}"
-    if not databases:
-        yield "databases' cases bit-equal", NOT_RUN
+    found = {what: number(counts.get(what)) for what in COUNTED}
+    found |= {f"seeds: {what}": number(seeds.get(what)) for what in ("seeds", "walks", "failed", "faults")}
+    found["seeds: operations"] = number(seeds.get("operations_judged"))
+    found["scenarios"] = number(passed.get("scenarios"))
+    for database in ("operators", "modules"):
+        outcomes = databases.get(database, Counter())
+        equal, compared = outcomes["bit-equal"], outcomes["bit-equal"] + outcomes["FAILED"]
+        found[database] = f"{equal:,} of {compared:,}" if compared else NOT_RUN
     mutants = parts.get("mutants", {}).get("mutants")
     caught = sum(bool(mutant["caught"]) for mutant in mutants or [])
-    yield "mutants caught of mutants planted", f"{caught} of {len(mutants)}" if mutants else NOT_RUN
-    failed = sum(about.get("failed", 0) for about in parts.values())
-    yield "tests that failed", number(failed) if parts else NOT_RUN
+    found["mutants"] = f"{caught} of {len(mutants)}" if mutants else NOT_RUN
+    found["failed"] = number(sum(about.get("failed", 0) for about in parts.values()) if parts else None)
+    return found
 
 
 def number(value: object) -> str:
@@ -153,40 +149,131 @@ def number(value: object) -> str:
     return NOT_RUN if value is None else f"{value:,}"
 
 
+INTRODUCTION = """# Reliability
+
+Six claims, and how each is tested. All tests run without a GPU: on the CPU, on a simulated accelerator and on a
+simulated CUDA driver. **Nothing here has run on a GPU yet.** Tests that failed in the runs behind this page: {failed}.
+"""
+CLAIMS = (
+    (
+        "Losses and gradients do not change in a single bit",
+        "Each case is trained with and without offload, and all results are compared with `torch.equal`.",
+        (
+            (
+                "test cases of autograd's behaviour (views, in-place changes, double backward, threads, …), each with "
+                "up to six combinations of storage and timing of the copies",
+                "scenarios",
+            ),
+            ("operators of PyTorch's own test database that are bit-equal, of those that can be compared", "operators"),
+            ("modules of PyTorch's own test database that are bit-equal, of those that can be compared", "modules"),
+            ("random operations on saved tensors, compared with a dictionary of copies", "events of the stateful test"),
+        ),
+    ),
+    (
+        "No copy reads or overwrites memory at the wrong time",
+        "Random programs save, prefetch, use and free tensors, and a random scheduler decides which copy runs next. "
+        "One in ten also runs with threads and random delays. Every byte is compared. The log of each run with device "
+        "memory is given to PyTorch's own CUDA sanitizer, which reports two accesses to the same memory if no "
+        "event orders them. A multi-threaded stress program runs under the thread, address and undefined-behaviour "
+        "sanitizers.",
+        (
+            ("random programs", "seeds: seeds"),
+            ("runs of these programs: with pinned memory, with pinned memory and disk, with disk only", "seeds: walks"),
+            ("operations that the CUDA sanitizer has judged", "seeds: operations"),
+            ("runs with a wrong byte, a leak or a report of the sanitizer", "seeds: failed"),
+            ("rounds of the stress program", "rounds under sanitizers"),
+        ),
+    ),
+    (
+        "A failing disk or a lack of memory never gives a wrong result",
+        "Reads, writes and allocations are made to fail: once or for ever, with an error, a short transfer or a "
+        "flipped bit. Training must then go on with correct results, or raise an error that names the cause.",
+        (
+            ("faults injected into autograd's test cases and the store", "faults injected"),
+            ("faults injected into the random programs", "seeds: faults"),
+            (
+                "runs into real limits of the system: a full disk, file size, address space, locked memory",
+                "real limits met",
+            ),
+            (
+                "tensors swapped by eight threads that share pinned memory for one tensor, without a deadlock",
+                "blocks through a memory of one",
+            ),
+        ),
+    ),
+    (
+        "Nothing hangs or stays on the disk when a process ends",
+        "Processes are killed, forked, or end while copies run. Afterwards no file may be left, and an ordinary exit "
+        "must end with status 0.",
+        (
+            ("processes killed in the middle of training", "kills survived"),
+            ("processes that ended while copies were running", "exits with copies in flight"),
+            ("forked child processes", "forks"),
+        ),
+    ),
+    (
+        "Nothing accumulates over time",
+        "After every test case, no record, no copy and no byte of memory or file may be left. Long runs are compared "
+        "with their own first half.",
+        (
+            ("training steps of the long runs", "steps of the long runs"),
+            ("forward passes that were thrown away without a backward", "forwards abandoned"),
+        ),
+    ),
+    (
+        "The tests notice when a guard is missing",
+        "Each wait, check and lock that protects the claims above is removed on purpose, one at a time. At least one "
+        "test must then fail. [The list](#guards-removed-on-purpose) is below.",
+        (("guards whose removal a test noticed, of those removed", "mutants"),),
+    ),
+)
+RERUN = """## Run it again
+
+`python tests/reliability.py` runs everything in the size of a CI run, with `--long` in full, and writes this page.
+"""
+
+
+def claims(found: dict[str, str]) -> Iterator[str]:
+    """The six claims with their figures."""
+    for place, (claim, proof, counted) in enumerate(CLAIMS, start=1):
+        yield from (f"## {place}. {claim}", "", proof, "", "| what was run | how many |", "|---|---:|")
+        yield from (f"| {words[0].upper()}{words[1:]} | {found[name]} |" for words, name in counted)
+        yield ""
+
+
 def page(parts: dict[str, dict]) -> str:
     """The Markdown page."""
-    lines = [
-        "# How hard it is tested",
-        "",
-        "Written by `python tests/reliability.py`; with `--long` the campaigns run in full. Edit nothing here.",
-        "",
-        "| figure | value |",
-        "|---|---:|",
-        *(f"| {name} | {value} |" for name, value in rows(parts)),
-        "",
-        "## Parts",
-        "",
-        "| part | what | size | tests passed | failed | seconds |",
-        "|---|---|---|---:|---:|---:|",
-    ]
+    found = figures(parts)
+    lines = [INTRODUCTION.format(failed=found["failed"]), *claims(found), RERUN]
+    lines += ["| part | tests passed | failed | time | size |", "|---|---:|---:|---:|---|"]
     for name, part in PARTS.items():
-        held = {label: about for label, about in parts.items() if about["part"] == name}
-        for label, about in sorted(held.items()):
-            size = "full" if about["long"] else "CI"
-            passed = sum(about.get("passed", {}).values())
-            lines.append(f"| {label} | {part.what} | {size} | {passed:,} | {about['failed']} | {about['seconds']:,} |")
+        held = [about for about in parts.values() if about["part"] == name]
         if not held:
-            lines.append(f"| {name} | {part.what} | {NOT_RUN} | | | |")
-    seconds = sum(about["seconds"] for about in parts.values())
-    lines += [f"| all | | | | | {seconds:,} |", "", "## Mutants: guards that were broken on purpose", ""]
+            lines.append(f"| {part.what} | {NOT_RUN} | | | |")
+            continue
+        passed = sum(sum(about.get("passed", {}).values()) for about in held)
+        failed, seconds = (sum(about[key] for about in held) for key in ("failed", "seconds"))
+        size = "full" if all(about["long"] for about in held) else "CI"
+        minutes, passed_words = max(1, round(seconds / 60)), number(passed) if passed else "–"
+        lines.append(f"| {part.what} | {passed_words} | {failed} | {minutes} min | {size} |")
+    lines += ["", "## Guards removed on purpose", ""]
     mutants = parts.get("mutants", {}).get("mutants")
     if not mutants:
         return "\n".join([*lines, NOT_RUN.capitalize() + ".", ""])
-    lines += ["| mutant | caught by | caught |", "|---|---|---|"]
-    for mutant in mutants:
-        by = ", ".join(f"`{test}`" for test in mutant["caught_by"])
-        lines.append(f"| {mutant['name']} | {by} | {'yes' if mutant['caught'] else '**no**'} |")
+    lines += [
+        "Each row names a guard and the tests that failed without it. The terms are explained in `DESIGN.md`.",
+        "",
+        "| guard | noticed by |",
+        "|---|---|",
+    ]
+    lines += [f"| {mutant['name']} | {noticed_by(mutant)} |" for mutant in mutants]
     return "\n".join([*lines, ""])
+
+
+def noticed_by(mutant: dict) -> str:
+    """The tests that failed without a guard, without folders and variants."""
+    tests = dict.fromkeys(re.sub(r"^tests/|\[.*", "", test) for test in mutant["caught_by"])
+    return ", ".join(f"`{test}`" for test in tests) if mutant["caught"] else "**no test**"
 
 
 def main() -> int:

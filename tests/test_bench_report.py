@@ -135,10 +135,10 @@ def test_groups_of_pytest_benchmark(report: Any, tmp_path: Path, capsys: pytest.
     path.write_text(json.dumps(content))
     assert report.main([str(path)]) == 0
     said = capsys.readouterr().out
-    assert "| test_spill[1] | 500.000 ms | 2.50 GB/s | 80.00% | 0.10% | peer better |" in said
+    assert "| 1 | 500.000 ms | 2.50 GB/s | 80.00% | 0.10% | peer better |" in said
     assert "| **offload, a** | 50 | 5.0 × | 1.00 s | 0.20 × |  |" in said
     assert "| peer | 60 | 6.0 × | 1.00 s | 0.17 × | peer better |" in said
-    assert "| test_steps[x] | needs CUDA |" in said
+    assert "| x | needs CUDA |" in said
 
 
 def test_an_unknown_file_is_refused(report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,16 +148,53 @@ def test_an_unknown_file_is_refused(report: Any, tmp_path: Path, capsys: pytest.
     assert "x.json: no result of bench/; it reads what" in capsys.readouterr().err
 
 
-def test_the_repositorys_document_is_made_from_its_results(report: Any, tmp_path: Path) -> None:
+def test_the_pages_are_made_from_the_results(report: Any) -> None:
+    from report_pages import pages
+
+    docs = ROOT / "docs"
     tables = report.read(ROOT / "bench" / "results")
     why = json.loads(report.WHY.read_text(encoding="utf-8"))
-    pictures = ROOT / "docs" / "benchmarks"
-    present = {table.slug for table in tables if (pictures / f"{table.slug}.png").is_file()}
-    made = report.markdown(tables, why, {slug: f"benchmarks/{slug}.png" for slug in present})
-    command = "python bench/report.py bench/results --docs docs/benchmarks.md --png docs/benchmarks"
-    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == made, f"run: {command}"
-    assert "Not explained yet" not in made
+    made = pages(tables, why, report.pictures_in(docs / "benchmarks", tables))
+    assert {path.name for path in (docs / "benchmarks").glob("*.md")} == {Path(name).name for name in made} - {
+        "benchmarks.md"
+    }
+    for name, text in made.items():
+        command = "python bench/report.py bench/results --pages docs"
+        assert (docs / name).read_text(encoding="utf-8") == text, f"{name}; run: {command}"
+        assert "Not explained yet" not in text
     assert report.needless(tables, why) == []
     for table in tables:
         assert table.machine["date"]
         assert table.machine["commit"]
+
+
+def test_the_summary_says_where_offload_loses(report: Any, results: Path) -> None:
+    from report_pages import pages
+
+    content = json.loads(results.read_text())
+    content["rows"] += [row("offload, max_slowdown 5 %", 0.5, 1.12), row("checkpoint per block", 0.6, 1.3)]
+    results.write_text(json.dumps(content))
+    made = pages(report.read(results), {"gpt / ahead": "Its kernel is fused."}, {})
+    assert set(made) == {"benchmarks.md", "benchmarks/networks.md"}
+    first = made["benchmarks.md"].split("\n\n")[1]
+    assert "**Where offload loses.** No GPU has run these benchmarks yet" in first
+    assert "misses that on GPT 12 %." in first
+    assert "No setting of offload matches ahead on GPT (0.25 × memory, 1.01 × time)." in first
+    assert "On 1 of 1 networks, a setting of offload needs less memory *and* less time" in made["benchmarks.md"]
+    table = made["benchmarks.md"].replace("&nbsp;", " ")
+    assert "| GPT | 0.50 × memory<br>1.12 × time | – | 0.60 × memory<br>1.30 × time | – |" in table
+    whole = made["benchmarks/networks.md"]
+    assert "* **ahead:** Its kernel is fused." in whole
+    assert "Not run: absent (needs CUDA: no device)." in whole
+    assert "| other | 0.90 × | 3.00 × | 858.31 MiB | 3.000 s (3.000–3.000) | OTHER BITS |" in whole
+
+
+def test_columns_without_figures_are_left_out(report: Any, results: Path) -> None:
+    from report_pages import pages
+
+    content = json.loads(results.read_text())
+    content["rows"] = [row("plain", 1.0, 1.0), row("offload, a", 0.2, 1.05)]
+    results.write_text(json.dumps(content))
+    text = pages(report.read(results), {}, {})["benchmarks/networks.md"]
+    assert "| way | memory | step | peak | median step |\n" in text
+    assert "Losses and gradients of all of them are equal to plain's to the last bit." in text

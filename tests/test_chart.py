@@ -1,167 +1,134 @@
-"""The charts of the pages: what they draw for data given, and that no page draws by itself."""
+"""The data of the charts: what a page hands to its scripts, and that no page draws by itself."""
 
 from __future__ import annotations
 
 import random
 import re
-from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
-from page_check import check_page
+from page_check import charts_of, check_page
 
-from offload.diagnostics.html.chart import STEP_KINDS, Box, Part, Series, bar_chart, lane_chart, memory_chart
+from offload.diagnostics.html.chart import STEP_KINDS, TENSOR_KINDS, Box, Part, Series, Tensor, bar_chart, chart
 from offload.diagnostics.html.page import document
 
-PACKAGE = Path(__file__).resolve().parent.parent / "offload"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "offload"
 MIB = 1 << 20
 GIB = 1 << 30
-TEXT = re.compile(r'<text(?: class="([^"]*)")? x="([-0-9.]+)" y="([-0-9.]+)"(?: text-anchor="(\w+)")?>([^<]*)</text>')
 
 
-def drawn(*series: Series, limit_bytes: int | None = None, from_zero: bool = True, seconds: float = 10.0) -> str:
-    text = memory_chart(
-        "bytes", series, seconds=seconds, origin="the start", limit_bytes=limit_bytes, from_zero=from_zero
-    )
+def drawn(text: str) -> dict[str, Any]:
+    """The data of a chart, which is well formed in a page."""
     check_page(document("a page", text))
-    return text
-
-
-def texts(chart: str) -> list[str]:
-    return [match[5] for match in TEXT.finditer(chart)]
-
-
-def places(chart: str) -> dict[str, tuple[float, float, float, float]]:
-    """Where the words of a drawing lie: left, top, right, bottom."""
-    found = {}
-    for number, match in enumerate(TEXT.finditer(chart)):
-        x, y, width = float(match[2]), float(match[3]), 8 * len(match[5])
-        left = x - width * {"end": 1.0, "middle": 0.5}.get(match[4], 0.0)
-        found[f"{number} {match[5]}"] = (left, y - 11, left + width, y + 2)
+    (found,) = charts_of(text)
     return found
 
 
-def assert_apart(chart: str) -> None:
-    for (one, a), (other, b) in combinations(places(chart).items(), 2):
-        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-        assert apart, (one, other)
+def legend(text: str) -> list[str]:
+    return re.findall(r"<li><span class=\"key [a-z ]+\"></span>([^<]*)</li>", text)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_only_the_chart_draws(path: Path) -> None:
-    if path.stem != "chart":
-        assert not re.search(r"<(svg|rect|line|path|polyline|circle|text)\b|viewBox", path.read_text(encoding="utf-8"))
+def test_no_page_draws_by_itself(path: Path) -> None:
+    assert not re.search(r"<(svg|rect|line|path|polyline|circle|text|canvas)\b|viewBox", path.read_text("utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("highest", "unit", "peak"),
-    [
-        (100, "B", "100 B"),
-        (3000, "KiB", "2.93 KiB"),
-        (800 * MIB, "MiB", "800 MiB"),
-        (1.5 * GIB, "MiB", "1536 MiB"),
-        (273.46 * GIB, "GiB", "273 GiB"),
-        (5000 * GIB, "TiB", "4.88 TiB"),
-    ],
-)
-def test_the_unit_keeps_numbers_short(highest: float, unit: str, peak: str) -> None:
-    found = texts(drawn(Series("a", "blue", [(0, 0), (1, highest), (2, 0)])))
-    assert unit in found
-    assert peak in found
-    ticks = [float(each) for each in found if re.fullmatch(r"[0-9.e+]+", each)]
-    assert all(len(f"{tick:g}") <= 5 for tick in ticks)
+def test_the_library_comes_with_its_licence() -> None:
+    page = document("a page")
+    assert (PACKAGE / "diagnostics/html/assets/uplot/LICENSE").read_text("utf-8") in page
+    assert "uPlot (v1." in page
+    assert page.count("</script>") == 4, "none of the scripts ends early"
 
 
-@pytest.mark.parametrize("highest", [1, 7, 1023, 1025, 5e5, 918 * MIB, 90.2 * GIB, 3e15])
-def test_ticks_are_round_and_reach_the_highest(highest: float) -> None:
-    found = re.findall(r'text-anchor="end">([^<]*)<', drawn(Series("a", "blue", [(0, highest)])))
-    unit, *ticks = found[0], *map(float, found[1:])
-    scale = {"B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}[unit]
-    assert ticks[0] == 0
-    assert (ticks[-2] - ticks[1]) * scale <= highest <= ticks[-1] * scale
-    assert len(ticks) <= 8
-    assert f"{ticks[1]:e}".partition("e")[0].rstrip("0") in ("1.", "2.", "2.5", "5.")
+def test_curves_say_their_peak_and_a_limit_is_where_there_is_one() -> None:
+    curve = Series("a <curve>", "blue", [(0, 2 * GIB), (5, 7 * GIB)])
+    text = chart("bytes", series=[curve], seconds=10.0, origin="the start")
+    assert legend(text) == ["a &lt;curve&gt;, peak 7.00 GiB"]
+    assert drawn(text)["limit"] is None
+    text = chart("bytes", series=[curve], seconds=10.0, origin="the start", limit_bytes=8 * GIB)
+    assert legend(text)[1:] == ["limit 8.00 GiB"]
+    assert drawn(text)["limit"] == 8 * GIB
+    text = chart("bytes", series=[curve], seconds=10.0, origin="the start", limit_bytes=24 * GIB)
+    assert legend(text)[1:] == ["limit 24.00 GiB, above this picture"]
 
 
-def test_the_time_axis_says_its_unit_and_its_start() -> None:
-    curve = Series("a", "blue", [(0, 1)])
-    for seconds, unit in ((0.0, "seconds"), (90.0, "seconds"), (0.3, "milliseconds"), (4e-6, "microseconds")):
-        assert f"{unit} from the start" in texts(drawn(curve, seconds=seconds))
+def test_no_series_and_no_points_are_a_chart() -> None:
+    for series in ((), [Series("a", "blue", [])], [Series("b", "red", [(0, 0)])]):
+        assert drawn(chart("bytes", series=series, seconds=0.0, origin="the start"))["end"] == 0.0
 
 
-def test_a_limit_is_drawn_where_there_is_one() -> None:
-    curve = Series("a", "blue", [(0, 2 * GIB), (5, 7 * GIB)])
-    assert "limit" not in drawn(curve)
-    text = drawn(curve, limit_bytes=8 * GIB)
-    assert "limit 8 GiB" in texts(text)
-    assert text.count('class="limit') == 1
-
-
-def test_the_byte_axis_may_begin_near_the_lowest_value() -> None:
-    curve = Series("a", "blue", [(0, 530 * MIB), (5, 570 * MIB)])
-    assert "0" in texts(drawn(curve))[7:]
-    assert "510" in texts(drawn(curve, from_zero=False))
-    flat = Series("a", "blue", [(0, 570 * MIB), (5, 570 * MIB + 1)])  # noise shall not fill the picture
-    assert "MiB" in texts(drawn(flat, from_zero=False))
-
-
-def test_no_series_and_no_points_are_a_frame() -> None:
-    assert "seconds from the start" in texts(drawn())
-    assert "seconds from the start" in texts(drawn(Series("a", "blue", []), Series("b", "red", [(0, 0)])))
-
-
-def test_labels_do_not_overlap() -> None:
-    colors = ("orange", "blue", "green", "violet")
-    for seed in range(100):
+def test_a_curve_keeps_the_largest_and_the_last_of_points_that_are_close() -> None:
+    for seed in range(20):
         rng = random.Random(seed)
-        highest = rng.choice((100, 3 * MIB, 9 * GIB))
-        level = rng.random()
-        series = [
-            Series(color, color, [(at, highest * (level if rng.random() < 0.3 else rng.random())) for at in range(11)])
-            for color in colors[: rng.randint(1, 4)]
+        points = [(at / 100_000, rng.randrange(1000)) for at in range(100_000)]
+        points[70_000] = (0.7, 5000)
+        found = drawn(chart("bytes", series=[Series("a", "blue", points)], seconds=1.0, origin="the start"))["curves"][
+            0
         ]
-        limit = rng.choice((None, int(highest * level), highest))
-        assert_apart(drawn(*series, limit_bytes=limit))
-
-
-def test_peaks_at_one_point_are_all_readable() -> None:
-    curves = [Series(color, color, [(0, 0), (10, 24 * GIB)]) for color in ("gray", "blue", "green")]
-    text = drawn(*curves, limit_bytes=24 * GIB)
-    assert_apart(text)
-    assert texts(text).count("24 GiB") == 3
+        assert len(found["x"]) <= 2 * 8193
+        assert found["x"] == sorted(found["x"])
+        assert found["y"][-1] == points[-1][1]
+        assert found["x"][found["y"].index(5000)] == 0.7
+        # Where many points follow each other closely, what holds until the next is the last of them.
+        given = dict(points)
+        assert all(given[at] == count for at, count in zip(found["x"], found["y"], strict=True))
+    few = [(0.1 * k, k * MIB) for k in range(10)]
+    found = drawn(chart("bytes", series=[Series("a", "blue", few)], seconds=1.0, origin="the start"))["curves"][0]
+    assert list(zip(found["x"], found["y"], strict=True)) == [(round(at, 7), count) for at, count in few]
 
 
 def test_boxes_keep_their_names_and_the_legend_names_their_kinds() -> None:
     forward, out = STEP_KINDS["forward"], STEP_KINDS["out"]
     lanes = {
-        "compute": [Box(forward, "<fc>", 0.0, 1.0)],
-        "copy out": [Box(out, "fc", 1.0, 1.5, 3 * MIB)],
+        "compute": [Box(forward, "</script><fc>", 0.0, 1.0)],
+        "copy out": [Box(out, "fc", 1.0, 1.5, 3 * MIB, 7)],
         "copy in": [],
     }
-    text = lane_chart("lanes", lanes, seconds=2.0, origin="the start")
-    check_page(document("a page", text))
-    assert "<title>forward: &lt;fc&gt;, 1.000 s</title>" in text
-    assert "<title>copy out: fc, 500 ms, 3.00 MiB</title>" in text
-    assert [name for name in lanes if name in texts(text)] == list(lanes)
-    legend = text.partition("<ul")[2]
-    assert "forward" in legend
-    assert "backward" not in legend
+    text = chart("lanes", lanes=lanes, seconds=2.0, origin="the start")
+    found = drawn(text)
+    assert found["names"] == ["</script><fc>", "fc"]
+    assert found["lanes"] == [
+        ["compute", [[0, 0, 0.0, 1.0, 0, -1]]],
+        ["copy out", [[1, 1, 1.0, 1.5, 3 * MIB, 7]]],
+        ["copy in", []],
+    ]
+    assert legend(text) == ["forward", "copy out"]
 
 
-def test_boxes_too_narrow_to_see_are_one() -> None:
+def test_boxes_too_narrow_to_tell_apart_are_one() -> None:
     forward = STEP_KINDS["forward"]
-    boxes = [Box(forward, f"layer{i}", i * 1e-4, i * 1e-4 + 9e-5, 1024) for i in range(1000)]
-    text = lane_chart("lanes", {"compute": boxes}, seconds=1.0, origin="the start")
-    assert text.count("<rect") < 500
-    assert re.search(r"<title>forward: layer0 and \d+ more, [0-9.]+ (ms|us), [0-9.]+ KiB</title>", text)
-    separate = [box._replace(kind=STEP_KINDS["backward" if i % 2 else "forward"]) for i, box in enumerate(boxes)]
-    assert lane_chart("lanes", {"compute": separate}, seconds=1.0, origin="the start").count("<rect") == 1000
+    boxes = [Box(forward, f"layer{i}", i * 1e-5, i * 1e-5 + 9e-6, 1024) for i in range(100_000)]
+    found = drawn(chart("lanes", lanes={"compute": boxes}, seconds=1.0, origin="the start"))
+    rows = found["lanes"][0][1]
+    assert len(rows) < 2 * 8193
+    assert sum(row[4] for row in rows) == 1024 * len(boxes)
+    assert found["names"][0] == "layer0 and 12 more"
+    separate = [box._replace(kind=STEP_KINDS["backward" if i % 2 else "forward"]) for i, box in enumerate(boxes[:1000])]
+    found = drawn(chart("lanes", lanes={"compute": separate}, seconds=1.0, origin="the start"))
+    assert len(found["lanes"][0][1]) == 1000
+
+
+def test_tensors_are_rows_and_the_small_ones_of_many_are_in_the_legend() -> None:
+    kept, swapped = TENSOR_KINDS["kept"], TENSOR_KINDS["swapped"]
+    tensors = [
+        Tensor(kept, "tensor 3 of a", 5, 3, (0.0, 1.0)),
+        Tensor(swapped, "tensor 4 of b", 6, 4, (0.1, 0.2, 0.8, 0.9)),
+    ]
+    rest = Series("the rest", "pale", [(0.0, 20)])
+    text = chart("memory", tensors=tensors, rest=rest, seconds=1.0, origin="the start")
+    assert drawn(text)["tensors"] == [[0, 0, 5, 3, 0.0, 1.0], [1, 1, 6, 4, 0.1, 0.2, 0.8, 0.9]]
+    assert legend(text) == ["kept", "swapped", "the rest"]
+    text = chart("memory", tensors=tensors * 151, rest=rest, seconds=1.0, origin="the start")
+    assert legend(text) == ["kept", "swapped", "smaller tensors", "the rest"]
 
 
 def test_a_bar_leaves_out_what_is_nothing() -> None:
     text = bar_chart(
         "memory", [Part("used", "blue", 3 * MIB), Part("free & idle", "pale", MIB), Part("short", "red", 0)]
     )
-    check_page(document("a page", text))
-    assert "1.00 MiB: free &amp; idle" in text
-    assert "short" not in text
+    found = drawn(text)
+    assert found["unit"] == "bytes"
+    assert [row[2:5] for row in found["lanes"][0][1]] == [[0, 3 * MIB, 3 * MIB], [3 * MIB, 4 * MIB, MIB]]
+    assert legend(text) == ["3.00 MiB: used", "1.00 MiB: free &amp; idle"]

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -59,9 +60,10 @@ def site(tmp_path_factory):
 
 def test_every_page_is_in_the_menu(site):
     front = (site / "index.html").read_text()
-    for path in DOCS.glob("*.md"):
-        assert (site / f"{path.stem}.html").is_file()
-        assert f'href="{path.stem}.html"' in front or path.stem == "index", path
+    for path in DOCS.rglob("*.md"):
+        page = path.relative_to(DOCS).with_suffix(".html").as_posix()
+        assert (site / page).is_file()
+        assert f'href="{page}"' in front or path.stem == "index", path
 
 
 def test_nothing_comes_from_elsewhere(site):
@@ -121,7 +123,50 @@ def test_pictures_are_small_and_shown():
     shown = "\n".join(path.read_text() for path in DOCS.glob("*.md"))
     for picture in pictures:
         assert picture.stat().st_size <= PICTURE_BYTES_MAX, picture
-        assert f"](pictures/{picture.name})" in shown, picture
+        assert re.search(rf"\]\(pictures/{re.escape(picture.name)}(?:#only-\w+)?\)", shown), picture
+
+
+def test_the_figures_of_the_pages_are_those_that_were_measured():
+    command = [sys.executable, "docs/charts.py", "--check"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stdout + ran.stderr
+
+
+# -- search and the repository's address ------------------------------------------------------------------------------
+
+
+def test_search_needs_no_server(site):
+    """Pages that are opened from a folder find the index in a script, and a worker that needs no server."""
+    import json
+
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    script = (site / "search" / "search_index.js").read_text()
+    assert json.loads(script.removeprefix("var __index = ")) == index
+    assert any("max_slowdown" in each["text"] for each in index["docs"])
+    for page, to_root in (("index.html", ""), ("benchmarks/networks.html", "../")):
+        assert f"{to_root}javascripts/iframe-worker.js" in Resources((site / page).read_text()).found
+
+
+@pytest.mark.long
+def test_search_finds_in_pages_that_are_opened_from_a_folder(site):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("needs Chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    page = (site / "benchmarks" / "networks.html").as_uri() + "?q=checkpoint"
+    ran = subprocess.run([*command, page], capture_output=True, text=True, timeout=200, check=True)
+    assert re.search(r"[1-9]\d* matching documents", ran.stdout)
+
+
+@pytest.mark.parametrize("address", [None, "https://git.example/us/offload"])
+def test_the_repositorys_address_is_one_setting(address, monkeypatch):
+    need("mkdocs")
+    from mkdocs.config import load_config
+
+    monkeypatch.delenv("OFFLOAD_REPO_URL", raising=False)
+    if address:
+        monkeypatch.setenv("OFFLOAD_REPO_URL", address)
+    assert load_config(str(ROOT / "mkdocs.yml")).repo_url == address
 
 
 # -- the matrix -------------------------------------------------------------------------------------------------------
@@ -137,16 +182,19 @@ def matrix():
     del sys.modules["docs_matrix"]
 
 
-def test_the_matrix_names_only_tests_that_exist():
+def test_the_matrix_names_only_tests_that_exist(matrix):
     text = (DOCS / "matrix.md").read_text()
     sections = re.split(r"^`tests/integrations/(\w+\.py)`$", text, flags=re.M)[1:]
     assert sections
+    known = set()
     for file, rows in zip(sections[::2], sections[1::2], strict=True):
         tree = ast.parse((ROOT / "tests" / "integrations" / file).read_text())
         names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         named = re.findall(r"^\| (.+?) \| (?:passed|\*\*)", rows, re.M)
         assert named
-        assert {"test_" + words.lower().replace(" ", "_") for words in named} <= names, file
+        assert set(named) <= {matrix.Row(file, name).words for name in names}, file
+        known |= {name.removeprefix("test_") for name in names}
+    assert set(matrix.SENTENCES) <= known
 
 
 def test_the_matrix_claims_no_failure():
@@ -166,16 +214,21 @@ def test_the_matrix_claims_what_has_passed_and_nothing_else(matrix, tmp_path):
     day, rows = matrix.read(results)
     assert day == "2026-01-02"
     assert [row.outcome for row in rows] == [
-        "passed: `one`; **not run**: `three` (needs a CUDA device); **FAILED**: `two`",
+        "passed (`one`); **not run** (`three`) (needs a CUDA device); **FAILED** (`two`)",
         "**FAILED**",
     ]
     again = tmp_path / "again.xml"
     again.write_text(f"<testsuite>{case.format('test_broken', '')}</testsuite>")
     assert [(row.name, row.outcome) for row in matrix.read_all([results, again])[1]] == [("test_broken", "passed")]
     text = matrix.page(day, rows, about="torch 1", where="")
-    assert "| A switch | passed: `one`;" in text
+    assert "| A switch | passed (`one`);" in text
     assert "| Broken | **FAILED** |" in text
     later = matrix.page("2027-01-01", [matrix.Row("test_trl.py", "test_new")], about="torch 2", where="", before=text)
     assert later.count("## ") == 2
     assert "Run on 2026-01-02 with torch 1." in later
     assert "Run on 2027-01-01 with torch 2." in later
+
+
+def test_many_variants_are_counted(matrix):
+    row = matrix.Row("test_keras.py", "test_a_switch", passed=list("abcde"), failed=list("fghij"))
+    assert row.outcome == "passed (5 variants); **FAILED** (`f`, `g`, `h`, `i`, `j`)"

@@ -23,8 +23,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- needs: (?P<needs>[\w., -]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 PROCESSES = re.compile(r"<!-- processes: (\d+) -->")
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "RANK", "WORLD_SIZE")
-# What the README leaves to the reader: a model, a loss, an optimizer and data.
-README_PRELUDE = """
+# What the README and the front page leave to the reader: a model, a loss, an optimizer and data.
+FRONT_PAGES = ("README.md", "index.md")
+PRELUDE = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 4))
 criterion = torch.nn.CrossEntropyLoss()
@@ -70,7 +71,7 @@ def outcome(page: str, folder: Path) -> tuple[int, subprocess.CompletedProcess[s
     """Run those blocks of a page that can run here; how many processes it was, and how they ended."""
     path = next(path for path in PAGES if path.name == page)
     processes = int((PROCESSES.search(path.read_text()) or ["", "1"])[1])
-    code = [README_PRELUDE] if page == "README.md" else []
+    code = [PRELUDE] if page in FRONT_PAGES else []
     for block in blocks_of(path):
         if block.missing is None:
             code += [block.code, f'print("block {block.number} has ended", flush=True)']
@@ -122,8 +123,9 @@ def test_no_block_is_overlooked():
         assert len(fences) == len(blocks_of(page)), page
 
 
-def test_the_readme_uses_what_the_prelude_gives():
-    (block,) = [block for block in BLOCKS if block.page == "README.md"]
+@pytest.mark.parametrize("page", FRONT_PAGES)
+def test_front_pages_use_what_the_prelude_gives(page):
+    (block,) = [block for block in BLOCKS if block.page == page]
     for name in ("model", "criterion", "optimizer", "loader"):
         assert re.search(rf"\b{name}\b", block.code), name
 

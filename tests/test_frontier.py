@@ -135,6 +135,46 @@ def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():
     assert len(looks) <= 3 + 2 * LIMITS.measurements + (LIMITS.replans + 1) * LIMITS.measurements + 6
 
 
+@pytest.mark.parametrize("first", range(12))
+@pytest.mark.parametrize("length", [5, 9])
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_a_neighbour_for_some_steps_does_not_end_the_search(seed, first, length):
+    plant, profiled, calibrated = machine(seed, noise=0.005)
+    alone, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+
+    def neighbour(number):
+        plant.busy = 4.0 if first <= number < first + length else 1.0
+
+    plant, profiled, calibrated = machine(seed, noise=0.005)
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, neighbour, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    assert slowdown(plant, planned) <= 0.06
+    assert planned.plan.peak_bytes <= 1.1 * alone.plan.peak_bytes
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7])
+def test_a_neighbour_while_the_second_plan_is_measured_does_not_end_the_search(seed):
+    def start():
+        plant, profiled, calibrated = machine(seed, noise=0.005)
+        plant.link = replace(
+            plant.link, byte_seconds=0.3 * plant.compute_seconds / sum(x.bytes for x in plant.trace.tensors)
+        )
+        return plant, profiled, calibrated
+
+    plant, profiled, calibrated = start()
+    alone, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    second = list(plant.plans)[1]
+
+    def neighbour(number):
+        plant.busy = 3.0 if second <= number < second + 7 else 1.0
+
+    plant, profiled, calibrated = start()
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, neighbour, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    assert slowdown(plant, planned) <= 0.06
+    assert planned.plan.peak_bytes <= 1.02 * alone.plan.peak_bytes
+
+
 def test_memory_limit_stays_hard():
     plant, profiled, calibrated = machine(2)
     plant.link = replace(plant.link, byte_seconds=plant.link.byte_seconds + 0.5 / plant.link.out_bandwidth)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from page_check import charts_of
 
 SCRIPT = """
 import json, sys
@@ -224,7 +225,8 @@ def test_a_timeline_of_a_step_has_recomputation_on_a_lane_of_its_own(spared, fol
     events = json.loads((folder / "step.json").read_text())["traceEvents"]
     assert [event for event in events if event.get("cat") == "recompute"]
     page = (folder / "step.html").read_text()
-    assert ">recompute</text>" in page
+    assert "recompute" in [name for name, _ in charts_of(page)[0]["lanes"]]
+    assert ["recomputed", "pink"] in charts_of(page)[0]["kinds"]
     assert "Recomputed: " in page
 
 

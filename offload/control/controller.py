@@ -112,6 +112,7 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine)
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
+        self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
         self._lock = threading.RLock()
 
     # -- the beginning of a step --------------------------------------------------------------------------------------
@@ -125,6 +126,9 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
+            if self._reference is not None:  # its backward may never have run
+                self._reference.end_deferral()
+                self._reference = None
             self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
@@ -236,7 +240,11 @@ class PlanController:
             self._counts.unmeasured_steps += 1
             return ScheduleExecutor(*about)
         assert planned.weights is not None
-        executor = MeteredExecutor(*about, Stopwatch(self._engine), planned.weights)
+        stopwatch = Stopwatch(self._engine)
+        if is_reference:
+            self._reference = stopwatch
+            stopwatch.defer_copy_outs()
+        executor = MeteredExecutor(*about, stopwatch, planned.weights)
         planned.executors.append(executor)
         return executor
 

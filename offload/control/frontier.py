@@ -1,8 +1,8 @@
 """Keeps `max_slowdown` by measurement: what steps take without copies under way, and which plans kept the promise.
 
-A reference step swaps what its plan swaps, but waits for each copy at once, so that no copy slows its computation. Its
-nodes are what the step takes without swapping, on this machine and at this time. What steps of the plan take more is
-due to swapping; the next plan counts with it.
+While a reference step copies, it waits, so that no copy slows its computation (`plan/serial.py`). Its nodes are what
+the step takes without swapping, on this machine and at this time. What steps of the plan take more is due to swapping;
+the next plan counts with it.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ class Frontier:
         Seconds of each node of the last reference steps, and what those took.
     begun
         Reference steps begun since the present plan.
+    repeats
+        How often the steps of the present plan have been measured again.
     tried
         Plans that have been judged, in that order.
     recompute_byte_seconds
@@ -99,6 +101,7 @@ class Frontier:
     limits: Limits
     references: deque[tuple[tuple[float, ...], StepCost]] = field(init=False)
     begun: int = 0
+    repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
     fixed_seconds: float = 0.0
@@ -113,7 +116,7 @@ class Frontier:
     def compute_seconds(self) -> float | None:
         """What the step takes without swapping; None before there are enough reference steps."""
         computed = [self._computed(cost) for _, cost in self.references]
-        return median(computed) if self._are_enough(computed) else None
+        return _lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
 
     @property
     def is_shared(self) -> bool:
@@ -125,6 +128,19 @@ class Frontier:
         shares = [cost.computed / cost.own_computed for _, cost in self.references if cost.own_computed > 0]
         return bool(shares) and median(shares) > 1 + self.limits.sharing
 
+    def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
+        """Whether a neighbour was busy while the present plan was measured.
+
+        Then its reference steps took longer than others, or its own steps differ more than copies make them.
+        """
+        compute = self.compute_seconds
+        if compute is None or not self.begun or not steps:
+            return False
+        recent = [self._computed(cost) for _, cost in list(self.references)[-self.begun :]]
+        seconds = [self._step(cost) for cost in steps]
+        limits = self.limits
+        return median(recent) > (1 + limits.disturbed) * compute or median(seconds) > limits.uneven * min(seconds)
+
     def _computed(self, cost: StepCost) -> float:
         return cost.own_computed if self.is_shared else cost.computed
 
@@ -132,8 +148,11 @@ class Frontier:
         return cost.own_step if self.is_shared else cost.step
 
     def node_seconds(self) -> list[float]:
-        """Each node's median."""
-        return [median(column) for column in zip(*(nodes for nodes, _ in self.references), strict=True)]
+        """What each node takes."""
+        computed = [self._computed(cost) for _, cost in self.references]
+        allowed = max(self._undisturbed(computed))
+        rows = [nodes for (nodes, _), seconds in zip(self.references, computed, strict=True) if seconds <= allowed]
+        return [_lower_quartile(column) for column in zip(*rows, strict=True)]
 
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
         """Take in a reference step, and once settled compare the last steps of the plan with it."""
@@ -162,10 +181,15 @@ class Frontier:
     def is_due(self, plan_steps: int) -> bool:
         """Whether the step that begins is to be a reference step, after `plan_steps` steps of the present plan.
 
-        They alternate with steps of the plan, so that what slows one of both slows the other too.
+        They alternate with steps of the plan, so that what slows one of both slows the other too. The plan's comes
+        first: the search for a plan delays it already.
         """
         is_known = self.begun > 0 and self.compute_seconds is not None
-        return not is_known and self.begun <= plan_steps
+        return not is_known and self.begun < plan_steps
+
+    def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
+        """Those that are not much longer than the shortest: during the others a neighbour was busy."""
+        return [each for each in seconds if each <= self.limits.uneven * min(seconds)]
 
     def _are_enough(self, seconds: Sequence[float]) -> bool:
         """Whether so many measurements tell a duration: more are needed where they differ much."""
@@ -243,6 +267,11 @@ class Frontier:
         """The plan of least memory among those that kept the promise; None where none did."""
         kept = [each for each in self.tried if each.slowdown <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    """What reference steps take: other programs only make them longer, above all after a wait."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float | None]:

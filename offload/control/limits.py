@@ -53,6 +53,9 @@ class Limits:
         How many times `max_slowdown` a first plan may take where none within it moves anything: only steps tell.
     sharing
         Relative difference between the clock and the thread's CPU time that tells of other programs.
+    disturbed, uneven, repeats
+        Relative difference between reference steps, and ratio of the median of a plan's steps to the shortest, that
+        tell of a neighbour; and how often a plan is measured again for one.
     aim, spare
         Of `max_slowdown`: the share that a plan after the first is made for, so that noise does not break the promise;
         and the share below which a step has time to swap more.
@@ -82,6 +85,9 @@ class Limits:
     swap_seconds_max: float = 1e-4
     exploring: float = 4.0
     sharing: float = 0.1
+    disturbed: float = 0.15
+    uneven: float = 1.4
+    repeats: int = 3
     aim: float = 0.8
     spare: float = 0.6
     peak_step: float = 0.1

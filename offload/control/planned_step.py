@@ -159,12 +159,21 @@ class PlannedStep:
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
         self.serial = serial_schedule(self.profile.order, plan, self.profile.members)
-        self.plan_steps = self.frontier.begun = 0
-        self.step_seconds.clear()
-        self.costs.clear()
+        self.frontier.repeats = 0
+        self._forget_measured_steps()
         self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
+
+    def measure_again(self) -> None:
+        """Measure the present plan anew: a neighbour slowed its steps."""
+        self.frontier.repeats += 1
+        self._forget_measured_steps()
+
+    def _forget_measured_steps(self) -> None:
+        self.plan_steps = self.frontier.begun = 0
+        self.step_seconds.clear()
+        self.costs.clear()
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
         """Whether the plan would break the limit with what is held now."""

@@ -19,7 +19,7 @@ __all__ = ["SlowdownPromise"]
 
 log = logging.getLogger("offload")
 
-_SEARCH_SECONDS = 1.0  # of a search for a plan that may recompute, where a step is small
+_SEARCH_SECONDS = 2.0  # of a search for a plan that may recompute, where a step is small
 
 
 class SlowdownPromise:
@@ -97,6 +97,9 @@ class SlowdownPromise:
                 frontier.start_again()
                 planned.replans = 0
             return not frontier.is_settled
+        if frontier.are_disturbed(planned.costs) and frontier.repeats < self._limits.repeats:
+            planned.measure_again()
+            return False
         if frontier.judge(plan, planned.costs) is None:
             return False
         reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))

@@ -281,8 +281,8 @@ def _progress(name: str, steps: int) -> Iterator[Callable[[], Any]]:
 
 
 def _summary(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return everything measured except the curves, for `--json`."""
-    curves = ("event", "curve", "last_step_curve")
+    """Return everything measured except the curves and the plan's chart, for `--json`."""
+    curves = ("event", "curve", "last_step_curve", "plan")
     return {
         "equal": agreement(results),
         "html": str(args.html),

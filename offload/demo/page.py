@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from offload.diagnostics.html.chart import Series, memory_chart
+from offload.diagnostics.html.chart import Series, chart
 from offload.diagnostics.html.page import document, paragraphs, section, table
 
 __all__ = ["render"]
 
 Curve = Sequence[tuple[float, float]]
 
+_PLAN = "The tensors saved for backward, as the plan keeps them in memory; a swapped or recomputed one is there twice."
 _COLORS = ("orange", "blue", "green", "violet", "amber", "slate")
 
 
@@ -64,6 +65,11 @@ def render(
         section("One step", paragraphs(f"The last step of each run: {step_memory}.", kind="faint"), step),
         section("The whole run", paragraphs(f"All steps: {memory}.", kind="faint"), whole),
         *(
+            section(f"The plan of the {result['name']} run", paragraphs(_PLAN, kind="faint"), result["plan"])
+            for result in results
+            if result["plan"]
+        ),
+        *(
             section(f"Report of the {result['name']} run", f"<pre>{escape(result['report']['text'])}</pre>")
             for result in results
             if result["report"]
@@ -89,7 +95,7 @@ def _lead(results: Sequence[dict[str, Any]], *, equal: bool) -> str:
 def _chart(label: str, origin: str, names: Sequence[str], curves: Sequence[Curve]) -> str:
     series = [Series(name, color, curve) for name, color, curve in zip(names, _COLORS, curves, strict=False)]
     end = max((at for curve in curves for at, _ in curve), default=0.0)
-    return memory_chart(label, series, seconds=end, origin=origin)
+    return chart(label, series=series, seconds=end, origin=origin)
 
 
 def _from_zero(curve: Curve) -> Curve:

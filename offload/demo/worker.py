@@ -28,6 +28,7 @@ from offload.demo.memory import MemoryMeter, thin
 from offload.demo.model import VOCABULARY, ByteGPT, Shape
 from offload.devices import allocator
 from offload.devices.device import device_of
+from offload.diagnostics.html import plan as plan_page
 
 CORPUS_BYTES = 4 << 20
 LEARNING_RATE = 3e-4
@@ -149,6 +150,11 @@ class Contestant:
         report = self._handle.report()
         return {**report.to_dict(), "text": str(report)}
 
+    def plan(self) -> str | None:
+        """Return the chart of the plan, as HTML; None for a contestant without one."""
+        plan = None if self._handle is None else self._handle.plan
+        return None if plan is None else plan_page.figure(plan)
+
 
 def warm_up(shape: Shape, device: str) -> None:
     """Train a tiny model for one step, so that loading the kernels' code counts as no memory."""
@@ -232,6 +238,7 @@ def train(
         "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "saved_bytes": saved.total or None,
         "report": contestant.report(),
+        "plan": contestant.plan(),
         **memory_of(meter, starts),
         **machine(device),
     }

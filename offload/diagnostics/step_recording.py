@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from offload._core import SwappedView
 from offload.devices.device import device_of
 from offload.diagnostics.html import timeline as timeline_page
+from offload.diagnostics.recorded_tensors import RecordedTensors
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
-from offload.runtime.engine import Engine
+from offload.runtime.engine import Engine, has_storage
 from offload.runtime.hooks import Packed, Policy, StepHooks
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
@@ -90,11 +91,15 @@ class WatchedRound(StepHooks):
         recording = self._recording
         module = recording.running_module()
         recording.mark("pack", module)
+        begin = recording.last_mark
         packed: Packed = super().pack(tensor)
         recording.mark("packed")
         self._module_of[id(packed)] = module
         if isinstance(packed, SwappedView):
             recording.name_ticket(packed.ticket_id, module)
+        policy = self.policy
+        if has_storage(tensor) and not policy.holds_state(policy.engine.identity(tensor)):
+            recording.tensors.packed(packed, tensor, module, begin)
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -108,7 +113,9 @@ class WatchedRound(StepHooks):
         recording.mark("unpack", f"{node.name()} of {module}" if module else node.name())
         counts = self.policy.counts
         seconds, nbytes = counts.recompute_seconds, counts.recomputed.nbytes
+        begin = recording.last_mark
         tensor = super().unpack(packed)
+        recording.tensors.unpacked(packed, tensor, begin)
         recording.mark("unpacked", "", (counts.recompute_seconds - seconds, counts.recomputed.nbytes - nbytes))
         return tensor
 
@@ -141,6 +148,7 @@ class StepRecording:
         self._tier = tier
         self._marks: list[_Mark] = []
         self._tickets: dict[int, str] = {}
+        self.tensors = RecordedTensors(engine)
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self._names |= {id(outer): type(model).__name__ for outer in wrappers_of(model)}
         self._forwards = 0
@@ -186,17 +194,23 @@ class StepRecording:
         if self.is_on and len(self._marks) < MARKS_MAX:
             engine = self._engine
             engine.collect_dropped()
+            self.tensors.look(len(self._marks), at_all=kind in ("backward end", "optimizer", "end"))
             resident = engine.resident.now + engine.dropped.now
             memory = (device_of(self._device).allocated_bytes(), resident, engine.unswapped.now)
             self._marks.append(_Mark(kind, self._clock.now(), name, memory, recomputed))
+
+    @property
+    def last_mark(self) -> int:
+        """Number of the last moment that was recorded."""
+        return len(self._marks) - 1
 
     def running_module(self) -> str:
         """Return the name of the innermost module that is running in this thread."""
         return running_module(self._names)
 
     def name_ticket(self, ticket_id: int, module: str) -> None:
-        """Record which module saved the bytes of a ticket."""
-        self._tickets[ticket_id] = module
+        """Record which module saved the bytes of a ticket first."""
+        self._tickets.setdefault(ticket_id, module)
 
     def backward_runs(self) -> None:
         """Called when backward runs in this thread: its end will be recorded."""
@@ -247,7 +261,7 @@ class StepRecording:
         for kind, ticket_id, nbytes, begin, end in copies:
             start, stop = max(begin - self._clock.start, 0.0), min(end - self._clock.start, seconds)
             if stop > start:
-                moved.append(Span(lanes[kind], kind, self._tickets.get(ticket_id, ""), start, stop, nbytes))
+                moved.append(Span(lanes[kind], kind, self._tickets.get(ticket_id, ""), start, stop, nbytes, ticket_id))
         memory = tuple(MemorySample(at, *mark.memory) for at, mark in zip(times, self._marks, strict=True))
         held_up = self._waits(times)
         return StepTimeline(
@@ -259,6 +273,7 @@ class StepRecording:
             seconds=seconds,
             spans=(*without(self._compute(times), held_up), *held_up, *sorted(moved, key=lambda span: span.start)),
             memory=memory,
+            tensors=tuple(self.tensors.found(times, moved)),
         )
 
     def _compute(self, times: list[float]) -> list[Span]:

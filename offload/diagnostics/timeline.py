@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from offload.units import format_bytes, format_seconds
 
-__all__ = ["LANES", "MemorySample", "Span", "StepTimeline", "merged", "without"]
+__all__ = ["LANES", "MemorySample", "RecordedTensor", "Span", "StepTimeline", "merged", "without"]
 
 LANES = ("compute", "recompute", "waiting", "copy out", "copy in", "disk")
 
 
 class Span(NamedTuple):
-    """A span of time on a lane: its kind, name, start, end and bytes.
+    """A span of time on a lane: its kind, name, start, end, bytes, and the ticket of a copy (else -1).
 
     `kind` is ``"forward"``, ``"backward"``, ``"optimizer"``, ``"recompute"``, ``"wait"``, ``"out"``, ``"in"``,
     ``"spill"`` or ``"fill"``; times are seconds from the start of the recording.
@@ -29,6 +29,21 @@ class Span(NamedTuple):
     start: float
     end: float
     nbytes: int = 0
+    ticket: int = -1
+
+
+class RecordedTensor(NamedTuple):
+    """A saved storage: the module that saved it, its kind, bytes and ticket (-1: none), and its times in memory.
+
+    `kind` is ``"kept"``, ``"swapped"``, ``"recomputed"`` or ``"cancelled"`` (a swap that did not happen); `resident`
+    has start and end of each time in device memory, in seconds from the start of the recording.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    ticket: int
+    resident: tuple[float, ...]
 
 
 class MemorySample(NamedTuple):
@@ -56,6 +71,8 @@ class StepTimeline:
         Spans of all lanes; those of one lane in order.
     memory : tuple of MemorySample
         Samples in order of time.
+    tensors : tuple of RecordedTensor
+        The tensors that the step saved, in that order, without parameters and buffers.
 
     Examples
     --------
@@ -70,6 +87,7 @@ class StepTimeline:
     seconds: float
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...]
+    tensors: tuple[RecordedTensor, ...] = ()
 
     def on(self, lane: str) -> list[Span]:
         """The spans of a lane."""

@@ -19,6 +19,7 @@ from offload.plan.joint_bounds import joint_bound
 from offload.plan.recompute import Recomputation, recomputations, recomputed
 from offload.plan.result import Plan, make_plan
 from offload.plan.search import fastest_plan, least_memory_plan, manual_plan
+from offload.plan.serial import serial_swaps
 from offload.plan.simulate import Copy, Link, Swap, Timing, resident_bytes, simulate, unswapped_bytes
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "recomputations",
     "recomputed",
     "resident_bytes",
+    "serial_swaps",
     "simulate",
     "unswapped_bytes",
 ]

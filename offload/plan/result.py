@@ -116,7 +116,8 @@ class Plan:
 
     def summary(self) -> str:
         """Return step time, bound and peak as two lines of text."""
-        stalls = self.step_seconds - self.compute_seconds - self.recompute_seconds
+        # The same durations, added in another order: what remains by rounding is far below a nanosecond.
+        stalls = max(0.0, round(self.step_seconds - self.compute_seconds - self.recompute_seconds, 9))
         again = f"recomputing {format_seconds(self.recompute_seconds)}, " if self.recomputes else ""
         slowed = f", slowed by swaps {format_seconds(self.overhead_seconds)}" if self.overhead_seconds else ""
         size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
@@ -124,7 +125,7 @@ class Plan:
         made = f"; {len(self.recomputes)} are recomputed, {format_bytes(dropped)}" if self.recomputes else ""
         return (
             f"step {format_seconds(self.expected_seconds)}: compute {format_seconds(self.compute_seconds)}, {again}"
-            f"waiting {format_seconds(max(0.0, stalls) if again else stalls)}{slowed}; no "
+            f"waiting {format_seconds(stalls)}{slowed}; no "
             f"{'swap-only ' if self.swap_only else ''}plan within {format_bytes(self.limit_bytes)} takes less "
             f"than {format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
             f"peak {format_bytes(self.peak_bytes)} instead of {format_bytes(self.unswapped_peak_bytes)}; "

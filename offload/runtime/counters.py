@@ -25,7 +25,7 @@ class StepRecord:
     seconds: float
     paused_seconds: float  # of it: within the engine, waiting included
     is_trial: bool = False  # proves how tensors can be recomputed, and computes more for it
-    is_reference: bool = False  # waits for each copy at once, so that copies do not slow its computation
+    is_reference: bool = False  # waits while it copies, so that copies do not slow its computation
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers."""

@@ -138,6 +138,7 @@ class Stopwatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._end: Any = None
+        self._defers_copy_outs = False
         self._begun = threading.get_ident(), time.thread_time()
         self._thread_seconds: float | None = None
         self.clock = DeviceClock(engine) if engine.is_accelerator else NodeClock()
@@ -145,6 +146,17 @@ class Stopwatch:
         self.pass_by = self.clock.pass_by
         self.arrive = self.clock.arrive
         self.end = self.clock.end
+
+    def defer_copy_outs(self) -> None:
+        """Until backward has ended, copy tensors out only while the step waits for them."""
+        self._defers_copy_outs = True
+        self._engine.store.defer_copy_outs(True)
+
+    def end_deferral(self) -> None:
+        """Copy tensors out in the background again."""
+        if self._defers_copy_outs:
+            self._defers_copy_outs = False
+            self._engine.store.defer_copy_outs(False)
 
     def listen_for_the_end(self) -> None:
         """Record the end of the backward pass, if one is running."""
@@ -155,6 +167,7 @@ class Stopwatch:
 
     def _finish(self) -> None:
         self._end = self._engine.mark()
+        self.end_deferral()
         thread, before = self._begun
         self._thread_seconds = time.thread_time() - before if threading.get_ident() == thread else None
 

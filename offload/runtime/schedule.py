@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypedDict
 
 from offload._core import PackTable
-from offload.plan import Plan
+from offload.plan import Plan, Swap, serial_swaps
 from offload.recomputation.measured import MeasuredRecipe
 from offload.recomputation.template import Templates
 
@@ -60,7 +61,7 @@ class Schedule:
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
-    is_serial: bool = False  # nothing is computed while a copy runs
+    is_serial: bool = False  # a reference step: nothing is computed while a copy runs
     recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and made again
     recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of those, as the trial found them
 
@@ -91,6 +92,7 @@ class Schedule:
             table.release(node, index)
         for node, use, index in self.prefetches:
             table.prefetch(node, use, index)
+        table.waits_for_prefetches = self.is_serial
         return table
 
     @cached_property
@@ -193,21 +195,9 @@ def planned_schedule(
         What a trial has found, by pack index of the entry.
     """
     dropped = frozenset(pack_index for row in plan.recomputes for pack_index in members[row.id])
-    releases, prefetches = [], []
-    for swap in plan.swaps:
-        for pack_index in members[swap.id]:
-            releases.append((swap.release, pack_index))
-            first_backward = order.entries[pack_index].first_backward
-            if first_backward is not None:
-                prefetches.append((swap.prefetch, first_backward, pack_index))
-    prefetches.sort()
-    swapped = frozenset(pack_index for _, pack_index in releases)
     return Schedule(
         order=order,
-        swapped=swapped,
-        releases=tuple(sorted(releases)),
-        prefetches=tuple(prefetches),
-        watched=_watched(order, swapped | dropped, order.backward_nodes),
+        **_copies(order, plan.swaps, members, dropped),
         plan=plan,
         recomputed=dropped,
         recipes={pack_index: recipes[pack_index] for pack_index in dropped} if recipes is not None else {},
@@ -215,26 +205,44 @@ def planned_schedule(
 
 
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
-    """What a plan swaps or recomputes is swapped, and each copy waited for at once: a reference step.
+    """The schedule of a reference step of a plan: what moves is copied in few groups, and waited for.
 
-    Its nodes take what they take without swapping: no copy runs while they do.
+    Its nodes take what they take without swapping: no copy runs while they do, and few follow one.
 
     Parameters
     ----------
     order, plan, members
         As in `planned_schedule`.
     """
-    moved = [*(swap.id for swap in plan.swaps), *(row.id for row in plan.recomputes)]
-    swapped = frozenset(pack_index for tensor in moved for pack_index in members[tensor])
-    return Schedule(
-        order=order,
-        swapped=swapped,
-        releases=tuple(sorted((order.entries[pack_index].packed + 1, pack_index) for pack_index in swapped)),
-        prefetches=(),
-        watched=_watched(order, swapped, order.backward_nodes),
-        plan=plan,
-        is_serial=True,
-    )
+    return Schedule(order=order, **_copies(order, serial_swaps(plan), members), plan=plan, is_serial=True)
+
+
+class _Copies(TypedDict):
+    """Fields of `Schedule`."""
+
+    swapped: frozenset[int]
+    releases: tuple[tuple[int, int], ...]
+    prefetches: tuple[tuple[int, int, int], ...]
+    watched: Mapping[int, int]
+
+
+def _copies(
+    order: StepOrder, swaps: Sequence[Swap], members: Mapping[int, Sequence[int]], dropped: frozenset[int] = frozenset()
+) -> _Copies:
+    releases, prefetches = [], []
+    for swap in swaps:
+        for pack_index in members[swap.id]:
+            releases.append((swap.release, pack_index))
+            first_backward = order.entries[pack_index].first_backward
+            if first_backward is not None:
+                prefetches.append((swap.prefetch, first_backward, pack_index))
+    swapped = frozenset(pack_index for _, pack_index in releases)
+    return {
+        "swapped": swapped,
+        "releases": tuple(sorted(releases)),
+        "prefetches": tuple(sorted(prefetches)),
+        "watched": _watched(order, swapped | dropped, order.backward_nodes),
+    }
 
 
 def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:

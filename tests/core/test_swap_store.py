@@ -337,3 +337,36 @@ def test_of_two_racing_prefetches_one_is_refused(tmp_path, tier):
         for number, _ in refused:
             assert (held[number] == POISON).all()
             assert held[1 - number].tobytes() == source.expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("end", ["wait", "prefetch", "end"])
+def test_deferred_copy_outs_begin_when_one_is_waited_for(tmp_path, schedule, end):
+    store = make_store("direct", tmp_path, schedule)
+    generator = np.random.default_rng(0)
+    store.defer_copy_outs(True)
+    sources = [Source(store, generator, 30_000) for _ in range(20)]
+    cancelled = sources.pop(3)
+    assert cancelled.ticket.cancel()
+    other = make_store("direct", tmp_path, schedule)  # time for a lane to begin
+    Source(other, generator, 30_000).wait_copied_out()
+    assert {source.ticket.state for source in sources} == {"queued"}
+    if end == "prefetch":
+        sources[-1].prefetch()
+        sources[-1].swap_in()
+        sources.pop()
+    elif end == "end":
+        store.defer_copy_outs(False)
+    for source in sources:
+        source.wait_copied_out()
+        source.prefetch()
+        source.swap_in()
+    assert store.stats()["out_copies"] == 19
+
+
+def test_a_store_forgets_what_it_deferred(tmp_path):
+    store = make_store("direct", tmp_path)
+    store.defer_copy_outs(True)
+    sources = [Source(store, np.random.default_rng(0), 30_000) for _ in range(20)]
+    store.quiesce()
+    assert {source.ticket.state for source in sources} == {"cancelled"}

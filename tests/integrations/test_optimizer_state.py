@@ -212,7 +212,7 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("run", ["model", "wrapper", "no_sync"])
-def test_ddp_with_two_processes(run, outcomes):
+def test_ddp_with_two_processes_moves_state(run, outcomes):
     for found in outcomes:
         assert found[run] == {"is_equal": True, "moves": True}
 

@@ -1,7 +1,4 @@
-"""The page that explains an out-of-memory error: a bar of what uses the memory, and tables.
-
-One self-contained file without scripts and external resources.
-"""
+"""The page that explains an out-of-memory error: a bar of what uses the memory, and tables."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
 """The common parts of all pages: the document with its style, sections and tables.
 
-Pages are self-contained: no scripts, no external resources.
+Pages are self-contained: their style and scripts are inside, and browsers are told to load nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from html import escape
+from pathlib import Path
 from string import Template
 
-from offload.diagnostics.html.chart import STYLE
+from offload.diagnostics.html.chart import COLORS
 
 __all__ = ["document", "paragraphs", "section", "table"]
 
@@ -17,6 +19,8 @@ _DOCUMENT = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
@@ -51,11 +55,16 @@ $style
 </head>
 <body>
 <main>
+<noscript><p class="faint">The charts of this page need JavaScript.</p></noscript>
 $body
 </main>
+$scripts
 </body>
 </html>
 """)
+
+
+_ASSETS = Path(__file__).parent / "assets"
 
 
 def document(title: str, *parts: str) -> str:
@@ -73,7 +82,25 @@ def document(title: str, *parts: str) -> str:
     str
         One HTML document; it loads nothing and needs no server.
     """
-    return _DOCUMENT.substitute(title=escape(title), body="\n".join(parts), style=STYLE)
+    return _DOCUMENT.substitute(title=escape(title), body="\n".join(parts), style=_style(), scripts=_scripts())
+
+
+@cache
+def _style() -> str:
+    colors = "\n".join(f".{name} {{ --color: var(--{name}); }}" for name in COLORS)
+    return "\n".join([_asset("uplot/uPlot.min.css"), _asset("chart.css"), colors])
+
+
+@cache
+def _scripts() -> str:
+    """Return uPlot, with its licence, and the chart's own scripts."""
+    library = f"/*!\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}"
+    own = (_asset(name) for name in ("stack.js", "chart.js", "pointer.js"))
+    return "\n".join(f"<script>\n{script}\n</script>" for script in (library, *own))
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 def section(heading: str, *parts: str) -> str:

@@ -1,22 +1,19 @@
-"""The page that `offload plan --plot` writes: memory and lanes over the step.
-
-One self-contained file without scripts and external resources.
-"""
+"""The page that `offload plan --plot` writes: copies and recomputations over the step, and the tensors in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from offload.diagnostics.html.chart import STEP_KINDS, Box, Series, lane_chart, memory_chart
+from offload.diagnostics.html.chart import STEP_KINDS, TENSOR_KINDS, Box, Series, Tensor, chart
 from offload.diagnostics.html.page import document, paragraphs, section
 from offload.plan import Copy, Plan, Timing, simulate
 from offload.plan.trace import SavedTensor
 from offload.units import format_bandwidth, format_seconds
 
-__all__ = ["render"]
+__all__ = ["figure", "render"]
 
-_ORIGIN = "the start of the step"
+_REST = "everything else: parameters, gradients, temporaries"
 
 
 def render(plan: Plan, title: str, *, limit_bytes: int | None = None) -> str:
@@ -29,42 +26,69 @@ def render(plan: Plan, title: str, *, limit_bytes: int | None = None) -> str:
     title : str
         Name of what was planned, such as the trace's file name.
     limit_bytes : int, optional
-        The memory limit that was asked for; shown as a line.
+        The memory limit that was asked for; shown as a line. None: no limit was asked for.
 
     Returns
     -------
     str
         One HTML document; it loads nothing.
     """
-    unswapped = simulate(plan.trace, (), plan.link)
-    end = max(plan.timing.step_seconds, unswapped.step_seconds)
     link = plan.link
     facts = (
         f"Link: {format_bandwidth(link.out_bandwidth)} out, {format_bandwidth(link.in_bandwidth)} in, latency "
         f"{format_seconds(link.latency)}. Trace: {len(plan.trace.nodes)} nodes, {plan.trace.source or 'no source'}."
     )
-    memory = memory_chart(
-        "Memory over the step",
-        [_series("without offload", "gray", unswapped), _series("with this plan", "blue", plan.timing)],
-        seconds=end,
-        origin=_ORIGIN,
-        limit_bytes=limit_bytes,
-    )
-    lanes = lane_chart("Compute and copies over the step", _lanes(plan), seconds=end, origin=_ORIGIN)
     return document(
         f"offload plan: {title}",
         f"<h1>offload plan: {escape(title)}</h1>",
         paragraphs(*plan.summary().splitlines()),
-        section("Memory over the step", memory),
-        section("Compute and copies over the step", lanes),
+        section("The step: compute, copies, and the tensors in memory", figure(plan, limit_bytes=limit_bytes)),
         f"<details><summary>All tensors</summary><pre>{escape(plan.explain())}</pre></details>",
         paragraphs(facts, kind="faint"),
+    )
+
+
+def figure(plan: Plan, *, limit_bytes: int | None = None) -> str:
+    """Return the chart of a plan: lanes of compute and copies, and the tensors in memory, over the step."""
+    unswapped = simulate(plan.trace, (), plan.link)
+    with_plan = _series("with this plan", "blue", plan.timing)
+    return chart(
+        "Compute, copies and the tensors in memory over the step",
+        seconds=max(plan.timing.step_seconds, unswapped.step_seconds),
+        origin="the start of the step",
+        lanes=_lanes(plan),
+        series=[_series("without offload", "gray", unswapped), with_plan],
+        tensors=list(_tensors(plan)),
+        rest=Series(_REST, "pale", with_plan.points),
+        limit_bytes=limit_bytes,
     )
 
 
 def _series(name: str, color: str, timing: Timing) -> Series:
     last = [(timing.step_seconds, timing.resident[-1])] if timing.resident else []
     return Series(name, color, [*zip(timing.ready, timing.resident, strict=True), *last])
+
+
+def _tensors(plan: Plan) -> Iterator[Tensor]:
+    """Yield every saved tensor with its times in memory, from its first to its last node and without its absence."""
+    begin = (*plan.timing.ready, plan.timing.step_seconds)
+    swaps = {swap.id: swap for swap in plan.swaps}
+    remade = {row.id: row.at for row in plan.recomputes}
+    remakes: dict[int, int] = {}  # the last node at which others are recomputed from it
+    for tensor in plan.trace.tensors:
+        if tensor.id in remade and tensor.recompute is not None:
+            for source in tensor.recompute.inputs:
+                remakes[source] = max(remakes.get(source, 0), remade[tensor.id])
+    for tensor in sorted(plan.trace.tensors, key=lambda each: (each.produced, each.id)):
+        name = f"tensor {tensor.id} of {plan.trace.nodes[tensor.produced].name}"
+        kind, away = "kept", tuple[int, ...]()
+        if tensor.id in swaps:
+            kind, away = "swapped", (swaps[tensor.id].release, swaps[tensor.id].prefetch)
+        elif tensor.id in remade and tensor.last_forward + 1 < remade[tensor.id]:
+            kind, away = "recomputed", (tensor.last_forward + 1, remade[tensor.id])
+        last_use = max(tensor.last_use, remakes.get(tensor.id, 0))
+        times = tuple(begin[node] for node in (tensor.produced, *away, last_use + 1))
+        yield Tensor(TENSOR_KINDS[kind], name, tensor.bytes, tensor.id, times)
 
 
 def _lanes(plan: Plan) -> dict[str, list[Box]]:
@@ -82,7 +106,7 @@ def _lanes(plan: Plan) -> dict[str, list[Box]]:
             assert tensor.recompute is not None
             end = begin + tensor.recompute.seconds
             name = f"tensor {tensor.id} of {plan.trace.nodes[tensor.produced].name}"
-            again.append(Box(STEP_KINDS["recompute"], name, begin, end, tensor.bytes))
+            again.append(Box(STEP_KINDS["recompute"], name, begin, end, tensor.bytes, tensor.id))
             begin = end
         compute.append(Box(STEP_KINDS["backward" if node.backward else "forward"], node.name, begin, finish))
         before = finish
@@ -92,7 +116,7 @@ def _lanes(plan: Plan) -> dict[str, list[Box]]:
         for copy in copies:
             tensor = tensors[copy.id]
             name = f"tensor {copy.id} of {plan.trace.nodes[tensor.produced].name}"
-            found.append(Box(STEP_KINDS[kind], name, copy.start, copy.end, tensor.bytes))
+            found.append(Box(STEP_KINDS[kind], name, copy.start, copy.end, tensor.bytes, tensor.id))
         return found
 
     lanes = {"compute": compute, "copy out": boxes("out", timing.copy_outs), "copy in": boxes("in", timing.copy_ins)}

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from offload.diagnostics.html.chart import pair_chart
 from offload.diagnostics.verdict import Verdict
 from offload.units import alike_bytes
 
 __all__ = ["render"]
 
+_BAR_PIXELS = 270
 _STYLE = """.offload-report { font: 14px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 60em; }
 .offload-report table { border-collapse: collapse; margin: 0; font-size: inherit; }
 .offload-report th, .offload-report td { text-align: left; vertical-align: top; padding: 2px 16px 2px 0;
   font-weight: normal; background: transparent; border: 0; white-space: normal; overflow-wrap: anywhere; }
 .offload-report th { opacity: .65; white-space: nowrap; }
 .offload-report .verdict td { font-weight: 600; }
-.offload-report svg { display: block; width: 100%; max-width: 560px; height: auto; margin: 6px 0 10px; }
-.offload-report svg text { fill: currentColor; font-size: 12px; }
-.offload-report .with { fill: #3d85c6; } .offload-report .without { fill: #8a939d; fill-opacity: .55; }
+.offload-report .bars { margin: 6px 0 10px; font-size: 12px; line-height: 1.3; }
+.offload-report .bars span { display: inline-block; height: 12px; margin-right: 6px; vertical-align: -2px; }
+.offload-report .with { background: #3d85c6; } .offload-report .without { background: rgba(138, 147, 157, .55); }
 .offload-report summary { cursor: pointer; }
 .offload-report details tr { border-top: 1px solid rgba(128, 128, 128, .3); }
 .offload-report td { font-variant-numeric: tabular-nums; }"""
@@ -67,6 +67,16 @@ def _bars(verdict: Verdict) -> Iterator[str]:
     known = [(name, a, b) for name, a, b in pairs if a is not None and b]
     if not known:
         return
-    words = alike_bytes([max(max(a, b) for _, a, b in known)])
-    pairs_drawn = [(name, (a, f"{words(a)} with offload"), (b, f"{words(b)} without")) for name, a, b in known]
-    yield pair_chart("Memory at the peak of a step, with offload and without", pairs_drawn)
+    longest = max(max(a, b) for _, a, b in known)
+    words = alike_bytes([longest])
+    rows = "".join(
+        _bar(name, "with", a / longest, f"{words(a)} with offload")
+        + _bar("", "without", b / longest, f"{words(b)} without")
+        for name, a, b in known
+    )
+    yield f'<table class="bars" aria-label="Memory at the peak of a step, with offload and without">{rows}</table>'
+
+
+def _bar(name: str, kind: str, share: float, words: str) -> str:
+    bar = f'<span class="{kind}" style="width: {_BAR_PIXELS * share:.0f}px"></span>'
+    return f"<tr><th>{escape(name)}</th><td>{bar}{escape(words)}</td></tr>"

@@ -1,0 +1,273 @@
+"""The pages of the documentation on benchmarks: a summary, and appendices with every table.
+
+`report.py --pages DIR` writes them: DIR/benchmarks.md, and one page in DIR/benchmarks for each `Table.page`. Every
+figure in their text is taken from the tables, so that a new measurement changes text, tables and charts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from report import explain
+from result_tables import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, PEER_BETTER, SMALL, Row, Table, about
+
+COMMAND = "python bench/report.py bench/results --pages docs"
+DEFAULT, LEAST, CHECKPOINT, DISK = (
+    "offload, max_slowdown 5 %",
+    "offload, least memory",
+    "checkpoint per block",
+    "tutorial's disk hooks",
+)
+SHOWN = {DEFAULT: "offload, default", LEAST: "offload, least memory", CHECKPOINT: CHECKPOINT, DISK: DISK}
+FULL_NAMES = {DISK: "the disk hooks of PyTorch's tutorial"}
+BARS = tuple(list(SHOWN)[:3])
+PROMISED = 0.05  # of the default
+SAVES_NOTHING = 0.95  # of plain's memory: more is plain training, within the noise
+ROUNDING = 0.01
+APPENDICES = {
+    "networks": ("Networks, full size", "every way to train five networks, with the spread of the step times"),
+    "small": ("Networks, small", "the same networks with short steps, where offload does worse"),
+    "largest": ("Largest that fits", "the largest batch, depth or image within a limit"),
+    "parts": ("Parts", "copies, spill file, hooks and planner, each by itself"),
+    "targets": ("Targets and predictions", "what was aimed at and what was reached; predicted beside measured"),
+    "simulated": ("Simulated GPUs", "computed from assumed figures of two cards; no GPU ran"),
+    "gpu": ("GPU suite", "what bench/gpu_suite.py measured on a GPU"),
+}
+UNITS = """*Plain* is training without any of these ways. *Memory* is what training adds to the memory of the process
+after model and optimizer are loaded, relative to plain training; *time* is the median step, relative to plain steps."""
+TERMS = f"""{UNITS} Plain's own time differs from 1 by noise. In brackets are the quartiles of the median step. *Waits*:
+how long computation waits for copies in each step. *Peer better*: no setting of offload needs as little memory and as
+little time as this way. The *tutorial's disk hooks* are those of PyTorch's tutorial on hooks for saved tensors: they
+write every tensor to a file and read it back. *Selective checkpointing* recomputes cheap operators only."""
+HOW = """Each way trains the same model on the same data, from the same seed, with the same malloc (tcmalloc), in its
+own process. Its steps alternate with plain steps in a second process. The losses and gradients of every step are
+compared bit for bit."""
+
+
+@dataclass
+class Point:
+    """Memory and step time over plain of one way on one network."""
+
+    network: str
+    way: str
+    memory: float
+    step: float
+    mark: str
+
+    @classmethod
+    def of(cls, row: Row) -> Point | None:
+        """The point of a row, None for one that did not run."""
+        family, _, way = row.key.removeprefix(SMALL).partition(" / ")
+        return row.point and cls(NETWORKS.get(family, family), way, *row.point, row.mark)
+
+
+def pages(tables: Sequence[Table], why: Mapping[str, str], pictures: Mapping[str, str]) -> dict[str, str]:
+    """Lay out every page.
+
+    Parameters
+    ----------
+    tables : sequence of Table
+        All results.
+    why : mapping of str to str
+        Explanations of marked rows, as in why.json.
+    pictures : mapping of str to str
+        Names of files in the folder of the appendices, by a table's slug; "summary" is the chart of the summary.
+
+    Returns
+    -------
+    dict of str to str
+        Markdown by path, relative to the folder of the documentation.
+    """
+    held = {name: [table for table in tables if table.page == name] for name in APPENDICES}
+    made = {"benchmarks.md": summary(tables, held, pictures)}
+    for name, own in held.items():
+        if own:
+            made[f"benchmarks/{name}.md"] = appendix(name, own, why, pictures)
+    return made
+
+
+# -- the summary --------------------------------------------------------------------------------------------------
+
+
+def points_of(tables: Sequence[Table], page: str) -> list[Point]:
+    """All points of the networks on one page, without the demo."""
+    rows = [row for table in tables if table.page == page and table.kind == "frontier" for row in table.rows]
+    found = [Point.of(row) for row in rows]
+    return [point for point in found if point is not None and "demo" not in point.network]
+
+
+def by_network(points: Sequence[Point]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Memory and step time by network and way; networks in the order of `NETWORKS`."""
+    order = [name for name in NETWORKS.values() if any(point.network == name for point in points)]
+    return {
+        name: {point.way: (point.memory, point.step) for point in points if point.network == name} for name in order
+    }
+
+
+def summary(tables: Sequence[Table], held: Mapping[str, list[Table]], pictures: Mapping[str, str]) -> str:
+    """The page that people read: where offload loses, one chart, one table."""
+    points = points_of(tables, "networks")
+    lines = ["# Benchmarks\n", f"{losses(tables, points)}\n", f"{gains(points)}\n"]
+    if "summary" in pictures:
+        words = "Memory and step time of three ways on every network, relative to plain training"
+        lines += [
+            f"![{words}](benchmarks/{pictures['summary']}-{theme}.svg#only-{theme})" for theme in ("light", "dark")
+        ]
+        lines.append("")
+    lines += [*big_table(points), "", f"*{machines(held['networks'])}.* {UNITS}\n"]
+    lines += ["## How it is measured\n", f"{HOW}\n", "## Everything else\n"]
+    for name, (title, words) in APPENDICES.items():
+        if held[name]:
+            lines.append(f"* [{title}](benchmarks/{name}.md): {words}.")
+    lines += ["", f"These pages are generated: `{COMMAND}`. How to measure again: `bench/results/README.md`."]
+    return "\n".join(lines) + "\n"
+
+
+def losses(tables: Sequence[Table], points: Sequence[Point]) -> str:
+    """Say where offload is worse than something else, or than it should be."""
+    said = ["**Where offload loses.**"]
+    if not any(table.machine.get("device") and not table.machine.get("rehearsal") for table in tables):
+        said.append("No GPU has run these benchmarks yet; all figures are from CPUs or marked as simulated.")
+    late = [(point, "") for point in points] + [(point, " (small)") for point in points_of(tables, "small")]
+    over = [
+        f"{point.network}{size} {point.step - 1:.0%}".replace("%", " %")
+        for point, size in late
+        if point.way == DEFAULT and point.step > 1 + PROMISED + ROUNDING
+    ]
+    if over:
+        said.append(f"The default plan aims at steps at most 5 % slower, and misses that on {listed(over)}.")
+    ahead = [point for point in points if point.mark == PEER_BETTER and point.memory < SAVES_NOTHING]
+    for way in dict.fromkeys(point.way for point in ahead):
+        said.append(beaten(way, [point for point in ahead if point.way == way]))
+    missed = [row for table in tables if table.page == "targets" for row in table.rows if row.mark == NOT_REACHED]
+    if missed:
+        judged = [row for table in tables if table.title.startswith("Targets") for row in table.rows]
+        targets = [row for row in judged if row.cells[-1] != "–"]
+        own = [row for row in targets if row in missed]
+        said.append(f"{len(own)} of {len(targets)} [targets](benchmarks/targets.md) are missed.")
+    return " ".join(said)
+
+
+def beaten(way: str, better: Sequence[Point]) -> str:
+    """A sentence on one alternative that no setting of offload matches on some networks."""
+    names = listed([f"{point.network} ({point.memory:.2f} × memory, {point.step:.2f} × time)" for point in better])
+    return f"No setting of offload matches {FULL_NAMES.get(way, way)} on {names}."
+
+
+def gains(points: Sequence[Point]) -> str:
+    """Say what offload does on the networks of the table."""
+    found = by_network(points).values()
+    own = [ways[DEFAULT] for ways in found if DEFAULT in ways]
+    pairs = [ways for ways in found if CHECKPOINT in ways]
+    if not own:
+        return "No network has been measured."
+    wins = sum(
+        any(way.startswith("offload") and all(a <= b for a, b in zip(point, ways[CHECKPOINT], strict=True))
+            for way, point in ways.items())
+        for ways in pairs
+    )  # fmt: skip
+    memory, step = zip(*own, strict=True)
+    return (
+        f"**What it gains.** With default settings, training needs {min(memory):.2f} to {max(memory):.2f} × the "
+        f"memory of plain training, at {min(step):.2f} to {max(step):.2f} × the step time. "
+        f"On {wins} of {len(pairs)} networks, a setting of offload needs less memory *and* less time than "
+        "checkpointing every block."
+    )
+
+
+def big_table(points: Sequence[Point]) -> Iterator[str]:
+    """One row for each network: memory and time of the ways that most people choose between."""
+    yield f"| network | {' | '.join(f'**{name}**' if 'offload' in name else name for name in SHOWN.values())} |"
+    yield "|---|" + "---|" * len(SHOWN)
+    for network, ways in by_network(points).items():
+        cells = [
+            f"{ways[way][0]:.2f}&nbsp;×&nbsp;memory<br>{ways[way][1]:.2f}&nbsp;×&nbsp;time" if way in ways else "–"
+            for way in SHOWN
+        ]
+        yield f"| {network} | {' | '.join(cells)} |"
+
+
+def machines(tables: Sequence[Table]) -> str:
+    """Where and when the networks were measured, in one line."""
+    days = sorted({str(table.machine.get("date", ""))[:10] for table in tables if "demo" not in table.title} - {""})
+    machine = next((table.machine for table in tables), {})
+    words = about({**machine, "date": "DAYS"}).partition(", DAYS")[0]
+    return ", ".join([words, " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))])
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words with commas and "and"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# -- appendices -----------------------------------------------------------------------------------------------------
+
+
+def appendix(name: str, tables: Sequence[Table], why: Mapping[str, str], pictures: Mapping[str, str]) -> str:
+    """One page of tables, each with what is to be said about its marked rows."""
+    title, words = APPENDICES[name]
+    lines = ["---\nhide: [toc]\n---\n", f"# {title}\n", f"{words[0].upper()}{words[1:]}. [Summary](../benchmarks.md)\n"]
+    if name in ("networks", "small"):
+        lines.append(f"{TERMS}\n")
+    for table in tables:
+        lines.append(f"## {table.title}\n")
+        if table.note:
+            lines.append(f"{table.note}\n")
+        if table.slug in pictures:
+            lines.append(f"![{table.title}]({pictures[table.slug]})\n")
+        for heading, own in split(table):
+            lines += [f"### {heading}\n"] if heading else []
+            lines += [*shown(own), ""]
+        lines += [*reasons(table, why), f"*{about(table.machine)}.*\n"]
+    lines.append(f"Generated: `{COMMAND}`.")
+    return "\n".join(lines) + "\n"
+
+
+def split(table: Table) -> Iterator[tuple[str, Table]]:
+    """A simulated table network by network; every other table whole."""
+    if table.kind != "simulated":
+        yield "", table
+        return
+    for network in dict.fromkeys(row.cells[0] for row in table.rows):
+        rows = [
+            Row(row.key, row.cells[1:], row.mark, row.ours, row.point) for row in table.rows if row.cells[0] == network
+        ]
+        yield network, Table(table.title, table.columns[1:], rows, table.machine)
+
+
+def shown(table: Table) -> Iterator[str]:
+    """The table without empty columns and without what all rows have in common, which is said below it."""
+    absent = [row for row in table.rows if row.cells[1:-1] and set(row.cells[1:-1]) == {"–"}]
+    ran = [row for row in table.rows if row not in absent]
+    kept = [place for place in range(len(table.columns)) if {row.cells[place] for row in ran} - {"–", ""}]
+    alike = next((place for place in kept if table.columns[place] == GRADIENTS), None)
+    if alike is not None and {row.cells[alike] for row in ran} == {EQUAL}:
+        kept.remove(alike)
+    else:
+        alike = None
+    if ran:
+        yield "| " + " | ".join(table.columns[place] or "note" for place in kept) + " |"
+        yield "|" + "---|" * len(kept)
+    for row in ran:
+        cells = [row.cells[place].replace("|", "\\|") for place in kept]
+        yield "| " + " | ".join([f"**{cells[0]}**" if row.ours else cells[0], *cells[1:]]) + " |"
+    if alike is not None:
+        yield "\nLosses and gradients of all of them are equal to plain's to the last bit."
+    if absent:
+        yield f"\nNot run: {'; '.join(f'{row.cells[0]} ({first_words(row.cells[-1])})' for row in absent)}."
+
+
+def first_words(reason: str) -> str:
+    """A reason up to its first semicolon or full stop."""
+    return reason.partition(";")[0].partition(". ")[0]
+
+
+def reasons(table: Table, why: Mapping[str, str]) -> Iterator[str]:
+    """Why an alternative is better, or a target is missed: one item for each explanation."""
+    for key, reason in explain([table], dict(why)):
+        group, _, name = key.rpartition(" / ")
+        titles = {row.key: row.cells[0] for row in table.rows if row.mark}
+        words = titles.get(key, name) if group else ""
+        yield f"* **{words}:** {reason}" if words else f"* {reason}"
+    yield ""

@@ -1,0 +1,77 @@
+"""The swaps of a reference step, which shows what a step takes without swapping: no copy runs while a node does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.plan.result import Plan
+from offload.plan.simulate import Swap, resident_bytes
+from offload.plan.trace import SavedTensor
+
+__all__ = ["serial_swaps"]
+
+
+def serial_swaps(plan: Plan) -> tuple[Swap, ...]:
+    """Swap what a plan swaps or recomputes, in as few groups as its memory allows.
+
+    A node after a copy takes longer: the copy has displaced what the caches held, and threads that waited have to wake
+    up. So tensors stay until the plan's peak would be exceeded. Then all of them are copied out together. In backward,
+    as many as there is room for are copied in together. What can stay until backward uses it is not swapped.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its peak is the most that is resident during any node, unless a tensor that moves alone needs more.
+
+    Returns
+    -------
+    tuple of Swap
+        By release. During the node before a release the group is copied out, and at the start of a prefetch's node it
+        is copied in, while nothing is computed.
+    """
+    trace = plan.trace
+    ids = {swap.id for swap in plan.swaps} | {row.id for row in plan.recomputes}
+    moved = [tensor for tensor in trace.tensors if tensor.id in ids]
+    at_once = [Swap(tensor.id, tensor.last_forward + 1, tensor.first_backward) for tensor in moved]
+    room = plan.peak_bytes - np.array(resident_bytes(trace, at_once), dtype=np.int64)
+    releases = _releases(len(trace.nodes), moved, room)
+    for tensor in moved:
+        room[tensor.last_forward + 1 : releases.get(tensor.id, tensor.first_backward)] -= tensor.bytes
+    swaps: list[Swap] = []
+    prefetch = -1
+    for tensor in sorted(moved, key=lambda each: each.first_backward):
+        release = releases.get(tensor.id)
+        if release is None:
+            continue
+        fits = tensor.bytes <= room[prefetch : tensor.first_backward].min(initial=tensor.bytes)
+        if release > prefetch or not fits:
+            prefetch = tensor.first_backward
+        room[prefetch : tensor.first_backward] -= tensor.bytes
+        swaps.append(Swap(tensor.id, release, prefetch))
+    return tuple(sorted(swaps, key=lambda swap: (swap.release, swap.id)))
+
+
+def _releases(node_count: int, moved: Sequence[SavedTensor], room: NDArray[np.int64]) -> dict[int, int]:
+    """The node before which each tensor is copied out, by id; none where it may stay until backward uses it."""
+    ready, used = defaultdict(list), defaultdict(list)
+    for tensor in moved:
+        ready[tensor.last_forward + 1].append(tensor)
+        used[tensor.first_backward].append(tensor)
+    releases: dict[int, int] = {}
+    staying: dict[int, int] = {}
+    staying_bytes = 0
+    for node in range(node_count):
+        for tensor in ready[node]:
+            staying[tensor.id] = tensor.bytes
+            staying_bytes += tensor.bytes
+        for tensor in used[node]:
+            staying_bytes -= staying.pop(tensor.id, 0)
+        if staying_bytes > room[node]:
+            releases.update(dict.fromkeys(staying, node))
+            staying.clear()
+            staying_bytes = 0
+    return releases
