@@ -26,6 +26,7 @@ TITLES = {
     "trl": "TRL",
     "peft": "PEFT",
     "accelerate": "accelerate",
+    "optimizer_state": "Optimizer state in the store",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
     "compile_matrix": "torch.compile: kernels and graph breaks",

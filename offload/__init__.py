@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from offload.capacity.model import fit
     from offload.diagnostics.recovery import recover
     from offload.diagnostics.report import Report
+    from offload.handle import Session
+    from offload.optimizer_state.streamed_state import OptimizerStateError
     from offload.plan import InfeasibleLimitError
-    from offload.session import Session, disable, enable
+    from offload.session import disable, enable
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "DriverError",
     "Fit",
     "InfeasibleLimitError",
+    "OptimizerStateError",
     "PoolExhausted",
     "Report",
     "Session",
@@ -41,9 +44,10 @@ _HOMES = {
     "DriverError": "offload._core",
     "Fit": "offload.capacity.answer",
     "InfeasibleLimitError": "offload.plan",
+    "OptimizerStateError": "offload.optimizer_state.streamed_state",
     "PoolExhausted": "offload._core",
     "Report": "offload.diagnostics.report",
-    "Session": "offload.session",
+    "Session": "offload.handle",
     "SpillError": "offload._core",
     "disable": "offload.session",
     "enable": "offload.session",

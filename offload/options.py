@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from torch.optim import Optimizer
 
 from offload.devices.control_group import control_groups
 from offload.devices.device import device_of
@@ -162,6 +163,38 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
             "or write recompute=False"
         )
     return None
+
+
+def check_optimizers(
+    model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, optimizer_state: object
+) -> tuple[Optimizer, ...]:
+    """Return the optimizers whose state is to leave memory: with `optimizer_state=True` those that are given.
+
+    Raises
+    ------
+    ValueError
+        One of them is no optimizer of the model, or `optimizer_state` contradicts; the message says what to write.
+    """
+    if not isinstance(optimizer_state, bool) and optimizer_state != "auto":
+        raise ValueError(f'optimizer_state takes "auto", True or False, not {optimizer_state!r}')
+    if optimizer is None:
+        if optimizer_state is True:
+            raise ValueError("optimizer_state=True needs the optimizer: add optimizer=optimizer")
+        return ()
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    own = {id(parameter) for parameter in model.parameters()}
+    if len({id(each) for each in given}) < len(given):
+        raise ValueError("optimizer lists the same one twice: give each once")
+    for each in given:
+        if not isinstance(each, Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks"):
+            inner = " Write optimizer=optimizer.optimizer." if hasattr(each, "optimizer") else ""
+            raise ValueError(f"optimizer takes a torch.optim.Optimizer, or a list of them, not {each!r}.{inner}")
+        if not any(id(parameter) in own for group in each.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"optimizer: {type(each).__name__} has no parameter of this model; create it from "
+                "model.parameters(), or give another one"
+            )
+    return given if optimizer_state is True else ()
 
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

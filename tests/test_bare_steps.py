@@ -21,8 +21,8 @@ def make():
 @pytest.fixture(autouse=True)
 def costly_swaps(monkeypatch):
     """A link over which no swap is worth its time; what this machine really takes leads to no other plan."""
-    monkeypatch.setattr("offload.session.measure_link", lambda device, options: Link(1e3, 1e3, 10.0))
-    monkeypatch.setattr("offload.session.LIMITS", replace(LIMITS, replans=0))
+    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: Link(1e3, 1e3, 10.0))
+    monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, replans=0))
 
 
 def run_enabled(model, optimizer, count, tmp_path, **knobs):
@@ -33,7 +33,7 @@ def run_enabled(model, optimizer, count, tmp_path, **knobs):
 
 
 def test_a_plan_without_swaps_takes_the_hooks_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload.session.LIMITS", replace(LIMITS, replans=0, recheck_steps=5))
+    monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, replans=0, recheck_steps=5))
     expected, _ = train(*make(), [256] * 12)
     results, report, plan = run_enabled(*make(), 12, tmp_path, max_slowdown=0.05)
     assert_equal(results, expected)

@@ -21,9 +21,9 @@ from offload.control.limits import LIMITS
 TWO_THREADS = """
 import sys, threading
 sys.path.insert(0, {tests!r})
-from offload import session
+from offload import handle
 from planned_rig import LINK, enabled, make, train
-session.measure_link = lambda device, options: LINK
+handle.measure_link = lambda device, options: LINK
 done = []
 def work():
     model, optimizer = make()

@@ -24,16 +24,18 @@ PACKAGES = [
     {"options"},
     {"recomputation"},
     {"runtime"},
+    {"optimizer_state"},
     {"profiling"},
     {"control"},
     {"diagnostics"},
+    {"handle"},
     {"session"},
     {"__init__"},
     {"capacity", "contrib", "integrations", "demo"},
     {"cli"},
     {"__main__"},
 ]
-TOP = {"__init__", "__main__", "options", "session", "units"}
+TOP = {"__init__", "__main__", "handle", "options", "session", "units"}
 LINES_MAX = 400
 PYTHON_TYPES = {"python_errors", "tensor_interface"}
 # What runs Python code when an object dies, and weak references, which may.

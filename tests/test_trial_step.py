@@ -41,8 +41,8 @@ class KnownTrial(TimedTrial):
 def trials(monkeypatch):
     """The trials that have begun; `trials.about` is what the next ones are given."""
     begun = Begun()
-    monkeypatch.setattr("offload.session.make_trial", begun.make)
-    monkeypatch.setattr("offload.session.measure_link", lambda device, options: begun.link)
+    monkeypatch.setattr("offload.handle.make_trial", begun.make)
+    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: begun.link)
     return begun
 
 

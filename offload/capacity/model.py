@@ -16,10 +16,11 @@ from offload.capacity.optimizer_step import watching_optimizers, with_optimizer
 from offload.control.profile_listener import RecordedStep
 from offload.control.registry import listen_to_profiles
 from offload.devices.device import device_of
+from offload.handle import Session
 from offload.plan import unswapped_bytes
 from offload.plan.rescale import in_proportion, on_a_line
 from offload.runtime.refusals import devices_of
-from offload.session import Session, enable, session_of
+from offload.session import enable, session_of
 from offload.units import parse_bytes
 
 __all__ = ["fit"]

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.devices.device import default, is_known
 from offload.diagnostics.report import LATE_SECONDS, Feed
-from offload.session import Session, watch
+from offload.handle import Session
+from offload.session import watch
 
 log = logging.getLogger("offload")
 

@@ -9,6 +9,7 @@ from typing import Any
 from offload.diagnostics.html import inline
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
+from offload.optimizer_state.mover import StateCounts
 from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes, format_seconds
@@ -120,6 +121,8 @@ class Report:
         Counts of `offload.contrib.Prefetcher`.
     plan : Plan or None
         The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
+    optimizer_state : tuple of StateCounts
+        What has been moved of each optimizer's state; empty without `optimizer`.
     """
 
     verdict: Verdict
@@ -148,6 +151,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
     feed: Feed = field(default_factory=Feed)
     plan: Plan | None = field(default=None, repr=False)
+    optimizer_state: tuple[StateCounts, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
@@ -184,6 +188,7 @@ class Report:
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
+            "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
             "notes": list(self.notes),
         }
 
@@ -215,6 +220,7 @@ class Report:
             ("stalled", f"{self.store['stall_seconds']:.3f} s in all"),
             ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
+            *[("optimizer state", str(counts)) for counts in self.optimizer_state],
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),
             ("allocator", self.allocator),

@@ -14,9 +14,12 @@ from typing import Any
 import keras
 from torch import nn
 
+from offload.handle import Session
 from offload.integrations.switch import CallWrapper, Switched, nothing_around
 from offload.runtime.weak import call_when_dead
-from offload.session import Session
+from offload.session import remark
+
+STATE_REMARK = "optimizer_state=True has no effect: the state of Keras's own optimizers stays in memory"
 
 
 class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
@@ -63,6 +66,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 f"offload works with PyTorch, and Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=torch in "
                 "the environment before keras is imported"
             )
+        self._asks_for_state = options.pop("optimizer_state", "auto") is True
         self._begin(f"a Keras {type(self).__name__}", options)
         self._fit: Callable[[], Any] = _nothing
 
@@ -78,6 +82,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
         self.undo()
         handle = self._switch.turn_on(_as_module(model))
+        if self._asks_for_state:
+            remark(handle, STATE_REMARK)
         step = CallWrapper(model, "train_function", lambda data: handle.step(*data), self.undo)
         step.callback = self  # type: ignore[attr-defined]
         self._wrappers.append(step)

@@ -25,7 +25,8 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
         Whether to log these figures.
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
-        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`,
+        `optimizer_state`; `optimizer` is the module's.
 
     Raises
     ------
@@ -45,7 +46,7 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Enable offload and wrap the strategy's step. The model is already on its device."""
-        handle = self._switch.turn_on(pl_module)
+        handle = self._switch.turn_on(pl_module, trainer.optimizers)
         # The batch determines the step's shape: training_step may call parts of the module and not its forward.
         step = CallWrapper(trainer.strategy, "training_step", lambda args: handle.step(*args), self.undo)
         self._wrappers.append(step)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import nn
 
 from offload.diagnostics.metrics import StepMetrics
 from offload.diagnostics.report import Report
+from offload.handle import Session
 from offload.runtime.weak import run_pending_callbacks
-from offload.session import Session, enable, session_of
+from offload.session import enable, session_of
 
 log = logging.getLogger("offload")
 
@@ -61,8 +62,13 @@ class Switch:
         """Return figures of the latest step by name, for the framework's own logging; none before a step is over."""
         return self._metrics.read(self.handle._enabled) if self.is_on else {}
 
-    def turn_on(self, model: nn.Module) -> Session:
+    def turn_on(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> Session:
         """Enable offload.
+
+        Parameters
+        ----------
+        optimizers
+            The framework's, or accelerate's wrappers of them. Used with `optimizer_state=True`.
 
         Raises
         ------
@@ -74,7 +80,10 @@ class Switch:
                 f"offload is already enabled on this model, so {self.owner} cannot enable it again: keep one of the "
                 "two. Remove the other callback, or the call of offload.enable (offload.disable(model) undoes it)"
             )
-        self._handle = enable(model, **self.options)
+        options = self.options
+        if optimizers and options.get("optimizer_state") is True:
+            options = {"optimizer": [_unwrapped(each) for each in optimizers], **options}
+        self._handle = enable(model, **options)
         self._metrics = StepMetrics()
         self.is_on = True
         return self._handle
@@ -88,6 +97,11 @@ class Switch:
     def __getstate__(self) -> dict[str, Any]:
         # Frameworks copy and pickle callbacks; a session stays with its model.
         return {**self.__dict__, "_handle": None, "is_on": False}
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    is_wrapper = not hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
 
 
 class CallWrapper:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from offload.handle import Session
 from offload.integrations.switch import CallWrapper, Switch, Switched, nothing_around
-from offload.session import Session, remark
+from offload.session import remark
 
 CHECKPOINTING_REMARK = (
     "gradient checkpointing is on: what its blocks compute is recomputed and not saved, so that only the rest is "
@@ -73,7 +74,7 @@ class OffloadTrainerMixin:
         if self._is_training_run and torch.is_grad_enabled():
             # Not earlier, because `train` itself may create, move and wrap the model.
             if not self._offload.is_on:
-                turn_on(self._offload, self.model, self.args)  # type: ignore[attr-defined]
+                turn_on(self._offload, self.model, self.args, self.optimizer)  # type: ignore[attr-defined]
             stack.enter_context(self._offload.handle.step())
             show_progress(self, self._offload.handle)
         return stack
@@ -97,7 +98,8 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     ----------
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
-        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`,
+        `optimizer_state`; `optimizer` is the Trainer's.
 
     Raises
     ------
@@ -125,7 +127,7 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
                 raise ValueError("the Trainer has OffloadTrainerCallback twice; keep one of them")
         self.undo()
         refuse_other_offloading(args)
-        handle = turn_on(self._switch, kwargs["model"], args)
+        handle = turn_on(self._switch, kwargs["model"], args, kwargs.get("optimizer"))
         self._state = state
 
         def around_step(_: Any) -> AbstractContextManager[None]:
@@ -159,9 +161,9 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         return {**super().__getstate__(), "_state": None}
 
 
-def turn_on(switch: Switch, model: nn.Module, args: Any) -> Session:
+def turn_on(switch: Switch, model: nn.Module, args: Any, optimizer: Any) -> Session:
     """Enable offload and add a note to its report if gradient checkpointing is on."""
-    handle = switch.turn_on(model)
+    handle = switch.turn_on(model, [optimizer] if optimizer is not None else [])
     if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
         remark(handle, CHECKPOINTING_REMARK)
     return handle

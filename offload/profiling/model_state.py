@@ -146,11 +146,16 @@ class HeldMemory:
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
+        self._moving: Callable[[], int] = int
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Call a bound method before any optimizer step. At that time backward is over."""
         self._before_step = weak_callback(call)
+
+    def count_moving(self, nbytes: Callable[[], int]) -> None:
+        """Add what this returns: bytes of optimizer state that has left, while its copies are under way."""
+        self._moving = nbytes
 
     def close(self) -> None:
         """Ignore further optimizer steps."""
@@ -167,13 +172,14 @@ class HeldMemory:
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes()
             return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes)
-        states = [list(each.state.values()) for each in self._optimizers]
+        states = [list(dict.values(each.state)) for each in self._optimizers]  # what is in the store stays there
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
         if not self._watch.same_leaves(states) or counted != state.changes:
             found = storage_bytes(tensors_in(states))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
         self._counted = state.changes
-        return HeldBytes(state.nbytes + self._more_bytes + self._engine.resident.now, state.gradient_bytes)
+        more_bytes = self._more_bytes + self._moving()
+        return HeldBytes(state.nbytes + more_bytes + self._engine.resident.now, state.gradient_bytes)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that is about to step, if it steps parameters of the model."""

@@ -42,7 +42,7 @@ pytestmark = [
 
 
 def torchrun(*command):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]

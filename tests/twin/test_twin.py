@@ -34,7 +34,7 @@ ROWS = {
     "clock": ["tests/twin/inside/test_clock.py", "tests/twin/inside/test_virtual_steps.py"],
     "backend": [f"tests/twin/inside/test_{name}.py" for name in ("backend", "order", "operators")],
     "models": ["tests/twin/inside/test_models.py", "tests/twin/inside/test_recomputation.py"],
-    "training": ["tests/twin/inside/test_training.py", "tests/twin/inside/test_edges.py"],
+    "training": [f"tests/twin/inside/test_{name}.py" for name in ("training", "edges", "optimizer_state")],
     "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
 }

@@ -1,0 +1,327 @@
+"""The handle of an enabled model, `offload.Session`: it connects the engine, the controller and the report."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from html import escape
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.control import registry
+from offload.control.controller import PlanController
+from offload.control.device_session import DeviceSession
+from offload.control.enabled_model import EnabledModel
+from offload.control.limits import LIMITS
+from offload.control.manual import ManualController
+from offload.control.trial import make_trial
+from offload.devices.memory import peak_bytes, record_out_of_memory
+from offload.diagnostics import oom
+from offload.diagnostics.assessment import wish
+from offload.diagnostics.live import LivePublisher
+from offload.diagnostics.metrics import StepLogger
+from offload.diagnostics.report import Feed, Report
+from offload.diagnostics.session_report import make_report, make_verdict, recorded_trace, tier
+from offload.diagnostics.step_recording import StepRecording
+from offload.optimizer_state.movers import StateMovers
+from offload.options import Options
+from offload.plan import Plan
+from offload.plan.trace import Trace
+from offload.profiling.calibration import measure_link
+from offload.runtime.counters import Counts
+from offload.runtime.engine import Engine
+from offload.runtime.schedule import StepOrder
+from offload.runtime.weak import run_pending_callbacks
+from offload.units import format_bytes, format_seconds
+
+__all__ = ["Session"]
+
+log = logging.getLogger("offload")
+
+_NO_PLAN_YET = (
+    "handle.plan is None: the first training step of a shape is profiled, and its plan is made when the second begins"
+)
+_NO_PLAN = 'handle.plan is None: n_tensors is the manual mode; for a plan, enable without it, or with lb="auto"'
+
+
+class Session:
+    """The handle that `offload.enable` returns. As a context manager it disables offload at the end of the block."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        options: Options,
+        engine: Engine,
+        asked: Mapping[str, Any],
+        states: StateMovers,
+    ) -> None:
+        self._feeds: list[Feed] = []
+        self._remarks: list[str] = []
+        self._told_of_plan = False
+        self._recording: StepRecording | None = None
+        self._states = states
+        self._enabled = EnabledModel(
+            model,
+            device,
+            options,
+            engine,
+            asked,
+            self,
+            _session_on,
+            registry.is_unused,
+            always=registry.profile_listener() is not None,
+        )
+        if (held := self._on_device.held) is not None:
+            held.count_moving(states.bytes_in_memory_max)
+        self._enabled.step_listeners.append(LivePublisher())
+
+    # -- public -------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose memory is saved: that of the model at its latest training forward."""
+        return self._enabled.on_device.device
+
+    def report(self) -> Report:
+        """Return what has been swapped since `enable`, and what has not and why."""
+        run_pending_callbacks()
+        self._states.look()
+        return make_report(self._enabled, self._feeds, self._remarks, self._states.counts)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest signature. None before its second step and with `n_tensors`; logged once."""
+        planned = self._on_device.latest()
+        plan = planned.plan if planned is not None else None
+        if plan is None and not self._told_of_plan:
+            self._told_of_plan = True
+            log.warning("%s", _NO_PLAN_YET if isinstance(self._controller, PlanController) else _NO_PLAN)
+        return plan
+
+    def trace(self) -> Trace:
+        """Return the profiled step of the latest signature, with the durations and the link measured since.
+
+        Raises
+        ------
+        RuntimeError
+            No step has been profiled: the first one is not over, or `n_tensors` is given.
+        """
+        return recorded_trace(self._controller)
+
+    def postfix(self) -> dict[str, str]:
+        """Return values for a progress bar: peak memory so far, bytes swapped out and seconds stalled since `enable`.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> handle = offload.enable(torch.nn.Linear(4, 1))
+        >>> sorted(handle.postfix())  # for tqdm: bar.set_postfix(handle.postfix())
+        ['peak', 'stalled', 'swapped']
+        """
+        return {
+            "peak": format_bytes(peak_bytes(self._on_device.device)),
+            "swapped": format_bytes(self._on_device.counts.swapped.nbytes),
+            "stalled": format_seconds(self._on_device.engine.store.stats()["stall_seconds"]),
+        }
+
+    def log_to(self, target: Any, *, commit: bool = False) -> None:
+        """Log figures of each step from now on: memory at the peak, memory saved, time stalled, slowdown.
+
+        They are logged when the next step begins, as ``offload/peak_mib``, ``offload/saved_mib``,
+        ``offload/stalled_ms`` and ``offload/slowdown_percent``.
+
+        Parameters
+        ----------
+        target
+            A ``SummaryWriter`` of TensorBoard, a run of W&B, or a function that is called with the figures by name and
+            the number of the step.
+        commit
+            W&B: False: the figures go with your loop's next ``run.log``. True: they are sent on their own; use it if
+            your loop logs nothing.
+
+        Raises
+        ------
+        TypeError
+            `target` is none of these.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with offload.enable(model) as handle:
+        ...     handle.log_to(lambda figures, step: print(step, sorted(figures)))
+        ...     for _ in range(2):
+        ...         model(torch.ones(2, 4)).sum().backward()
+        1 ['offload/peak_mib', 'offload/stalled_ms']
+        """
+        self._enabled.step_listeners.append(StepLogger(target, commit=commit))
+
+    @contextmanager
+    def step(self, *inputs: Any) -> Iterator[None]:
+        """Cover everything that autograd saves inside, the loss as well as the model's forward.
+
+        Parameters
+        ----------
+        *inputs
+            The batch. Give it if the step calls parts of the model and not the model itself: the schedule is then
+            chosen by the shapes of these tensors. Otherwise the first forward inside the block determines it.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> model = torch.nn.Linear(4, 1)
+        >>> handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+        >>> with handle.step():
+        ...     loss = model(torch.ones(2, 4)).square().mean()
+        >>> loss.backward()
+        >>> handle.disable()
+        """
+        enabled = self._enabled
+        if not enabled.applies() or enabled.current_hooks() is not None or enabled.is_removed():
+            yield
+            return
+        with enabled.step() as current:
+            if inputs:
+                enabled.attach(current, inputs, {})
+            yield
+
+    @contextmanager
+    def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
+        """If the code inside runs out of memory, explain why: in a note on the exception and on a page.
+
+        `step`, the model's forward, and a load in backward add the note without this. This method also covers the rest
+        of backward and the optimizer. Before Python 3.11 exceptions have no notes; the note is logged instead.
+
+        Parameters
+        ----------
+        path
+            Where to write the page, self-contained HTML. Default: none.
+
+        Examples
+        --------
+        >>> import torch, offload
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with offload.enable(model) as handle, handle.explain_oom("oom.html"):
+        ...     model(torch.ones(2, 4)).sum().backward()
+        """
+        record_out_of_memory()
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            self._on_device.explain(error, path)
+            raise
+
+    def timeline(self, path: str | os.PathLike[str]) -> StepRecording:
+        """Record a step and write a timeline: when compute ran and waited, and when bytes were copied.
+
+        In a `with` block the recording ends with the block, so put one training step inside. Otherwise the next step is
+        recorded, until the second forward pass from now on begins, or until `disable`. Recording slows the step down.
+
+        Parameters
+        ----------
+        path
+            ``"step.html"``: a self-contained page. ``"step.json"``: trace events for ui.perfetto.dev.
+
+        Returns
+        -------
+        StepRecording
+            A context manager.
+
+        Raises
+        ------
+        ValueError
+            The path has another ending, or a recording is under way.
+        OSError
+            The file cannot be written.
+
+        Examples
+        --------
+        >>> import pathlib, tempfile, torch, offload
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> handle = offload.enable(model, n_tensors=-1, min_tensor_bytes=1)
+        >>> with handle.timeline(pathlib.Path(tempfile.mkdtemp()) / "step.html"):
+        ...     model(torch.ones(32, 64)).sum().backward()
+        >>> handle.disable()
+        """
+        model = self._model()
+        if not self._enabled.is_enabled or model is None:
+            raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
+        if self._recording is not None and self._recording.is_on:
+            raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
+        here = self._on_device
+        self._recording = self._enabled.recording = StepRecording(model, here.engine, here.device, tier(here), path)
+        return self._recording
+
+    def disable(self) -> None:
+        """Undo `enable` and bring optimizer state back. Backward still works for graphs that were created before."""
+        try:
+            self._states.close()
+        finally:
+            if self._enabled.is_enabled:
+                self._enabled.disable()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disable()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise TypeError("a session belongs to one model; copy the model and call offload.enable on the copy")
+
+    def __repr__(self) -> str:
+        model = self._model()
+        name = type(model).__name__ if model is not None else "a freed model"
+        state, asked = make_verdict(self._enabled).state(), wish(self._options)
+        return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
+
+    def _repr_html_(self) -> str:
+        """Return HTML for a notebook: what the handle is of, and its report."""
+        return f"<div><code>{escape(repr(self))}</code>{self.report()._repr_html_()}</div>"
+
+    # -- used inside the package --------------------------------------------------------------------------------------
+
+    def _model(self) -> nn.Module | None:
+        return self._enabled.model
+
+    @property
+    def _on_device(self) -> DeviceSession:
+        return self._enabled.on_device
+
+    @property
+    def _options(self) -> Options:
+        return self._on_device.options
+
+    @property
+    def _engine(self) -> Engine:
+        return self._on_device.engine
+
+    @property
+    def _counts(self) -> Counts:
+        return self._on_device.counts
+
+    @property
+    def _controller(self) -> ManualController | PlanController:
+        return self._on_device.controller
+
+
+def _session_on(
+    model: nn.Module,
+    device: torch.device,
+    options: Options,
+    engine: Engine,
+    on_recorded: Callable[[StepOrder], None],
+) -> DeviceSession:
+    link, listener = partial(measure_link, device, options), registry.profile_listener()
+    return DeviceSession(model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS)
+
+
+def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
+    about = (*at.counts.in_step(), at.counts.dropped_in_step())
+    oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)

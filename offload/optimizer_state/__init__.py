@@ -1,0 +1,1 @@
+"""Optimizer state that is in the swap store between optimizer steps."""

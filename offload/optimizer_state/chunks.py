@@ -1,0 +1,128 @@
+"""One optimizer step as several: the optimizer's own step, unchanged, for a few parameters at a time.
+
+The step function is called with a stand-in: an object of the optimizer's class whose groups list only those parameters.
+`StateMover` brings state in before each chunk; `separable` tries an optimizer that nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offload.torch_compat.optimizers import runs_foreach
+
+__all__ = ["ChunkedStep", "is_known", "split", "stepping_nothing"]
+
+# LBFGS evaluates its closure several times and keeps one state for all parameters.
+_KNOWN = frozenset(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
+)
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's, which update each parameter from its own gradient and state alone."""
+    return type(optimizer) in _KNOWN
+
+
+def split(params: Iterable[Tensor], nbytes_of: Callable[[Tensor], int], nbytes_max: int) -> Iterator[list[Tensor]]:
+    """Yield the parameters in order, in chunks of at most `nbytes_max` bytes of state, or of one parameter."""
+    chunk: list[Tensor] = []
+    chunk_nbytes = 0
+    for param in params:
+        nbytes = nbytes_of(param)
+        if chunk and chunk_nbytes + nbytes > nbytes_max:
+            yield chunk
+            chunk, chunk_nbytes = [], 0
+        chunk.append(param)
+        chunk_nbytes += nbytes
+    if chunk:
+        yield chunk
+
+
+def stepping_nothing(optimizer: Optimizer) -> Optimizer:
+    """Return a stand-in without parameters: its step calls the closure and does nothing else."""
+    return _stand_in(optimizer, [])
+
+
+def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(vars(optimizer))
+    made.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
+    for hooks in _HOOKS:  # a step may call that of a base class, which runs hooks
+        setattr(made, hooks, OrderedDict())
+    made.param_groups = groups
+    return made
+
+
+class ChunkedStep:
+    """One step of an optimizer, chunk by chunk.
+
+    What the step counts in a group or in the optimizer itself, it would count once per chunk: so each chunk begins with
+    the values before the step, and `end` keeps those of the last chunk.
+
+    Parameters
+    ----------
+    step
+        The optimizer's own function, without hooks and what others have put around it.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        self._all_groups = not is_known(optimizer)  # another one may count in a group that has no gradient
+        self._options = [_with_foreach(group) for group in optimizer.param_groups]
+        self._group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self._own = dict(vars(optimizer))
+        self._counted: dict[int, dict[str, Any]] = {}  # by group
+        self._counted_self: dict[str, Any] = {}
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters that the step updates: those with a gradient."""
+        return [param for param in self._group_of if param.grad is not None]
+
+    def run(self, chunk: Sequence[Tensor]) -> None:
+        """Update these parameters."""
+        of_group: dict[int, list[Tensor]] = {n: [] for n in range(len(self._options))} if self._all_groups else {}
+        for param in chunk:
+            of_group.setdefault(self._group_of[param], []).append(param)
+        groups = {n: {**self._options[n], "params": params} for n, params in of_group.items()}
+        stand_in = _stand_in(self._optimizer, list(groups.values()))
+        try:
+            self._step(stand_in)
+        finally:
+            for n, group in groups.items():
+                self._counted[n] = _changed(group, self._options[n], {"params"})
+            self._counted_self = _changed(vars(stand_in), self._own, {"param_groups", "state", *_HOOKS})
+
+    def end(self) -> None:
+        """Keep what the last chunk has counted."""
+        for n, counted in self._counted.items():
+            self._optimizer.param_groups[n].update(counted)
+        vars(self._optimizer).update(self._counted_self)
+
+
+def _changed(after: dict[str, Any], before: dict[str, Any], but: set[str]) -> dict[str, Any]:
+    return {k: v for k, v in after.items() if k not in but and (k not in before or v is not before[k])}
+
+
+def _with_foreach(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group. Where torch would choose no foreach kernels for all of it, no chunk of it chooses them.
+
+    Where it would choose them for the group, it does so for each chunk: the parameters' kinds decide, each alone.
+    """
+    options = dict(group)
+    if options.get("foreach", False) is None and not options.get("fused"):
+        params = [param for param in group["params"] if param.grad is not None]
+        if not runs_foreach(params, differentiable=bool(options.get("differentiable"))):
+            options["foreach"] = False
+    return options

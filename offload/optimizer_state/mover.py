@@ -1,0 +1,339 @@
+"""Moves an optimizer's state to the swap store after each step and back for the next one. The optimizer stays as it is.
+
+It uses the hooks that torch offers around `step`, and after `load_state_dict`. The session makes one for each
+optimizer it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
+from offload.optimizer_state.separable import is_separable
+from offload.optimizer_state.streamed_state import StreamedState
+from offload.optimizer_state.write_behind import WriteBehind
+from offload.runtime.engine import Engine
+from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.optimizers import is_own_step, step_behind_hooks, steps_through_hooks
+from offload.units import format_bytes
+
+__all__ = ["StateCounts", "StateMover"]
+
+log = logging.getLogger("offload")
+
+# In memory during a step: a chunk, what is read ahead for the next ones, and what is still being written.
+CHUNK_BYTES = 32 << 20
+AHEAD_BYTES = 64 << 20
+BEHIND_BYTES = 64 << 20
+
+# Backward needs no state: it goes to disk before any saved tensor does.
+NEED_FIRST = 1 << 40
+
+_SAMPLE = SimpleNamespace(state={})
+_HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class StateCounts:
+    """What has been moved of one optimizer's state.
+
+    Attributes
+    ----------
+    optimizer : str
+        Name of its class.
+    stays : str
+        Why nothing is moved; empty if state moves.
+    steps : int
+        Steps with state in the store.
+    whole_steps : int
+        Of these, steps for which all state was in memory at a time. `whole_because` says why, of the latest.
+    tensors, nbytes : int
+        Tensors that leave between steps, and their bytes.
+    out_bytes, in_bytes : int
+        Bytes moved so far, in each direction.
+    held : int
+        Tensors that stay because other code holds them, or views of them.
+    failed : int
+        Tensors that stayed because writing them failed; `failure` is the latest error.
+    """
+
+    optimizer: str
+    stays: str = ""
+    steps: int = 0
+    whole_steps: int = 0
+    whole_because: str = ""
+    tensors: int = 0
+    nbytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    held: int = 0
+    failed: int = 0
+    failure: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the bytes moved per step in each direction."""
+        steps = max(self.steps, 1)
+        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
+        return {**asdict(self), **per_step}
+
+    def __str__(self) -> str:
+        if self.stays:
+            return f"{self.optimizer}: stays in memory: {self.stays}"
+        if self.steps and not self.tensors:
+            return f"{self.optimizer}: no tensor of its state can leave memory"
+        moved = self.to_dict()
+        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
+        what = f"{self.optimizer}: {self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between steps"
+        return f"{what}; per step {out} written, {back} read"
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes for the user."""
+        if self.failed:
+            yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
+        if self.held:
+            yield f"{self.held} tensors of optimizer state stay because other code holds them, or views of them"
+        if self.whole_steps:
+            yield (
+                f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "
+                f"{self.whole_because}"
+            )
+
+
+class StateMover:
+    """Keeps one optimizer's state in the store between its steps.
+
+    Parameters
+    ----------
+    engine
+        Copies this state and nothing else.
+    min_nbytes
+        Smaller tensors stay.
+    name_of
+        The name of a parameter, for errors.
+    behind
+        Shared by the optimizers of a model.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        min_nbytes: int,
+        name_of: Callable[[Tensor], str],
+        behind: WriteBehind | None = None,
+    ) -> None:
+        self.counts = StateCounts(type(optimizer).__name__, _why_it_stays(optimizer))
+        self.engine = engine
+        self._optimizer = weakref.ref(optimizer)
+        self._min_nbytes = min_nbytes
+        self._name_of = name_of
+        self._is_separable: bool | None = True if is_known(optimizer) else None
+        self._state: StreamedState | None = None
+        self._behind = behind or WriteBehind()
+        self._hooks: list[RemovableHandle] = []
+        if self.counts.stays:
+            return
+        try:
+            self._begin(optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
+        ]
+        self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
+        self.look()
+
+    def close(self) -> None:
+        """Bring all state back and leave the optimizer alone.
+
+        Raises
+        ------
+        OptimizerStateError
+            Some of it cannot be read. It is tried again by the next call, or use `load_state_dict`.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._bring_back(optimizer)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.engine.drain()
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    def _streamed(self, optimizer: Optimizer) -> StreamedState:
+        """The optimizer's state; one that torch or the caller has put there since is taken over."""
+        if self._state is None or optimizer.state is not self._state:
+            self._state = StreamedState(optimizer.state, self.engine, self._min_nbytes, self._name_of)
+            optimizer.state = self._state
+        return self._state
+
+    def _bring_back(self, optimizer: Optimizer) -> None:
+        state = self._streamed(optimizer) if self._state is not None else None
+        if state is not None:
+            self._fetch_all(state)
+            self._state = None
+            state.is_moved = False
+            if sys.getrefcount(optimizer.state) == _HELD_ONCE + 1:  # else other code would go on with an old one
+                optimizer.state = defaultdict(dict, dict.items(state))
+
+    def _leave(self, state: StreamedState, key: Any, need: int) -> None:
+        self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
+        self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
+        self._behind.wait(self.engine, BEHIND_BYTES)
+
+    def _leave_all(self, state: StreamedState) -> None:
+        """Have everything leave that is in memory: what a step did not touch, and what was asked for since."""
+        for need, key in enumerate(list(state)):
+            self._leave(state, key, need)
+        self.look()
+
+    def look(self) -> None:
+        """Bring `counts` up to date."""
+        counts, state = self.counts, self._state
+        if state is not None:
+            counts.nbytes, counts.tensors = state.nbytes, sum(map(len, state.tensors.values()))
+            self.engine.collect()
+            counts.held = sum(state.held.values())
+            counts.failed = self.engine.failed + state.refused
+            counts.failure = self.engine.failure or state.refusal
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    @opaque
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return untraced(self._begin_step, optimizer, args, kwargs)
+
+    def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        state, step = self._streamed(optimizer), step_behind_hooks(optimizer)
+        self.engine.collect()
+        self.counts.steps += 1
+        why_whole = self._why_whole(optimizer, step, args, kwargs)
+        if why_whole:
+            self.counts.whole_steps += 1
+            self.counts.whole_because = why_whole
+            self._fetch_all(state)
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        grad_mode = torch.is_grad_enabled()
+
+        def step_in_chunks() -> Any:
+            loss = closure() if closure is not None else None
+            with torch.set_grad_enabled(grad_mode):
+                untraced(self._step_now, optimizer, step)
+            return loss
+
+        # The step's own function calls it, after all hooks: one that was registered later may change gradients.
+        return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
+
+    def _why_whole(
+        self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """Why a step cannot be divided into chunks; empty if it can."""
+        if not is_own_step(optimizer, step):
+            return (
+                "its class's step has been replaced or wrapped by a function, which is called once for all parameters"
+            )
+        if hasattr(type(optimizer), "__del__"):
+            return "its class has a `__del__`, which would run for each part of a step"
+        if len(args) > 2 or kwargs.keys() - {"closure"}:
+            return "its step was given other arguments than a closure"
+        if any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups):
+            return "a group has a parameter twice"
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            return "a capturable step may run in a CUDA graph"
+        if self._is_separable is None:
+            takes_closure = "closure" in inspect.signature(step).parameters
+            self._is_separable = takes_closure and is_separable(optimizer, step)
+        if not self._is_separable:
+            return "it is not known to give the same bits when it steps a few parameters at a time"
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        return "it may call its closure more than once" if has_closure and not is_known(optimizer) else ""
+
+    def _step_now(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        if self._hooks:
+            self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
+        else:  # closed since the step began: by the closure, or by a hook
+            step(optimizer)
+
+    def _step(self, state: StreamedState, step: ChunkedStep) -> None:
+        chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
+        begun = done = need = 0
+        try:
+            for number, chunk in enumerate(chunks or [[]]):  # without gradients a step may still count
+                begun = self._read_ahead(state, chunks, number, begun)
+                for param in chunk:
+                    self.counts.in_bytes += state.fetch(param)
+                step.run(chunk)
+                for param in chunk:
+                    self._leave(state, param, need)
+                    need += 1
+                done += 1
+        finally:
+            step.end()
+            for chunk in chunks[done:begun]:  # after an error
+                for param in chunk:
+                    state.abandon(param)
+
+    @staticmethod
+    def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:
+        """Start copy-ins up to `AHEAD_BYTES` behind a chunk. Returns how many chunks have begun."""
+        ahead = sum(state.nbytes_of(param) for chunk in chunks[number + 1 : begun] for param in chunk)
+        while begun < len(chunks) and (begun <= number + 1 or ahead < AHEAD_BYTES):
+            for param in chunks[begun]:
+                state.begin(param)
+            ahead += sum(map(state.nbytes_of, chunks[begun])) if begun > number else 0
+            begun += 1
+        return begun
+
+    def _fetch_all(self, state: StreamedState) -> None:
+        keys = list(state)
+        for number, key in enumerate(keys):
+            for following in keys[number + 1 : number + 2]:
+                state.begin(following)
+            self.counts.in_bytes += state.fetch(key)
+
+    @opaque
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        untraced(self._end_step, optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._hooks:
+            self._leave_all(self._streamed(optimizer))
+
+    def _after_load_state_dict(self, optimizer: Optimizer) -> None:
+        state = self._streamed(optimizer)
+        for need, key in enumerate(state.owned()):
+            self._leave(state, key, need)
+
+
+def _why_it_stays(optimizer: Optimizer) -> str:
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS uses the state of all parameters at once, several times per step"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "a capturable step may run in a CUDA graph, which uses the state where it was"
+    if steps_through_hooks(optimizer):
+        return "its step calls that of a base class, whose hooks would run within it"
+    if sys.getrefcount(optimizer.state) > _HELD_ONCE:
+        return "other code holds its `state`, such as an optimizer around it, and would go on with an old one"
+    return ""

@@ -1,0 +1,157 @@
+"""Whether an optimizer that is not one of torch's gives the same bits when it steps a few parameters at a time.
+
+`StateMover` asks before its first step. A tiny copy of the optimizer is stepped as a whole and in chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from offload.optimizer_state.chunks import ChunkedStep, stepping_nothing
+from offload.optimizer_state.plain_values import copied, is_equal, is_plain
+from offload.optimizer_state.surroundings import Surroundings
+
+__all__ = ["is_separable"]
+
+log = logging.getLogger("offload")
+
+PARAMS_MAX = 3  # of each group, of each number of dimensions
+LENGTH_MAX = 12  # of each dimension
+# From tiny to large gradients: a norm over all parameters may be compared with a bound.
+SCALES = (1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2)
+
+Step = Callable[..., Any]
+
+# What every optimizer has, beside the attributes of its own.
+_COMMON = frozenset({"defaults", "param_groups", "state", "step"})
+
+
+def is_separable(optimizer: Optimizer, step: Step) -> bool:
+    """Whether a tiny copy of the optimizer gives the same bits in chunks. False where it cannot be tried.
+
+    False too where a step changes anything beside the optimizer: in chunks it would do so several times.
+    """
+    try:
+        around = Surroundings(optimizer, step)
+        try:
+            return _is_equal_in_chunks(optimizer, step, around)
+        finally:
+            around.restore()
+    except Exception as error:  # whatever a step that is not torch's may raise
+        if _is_of_a_signal(error):
+            raise
+        log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
+        return False
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal has raised it, which may interrupt any code."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings) -> bool:
+    whole, chunked = _tiny(optimizer), _tiny(optimizer)
+    if whole is None or chunked is None:
+        return False
+    device = next(param.device for group in whole.param_groups for param in group["params"])
+    generator = torch.Generator("cpu").manual_seed(0)
+    for number, scale in enumerate(SCALES):
+        _set_gradients(whole, chunked, generator, scale, without_last=number == 3)
+        for run, each in ((_step_whole, whole), (_step_chunked, chunked)):
+            with _own_random_numbers(device):
+                run(each, step)
+        if around.has_changed() or not _same(whole, chunked):
+            return False
+    return True
+
+
+def _own_random_numbers(device: torch.device) -> Any:
+    """The next random numbers, which the other run and the program get too."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def _step_whole(optimizer: Optimizer, step: Step) -> None:
+    step(optimizer)
+
+
+def _step_chunked(optimizer: Optimizer, step: Step) -> None:
+    grad_mode = torch.is_grad_enabled()
+
+    def closure() -> None:
+        with torch.set_grad_enabled(grad_mode):
+            chunked = ChunkedStep(optimizer, step)
+            for param in chunked.params:
+                chunked.run([param])
+            chunked.end()
+
+    step(stepping_nothing(optimizer), closure=closure)
+
+
+def _tiny(optimizer: Optimizer) -> Optimizer | None:
+    """A copy with other, tiny parameters; None where it has attributes that are no plain values."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and name[0] != "_"}
+    private = {name: value for name, value in vars(optimizer).items() if name[0] == "_" and is_plain(value)}
+    groups = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
+    if not (is_plain(own) and is_plain(groups) and is_plain(optimizer.defaults)):
+        return None
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(copied({**own, **private}), defaults=copied(optimizer.defaults), state=defaultdict(dict))
+    generator = torch.Generator("cpu").manual_seed(1)
+    made.param_groups = [
+        {**copied(options), "params": [_tiny_param(each, generator) for each in _varied(group["params"])]}
+        for options, group in zip(groups, optimizer.param_groups, strict=True)
+    ]
+    return made if any(group["params"] for group in made.param_groups) else None
+
+
+def _varied(params: list[Tensor]) -> list[Tensor]:
+    """Some of a group's parameters, of each number of dimensions."""
+    of_ndim: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for param in params:
+        of_ndim[param.ndim].append(param)
+    return [param for alike in of_ndim.values() for param in alike[:PARAMS_MAX]]
+
+
+def _tiny_param(param: Tensor, generator: torch.Generator) -> nn.Parameter:
+    shape = [min(length, LENGTH_MAX) for length in param.shape]
+    return nn.Parameter(torch.randn(shape, generator=generator, device="cpu").to(param.device, param.dtype))
+
+
+def _set_gradients(
+    whole: Optimizer, chunked: Optimizer, generator: torch.Generator, scale: float, *, without_last: bool
+) -> None:
+    for one, other in zip(whole.param_groups, chunked.param_groups, strict=True):
+        for n, (a, b) in enumerate(zip(one["params"], other["params"], strict=True)):
+            gradient = (scale * torch.randn(a.shape, generator=generator, device="cpu")).to(a.device, a.dtype)
+            is_left_out = without_last and n == len(one["params"]) - 1
+            a.grad, b.grad = (None, None) if is_left_out else (gradient, gradient.clone())
+
+
+def _same(whole: Optimizer, chunked: Optimizer) -> bool:
+    return is_equal(_everything(whole), _everything(chunked))
+
+
+def _everything(optimizer: Optimizer) -> list[Any]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and is_plain(value)}
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    states = [optimizer.state.get(param) for param in params]
+    values = [value for state in states for value in (state or {}).values()]
+    which = [next(n for n, each in enumerate(values) if each is value) for value in values]  # one tensor in two places
+    return [params, states, which, other, options, own]

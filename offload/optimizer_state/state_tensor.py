@@ -1,0 +1,104 @@
+"""One tensor of an optimizer's state: the object that the optimizer knows stays, its memory comes and goes.
+
+`StreamedState` has one for each tensor that leaves memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from offload import _core
+from offload.runtime.engine import Engine, has_storage
+from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
+from offload.torch_compat.tensors import has_own_bytes
+
+__all__ = ["StateTensor", "is_movable"]
+
+
+def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
+    """Whether a value of an optimizer's state is of a kind that can leave memory: a large plain tensor.
+
+    While it is away it reads as NaN, so that only tensors of floating-point and complex numbers leave.
+    """
+    return (
+        isinstance(value, Tensor)
+        and has_storage(value)
+        and value.device == device
+        and value.nbytes >= min_nbytes
+        and (value.is_floating_point() or value.is_complex())
+        and not (value.requires_grad or value.is_inference() or is_in_shared_memory(value))
+        and has_own_bytes(value)
+    )
+
+
+class StateTensor:
+    """A tensor in memory, or in the store.
+
+    Only `bring` makes it one in memory: what the store's ticket says is no sign of it, since bytes that could not be
+    read are on disk as those that nobody has read are.
+    """
+
+    __slots__ = ("_is_coming", "_shape", "_stored", "_stride", "name", "nbytes", "tensor")
+
+    def __init__(self, name: object, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.nbytes = tensor.nbytes
+        self._stored: _core.SwappedStorage | None = None
+        self._is_coming = False  # a copy-in has begun that nobody has waited for
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensor reads as NaN. Its bytes may still be in memory, on their way out."""
+        return self._stored is not None
+
+    def leave(self, engine: Engine, need: int) -> None:
+        """Start the copy-out. The engine holds the memory until the copy has ended, and for good where it failed."""
+        tensor = self.tensor
+        self.nbytes, self._shape, self._stride = tensor.nbytes, tensor.shape, tensor.stride()
+        key, _ = engine.look(tensor, self.nbytes)
+        if key is None:
+            return
+        stored = engine.swap_out(tensor, key, need)
+        stored.add_view()
+        self._stored = stored  # before the memory goes: an interrupt between the two loses nothing
+        tensor.data = nan_like(tensor)
+
+    def begin(self) -> bool:
+        """Start the copy-in. False where nothing is to be copied: it is in memory or on its way."""
+        if self._stored is None or not self._stored.prefetch():
+            return False
+        self._is_coming = True
+        return True
+
+    def abandon(self) -> None:
+        """Free the memory of a copy-in that nobody waits for any more."""
+        if self._stored is not None and self._is_coming:
+            self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
+            self._stored.remove_view()
+            self._stored.add_view()
+            self._is_coming = False
+
+    def bring(self) -> None:
+        """Have the bytes in memory. Raises OSError where they cannot be read; it is away then as before."""
+        if self._stored is not None:
+            self.tensor.data = self._filled(self._stored)
+            self._stored = None
+
+    def copy(self) -> Tensor:
+        """Return a tensor of its own with the same bytes; this one stays where it is."""
+        if self._stored is None:
+            return self.tensor.clone(memory_format=torch.preserve_format)
+        self._stored.wait_copied_out()
+        is_in_memory = not self._stored.is_swapped_out  # writing it failed, or a copy-in is under way
+        copied = self._filled(self._stored)
+        return copied.clone(memory_format=torch.preserve_format) if is_in_memory else copied
+
+    def _filled(self, stored: _core.SwappedStorage) -> Tensor:
+        storage: UntypedStorage
+        storage, begin = stored.swap_in()
+        self._is_coming = False
+        empty = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        with torch.no_grad():
+            return empty.set_(storage, begin // self.tensor.itemsize, self._shape, self._stride)

@@ -1,0 +1,279 @@
+"""An optimizer's `state` some of whose tensors are in the store: a parameter's are brought back when it is asked for.
+
+`StateMover` puts it in the place of the dictionary that torch makes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload import _core
+from offload.optimizer_state.state_tensor import StateTensor, is_movable
+from offload.runtime.engine import Engine
+from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
+
+__all__ = ["OptimizerStateError", "StreamedState"]
+
+State = dict[Any, Any]
+
+
+class OptimizerStateError(_core.SpillError):
+    """Optimizer state could not be read back; load that of the latest checkpoint. `parameter` is a parameter's name."""
+
+    parameter: str
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    is_strided = tensor.layout is torch.strided
+    return tensor.clone(memory_format=torch.preserve_format) if is_strided else tensor.clone()
+
+
+_SAMPLE = {"": torch.empty(0)}
+_HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # of a value that one dictionary holds
+
+
+class StreamedState(defaultdict[Any, State]):
+    """Maps parameters to their state, as torch's own dictionary does.
+
+    Parameters
+    ----------
+    state
+        The dictionary that it replaces; its tensors are in memory.
+    engine
+        What copies them.
+    min_nbytes
+        Smaller tensors stay.
+    name_of
+        The name of a parameter, for errors.
+    """
+
+    def __init__(
+        self, state: dict[Any, State], engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]
+    ) -> None:
+        super().__init__(dict, state)
+        self.engine = engine
+        self.is_moved = True
+        self.tensors: dict[Any, list[StateTensor]] = {}
+        self.held: dict[Any, int] = {}  # of each key, tensors that stay because others hold them
+        self.refused = 0  # tensors for which there was no room, each time
+        self.refusal = ""
+        self._min_nbytes = min_nbytes
+        self._name_of = name_of
+
+    # -- what leaves and comes back -----------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that leave."""
+        return sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
+
+    def nbytes_of(self, key: Any) -> int:
+        """Of the tensors of one parameter that leave; 0 where none has left yet."""
+        return sum(each.nbytes for each in self.tensors.get(key, ()))
+
+    def leave(self, key: Any, need: int) -> int:
+        """Start the copy-outs of what can leave of one parameter's state. Returns the bytes."""
+        state = self.peek(key)
+        if not isinstance(state, dict):  # gone, or not of a parameter
+            self._keep(key, [])
+            return 0
+        tensors = self.tensors.setdefault(key, [])
+        known = {id(each.tensor): each for each in tensors}
+        present: list[StateTensor] = []
+        nbytes = held = 0
+        for name in list(state):
+            each = known.get(id(state[name]))
+            if each is None or not each.is_away:
+                if not is_movable(state[name], self.engine.device, self._min_nbytes):
+                    continue
+                # Another key, an attribute or a variable: it would read as NaN there.
+                is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
+                if is_held or not holds_alone(state[name]):
+                    held += is_held or not self.engine.in_flight_bytes  # else it may be a copy-out that shares it
+                    continue
+                if each is None:
+                    each = StateTensor(name, state[name])
+                    tensors.append(each)  # before it leaves: an interrupt must not forget a tensor that is away
+                self._put_out(each, need)
+                nbytes += each.nbytes if each.is_away else 0
+            present.append(each)
+        self._keep(key, present, held)
+        return nbytes
+
+    def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
+        """Forget the tensors of a key but these."""
+        self.tensors[key], self.held[key] = present, held
+        if not present:
+            del self.tensors[key]
+        if not held:
+            del self.held[key]
+
+    def _put_out(self, each: StateTensor, need: int) -> None:
+        try:
+            each.leave(self.engine, need)
+        except (MemoryError, OSError, _core.PinningFailed) as error:  # it stays where it is
+            self.refused += 1
+            self.refusal = str(error)
+
+    def owned(self) -> Iterator[Any]:
+        """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are.
+
+        Yields each key when it is done. What was one tensor in several places is so again.
+        """
+        states = [state for state in dict.values(self) if isinstance(state, dict)]
+        places = Counter(id(value) for state in states for value in state.values())
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is used again
+        for key in list(self):
+            found = self.peek(key)
+            state = found if isinstance(found, dict) else {}
+            for name, value in state.items():
+                if is_movable(value, self.engine.device, self._min_nbytes):
+                    made = copies[id(value)][1] if id(value) in copies else _clone(value)
+                    if places[id(value)] > 1:
+                        copies[id(value)] = value, made
+                    state[name] = made
+                    del made
+            yield key
+
+    def begin(self, key: Any) -> int:
+        """Start the copy-ins of one parameter's state. Returns the bytes."""
+        return sum(each.nbytes for each in self.tensors.get(key, ()) if each.begin())
+
+    def abandon(self, key: Any) -> None:
+        """Free the memory of copy-ins that nobody waits for any more."""
+        for each in self.tensors.get(key, ()):
+            each.abandon()
+
+    def fetch(self, key: Any) -> int:
+        """Have one parameter's state in memory. Returns the bytes that were away.
+
+        Raises
+        ------
+        OptimizerStateError
+            A tensor could not be read; it and those behind it are away as before.
+        """
+        nbytes = 0
+        for each in self.tensors.get(key, ()):
+            if each.is_away:
+                self._read(key, each, each.bring)
+                nbytes += each.nbytes
+        return nbytes
+
+    def _read(self, key: Any, each: StateTensor, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except _core.SpillError as error:
+            name = self._name_of(key)
+            told = OptimizerStateError(
+                error.errno,
+                f"the optimizer state {each.name!r} of parameter {name} cannot be read back; load the optimizer's "
+                f"state_dict of the latest checkpoint to go on: {error.strerror}",
+                error.filename,
+            )
+            told.offset, told.parameter = error.offset, name
+            raise told from error
+
+    def peek(self, key: Any) -> State | None:
+        """Return a parameter's state as it is: what is away reads as NaN. None where there is none."""
+        return dict.get(self, key)
+
+    def copied(self, *, to_host: bool) -> defaultdict[Any, State]:
+        """Return a plain dictionary with copies of all tensors, of one moment. What is away stays so.
+
+        Parameters
+        ----------
+        to_host
+            Have the copies in host memory: device memory need not hold them all.
+        """
+        result: defaultdict[Any, State] = defaultdict(dict)
+        copies: dict[int, Tensor] = {}  # what is one tensor in several places is so in the result
+        for key, state in dict.items(self):
+            if not isinstance(state, dict):
+                result[key] = state
+                continue
+            known = {id(each.tensor): each for each in self.tensors.get(key, ())}
+            result[key] = {}
+            for name, value in state.items():
+                each = known.get(id(value))
+                if each is not None:
+                    value = self._read(key, each, each.copy)
+                    value = value.cpu() if to_host else value
+                elif isinstance(value, Tensor):
+                    value = copies[id(value)] = copies[id(value)] if id(value) in copies else _clone(value)
+                result[key][name] = value
+        return result
+
+    # -- a dictionary -------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> State:
+        self.fetch(key)
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()  # overridden, so that dict() and ** of this one ask for each item
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary, brought back."""
+        self.fetch(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of any dictionary, brought back."""
+        self.fetch(key)
+        return super().setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of any dictionary, brought back."""
+        self.fetch(key)
+        self._keep(key, [])
+        return super().pop(key, *default)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._keep(key, [])
+
+    def clear(self) -> None:
+        """As of any dictionary."""
+        super().clear()
+        self.tensors.clear()
+        self.held.clear()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def popitem(self) -> tuple[Any, State]:
+        """As of any dictionary, brought back."""
+        key = next(reversed(self.keys()))
+        return key, self.pop(key)
+
+    def items(self) -> Any:
+        """Each one is brought back as the view is iterated. The optimizer's `state_dict` gets copies."""
+        if is_called_by_state_dict():
+            return self.copied(to_host=self.engine.is_accelerator).items()
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        """Each one is brought back as the view is iterated."""
+        return ValuesView(self)
+
+    def copy(self) -> defaultdict[Any, State]:  # type: ignore[override]
+        """Bring all back and return a plain dictionary of the same tensors."""
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, State]:
+        return copy.deepcopy(self.copied(to_host=False), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.copied(to_host=False).__reduce_ex__(protocol)

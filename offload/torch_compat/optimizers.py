@@ -1,0 +1,136 @@
+"""What only private interfaces of torch tell of optimizers and their state.
+
+`optimizer_state` uses them in every optimizer step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+from offload.torch_compat.tensors import storage_identity
+
+__all__ = [
+    "holds_alone",
+    "is_called_by_state_dict",
+    "is_in_shared_memory",
+    "is_own_step",
+    "nan_like",
+    "runs_foreach",
+    "step_behind_hooks",
+    "steps_through_hooks",
+]
+
+_forbid_writes: Callable[[Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+# The function that runs the step hooks around a step; torch puts one around the step of each class.
+_HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
+_STATE_DICT = inspect.unwrap(Optimizer.state_dict).__code__
+
+
+def step_behind_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the function that the hooks of an optimizer surround.
+
+    In a hook this is the function that runs next. It need not be the one behind `type(optimizer).step`, which may be
+    a wrapper around the function that runs the hooks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _HOOKED and frame.f_locals.get("self") is optimizer:
+            running: Callable[..., Any] = frame.f_locals["func"]
+            return running
+        frame = frame.f_back
+    return _without_hooks(type(optimizer).step)  # no hook is running, or it was called from compiled code
+
+
+def _without_hooks(step: Any) -> Callable[..., Any]:
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED else step
+    return found
+
+
+def is_own_step(optimizer: Optimizer, step: Any) -> bool:
+    """Whether a function is the step that the optimizer's class, or a base, defines: nothing else is around it."""
+    while hasattr(step, "__wrapped__"):
+        if not _is_torchs(step) or step.__code__ is _HOOKED:
+            return False
+        step = step.__wrapped__
+    return _is_torchs(step) or getattr(step, "__qualname__", "") in {
+        f"{kind.__qualname__}.step" for kind in type(optimizer).__mro__
+    }
+
+
+def _is_torchs(function: Any) -> bool:
+    return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith("torch.")
+
+
+def steps_through_hooks(optimizer: Optimizer) -> bool:
+    """Whether the step behind the hooks may call the step of a base class, which runs the hooks again."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
+    own = _without_hooks(type(optimizer).step)
+    if all(_without_hooks(vars(kind)["step"]) is own for kind in kinds):
+        return False
+    functions = [
+        inspect.unwrap(each)
+        for kind in type(optimizer).__mro__
+        if not f"{kind.__module__}.".startswith("torch.")
+        for each in vars(kind).values()
+        if callable(each)
+    ]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return not hasattr(inspect.unwrap(own), "__code__") or any("step" in each.co_names for each in _nested(codes))
+
+
+def _nested(codes: Sequence[object]) -> Iterator[CodeType]:
+    for code in codes:
+        if isinstance(code, CodeType):
+            yield code
+            yield from _nested(code.co_consts)
+
+
+def is_called_by_state_dict() -> bool:
+    """Whether the caller of the function that asks is torch's `Optimizer.state_dict` itself, not one of its hooks."""
+    return sys._getframe(2).f_code is _STATE_DICT
+
+
+def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:
+    """Whether torch chooses the foreach kernels for these parameters where the caller has chosen none."""
+    return _default_to_fused_or_foreach(list(params), differentiable)[1]
+
+
+def nan_like(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape over one NaN: it reads as NaN, and writing to it raises an error."""
+    one = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    if _forbid_writes is not None:
+        _forbid_writes(one)
+    return one.expand(tensor.shape)
+
+
+def _count_holders(tensor: Tensor) -> int:
+    assert _holders is not None
+    return _holders(storage_identity(tensor.untyped_storage()))
+
+
+_ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0
+
+
+def holds_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor and no other process shares this one's storage, all of which it covers."""
+    storage = tensor.untyped_storage()
+    if _holders is None or storage.nbytes() != tensor.nbytes or tensor.storage_offset() != 0:
+        return False
+    del storage
+    return not is_in_shared_memory(tensor) and _count_holders(tensor) == _ALONE
+
+
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Whether other processes may use a tensor's memory."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()

@@ -1,0 +1,222 @@
+"""Optimizer state in the store between steps, in every framework: weights, states and `state_dict` after 20 steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from frameworks import need
+from optimizer_state.loops import LOOPS, STEPS
+from optimizer_state.state_rig import assert_equal
+
+import offload
+from offload.optimizer_state import mover
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WORKER = Path(__file__).with_name("optimizer_state_worker.py")
+ON = {"n_tensors": 0, "min_tensor_bytes": 256, "optimizer_state": True}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    """Small states have several chunks, are read ahead and written behind."""
+    monkeypatch.setattr(mover, "CHUNK_BYTES", 16 << 10)
+    monkeypatch.setattr(mover, "AHEAD_BYTES", 32 << 10)
+    monkeypatch.setattr(mover, "BEHIND_BYTES", 16 << 10)
+
+
+def everything(model, optimizer):
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
+
+
+def assert_moved(report, steps=STEPS):
+    [counts] = report.optimizer_state
+    assert (counts.steps, counts.whole_steps, counts.failed, counts.held) == (steps, 0, 0, 0)
+    assert counts.in_bytes >= counts.nbytes > 0
+
+
+def words(loop):
+    """A class's name as words."""
+    return re.sub(r"(?<=[a-z])([A-Z])", r" \1", loop.__name__).lower().replace("loop", "plain loop")
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=words)
+def test_loops_of_torch(loop, tmp_path):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        plain = loop(False, tmp_path).train()
+        warned = len(told)
+        moved = loop(True, tmp_path)
+        assert_equal(moved.train(), plain)
+    assert len(told) == 2 * warned
+    for counts in moved.handle.report().optimizer_state:
+        assert counts.tensors > 0
+        assert counts.failed == counts.whole_steps == counts.held == 0
+        assert counts.in_bytes > 0
+    moved.handle.disable()
+    after = [each.state_dict() for each in moved.optimizers]
+    assert_equal(tuple(after), plain[2:])
+    assert all(type(each.state).__name__ == "defaultdict" for each in moved.optimizers)
+    moved.step(STEPS)
+
+
+@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True, "max_grad_norm": 0.1}, {"optim": "adamw_torch_fused"}],
+    ids=lambda switches: ", ".join(switches) or "plain",
+)
+def test_transformers_trainer(how, switches, tmp_path):
+    need("transformers")
+    import test_transformers as rig
+
+    def train(is_moved):
+        given = {"args": rig.arguments(tmp_path, max_steps=STEPS, **switches), "train_dataset": rig.Rows()}
+        if is_moved and how == "mixin":
+            trainer = rig.OffloadUnshuffled(model=rig.make_model(), offload=ON, **given)
+        else:
+            callbacks = [rig.OffloadTrainerCallback(**ON)] if is_moved else []
+            trainer = rig.Unshuffled(model=rig.make_model(), callbacks=callbacks, **given)
+        trainer.train()
+        handle = is_moved and (trainer.offload_handle if how == "mixin" else callbacks[0].handle)
+        return trainer.model, trainer.optimizer, handle
+
+    plain, optimizer, _ = train(False)
+    model, moved, handle = train(True)
+    assert_moved(handle.report())
+    assert_equal(everything(model, moved), everything(plain, optimizer))
+
+
+@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+def test_trl_trainer(how, adapters, tmp_path, monkeypatch):
+    need("trl")
+    import test_trl as rig
+
+    monkeypatch.setattr(rig, "ON", ON)
+    changes = {"max_steps": STEPS, "peft_config": rig.ADAPTERS if adapters else None}
+    plain, moved = (rig.make_trainer(tmp_path, each, **changes) for each in ("plain", how))
+    for trainer in (plain, moved):
+        torch.manual_seed(1)
+        trainer.train()
+    assert_moved(rig.handle_of(moved).report())
+    assert_equal(everything(moved.model, moved.optimizer), everything(plain.model, plain.optimizer))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_adapters(kind):
+    need("peft")
+    import test_peft as rig
+
+    def train(is_moved):
+        model = rig.make_model(**rig.KINDS[kind])
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        handle = offload.enable(model, optimizer=optimizer, **ON) if is_moved else None
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(input_ids=rig.tokens(step), labels=rig.tokens(step)).loss.backward()
+            optimizer.step()
+        return model, optimizer, handle
+
+    plain, optimizer, _ = train(False)
+    model, moved, handle = train(True)
+    assert_moved(handle.report())
+    assert_equal(everything(model, moved), everything(plain, optimizer))
+    handle.disable()
+    assert_equal(everything(model, moved), everything(plain, optimizer))
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_accelerate(when, accumulated):
+    need("accelerate")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    def train(is_moved):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 3))
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.9)
+        handle = None
+        if is_moved and when == "before prepare":
+            handle = offload.enable(model, optimizer=inner, **ON)
+        model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
+        if is_moved and when == "after prepare":
+            handle = offload.enable(model, optimizer=optimizer.optimizer, **ON)
+        for step in range(accumulated * STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((8, 16), 0.1 * step)).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        return model, optimizer, handle
+
+    plain, optimizer, _ = train(False)
+    model, moved, handle = train(True)
+    assert_moved(handle.report())
+    assert_equal(everything(model, moved), everything(plain, optimizer))
+    handle.disable()
+    assert_equal(everything(model, moved), everything(plain, optimizer))
+
+
+@pytest.mark.parametrize("how", ["automatic", "manual", "accumulate_grad_batches, gradient_clip_val"])
+def test_lightning(how):
+    need("lightning.pytorch")
+    import test_lightning as rig
+
+    switches = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1} if "clip" in how else {}
+
+    def train(*callbacks):
+        model = rig.make(rig.Manual if how == "manual" else rig.Net)
+        trainer = rig.fit(model, *callbacks, max_epochs=-1, max_steps=STEPS, **switches)
+        return model, trainer.optimizers[0]
+
+    callback = rig.OffloadCallback(**ON)
+    found = everything(*train(callback))
+    assert_moved(callback.report())
+    assert_equal(found, everything(*train()))
+
+
+def test_the_state_of_keras_own_optimizers_stays_and_that_is_said():
+    need("keras")
+    import test_keras as rig
+
+    plain, model = rig.make_model(), rig.make_model()
+    callback = rig.OffloadCallback(n_tensors=-1, min_tensor_bytes=1, optimizer_state=True)
+    assert rig.fit(model, callback) == rig.fit(plain)
+    rig.assert_same(model, plain)
+    assert callback.report().optimizer_state == ()
+    assert any("Keras's own optimizers stays in memory" in note for note in callback.report().notes)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each of two gloo processes found, by run."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    import test_torch_distributed as rig
+
+    results = tmp_path_factory.mktemp("results")
+    ran = rig.torchrun(WORKER, results)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [json.loads((results / str(rank)).read_text()) for rank in range(rig.RANKS)]
+
+
+@pytest.mark.parametrize("run", ["model", "wrapper", "no_sync"])
+def test_ddp_with_two_processes_moves_state(run, outcomes):
+    for found in outcomes:
+        assert found[run] == {"is_equal": True, "moves": True}
+
+
+def test_the_state_of_fsdp2_stays(outcomes):
+    for found in outcomes:
+        assert found["fsdp2"] == {"is_equal": True, "moves": False}
