@@ -84,7 +84,7 @@ def train_accumulated(x: Tensor, y: Tensor, order: Tensor) -> nn.Module:
     """One epoch in four batches of 16 to a step, offloaded."""
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = offload.GradAccumulator(inner, steps=4)
+    optimizer = offload.contrib.GradAccumulator(inner, steps=4)
     with offload.enable(model, n_tensors=-1, min_tensor_bytes="64KiB") as handle:
         for rows in order.split(16):
             loss = functional.cross_entropy(model(x[rows].double()), y[rows])

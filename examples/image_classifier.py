@@ -64,7 +64,7 @@ def train(epochs: int, channels: int, batch: int, *, offloaded: bool) -> tuple[l
     training, test = digits()
     mine = torch.utils.data.Subset(training, range(RANK, len(training), PROCESSES))
     loader = DataLoader(mine, batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(1))
-    batches = offload.Prefetcher(loader, device="cpu", handle=handle)
+    batches = offload.contrib.Prefetcher(loader, device="cpu", handle=handle)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(epochs):

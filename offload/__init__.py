@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload import contrib
     from offload._core import DriverError, PoolExhausted, SpillError
-    from offload.contrib.gradient_accumulation import GradAccumulator
-    from offload.contrib.prefetcher import Prefetcher
+    from offload.capacity.answer import Fit
+    from offload.capacity.model import fit
     from offload.diagnostics.recovery import recover
     from offload.diagnostics.report import Report
     from offload.optimizer_state.streamed_state import OptimizerStateError
@@ -24,45 +25,47 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DriverError",
-    "GradAccumulator",
+    "Fit",
     "InfeasibleLimitError",
     "OptimizerStateError",
     "PoolExhausted",
-    "Prefetcher",
     "Report",
     "Session",
     "SpillError",
+    "contrib",
     "disable",
     "enable",
+    "fit",
     "recover",
 ]
 
 _HOMES = {
     "DriverError": "offload._core",
-    "GradAccumulator": "offload.contrib.gradient_accumulation",
+    "Fit": "offload.capacity.answer",
     "InfeasibleLimitError": "offload.plan",
     "OptimizerStateError": "offload.optimizer_state.streamed_state",
     "PoolExhausted": "offload._core",
-    "Prefetcher": "offload.contrib.prefetcher",
     "Report": "offload.diagnostics.report",
     "Session": "offload.session",
     "SpillError": "offload._core",
     "disable": "offload.session",
     "enable": "offload.session",
+    "fit": "offload.capacity.model",
     "recover": "offload.diagnostics.recovery",
 }
+_MODULES = {"_core", "contrib"}
 
 
 def __getattr__(name: str) -> Any:
     """Import public names at first use: planning a trace or running a command needs no torch."""
-    home = "offload._core" if name == "_core" else _HOMES.get(name)
+    home = f"offload.{name}" if name in _MODULES else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     try:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         raise _not_built() if error.name == "offload._core" else error from None
-    if name == "_core":
+    if name in _MODULES:
         return module
     value = globals()[name] = getattr(module, name)
     return value

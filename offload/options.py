@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +24,8 @@ FREE_DISK_BYTES_MIN = 64 << 20
 
 
 Recompute = Literal["auto", "cheap"]
+Preset = Literal["smallest", "balanced", "fast"]
+FAST_MEMORY_LIMIT = 0.9  # of the device: the rest is for other libraries, and for what the allocator cannot use
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Options:
     spill_dir: str  # empty: no disk tier
     host_limit_is_given: bool = False
     recompute: Recompute | None = None  # None: never
+    least_memory: bool = False  # at any slowdown
 
 
 def check_options(
@@ -55,6 +58,7 @@ def check_options(
     host_limit: int | str | None,
     spill_dir: str | os.PathLike[str] | None,
     recompute: object = None,
+    preset: object = None,
 ) -> Options:
     """Check the arguments of `offload.enable` against each other and against the machine.
 
@@ -70,7 +74,13 @@ def check_options(
     for name, value in (("memory_limit", memory_limit), ("max_slowdown", max_slowdown)):
         if value is not None and n_tensors is not None:
             raise ValueError(f"use {name} (automatic) or n_tensors (manual), not both")
-    if memory_limit is None and max_slowdown is None and n_tensors is None:
+    if preset is not None:
+        goals = {"memory_limit": memory_limit, "max_slowdown": max_slowdown, "n_tensors": n_tensors}
+        _check_preset(preset, goals)
+    # What the presets mean. "balanced" is the default.
+    if preset == "fast":
+        memory_limit = FAST_MEMORY_LIMIT
+    elif preset != "smallest" and memory_limit is None and max_slowdown is None and n_tensors is None:
         max_slowdown = MAX_SLOWDOWN_DEFAULT
     smallest_bytes = parse_bytes(min_tensor_bytes, "min_tensor_bytes")
     return Options(
@@ -84,7 +94,18 @@ def check_options(
         host_limit_is_given=host_limit is not None,
         spill_dir=_check_spill_dir(device, spill_dir),
         recompute=_check_recompute(recompute, n_tensors),
+        least_memory=preset == "smallest",
     )
+
+
+def _check_preset(preset: object, goals: Mapping[str, object]) -> None:
+    if preset not in get_args(Preset):
+        raise ValueError(
+            f'the preset is "smallest", "balanced" or "fast", not {preset!r}; for a limit write memory_limit="12GiB"'
+        )
+    for name, value in goals.items():
+        if value is not None:
+            raise ValueError(f"use the preset {preset!r} or {name}, not both: each of them is the goal of the plan")
 
 
 def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -17,37 +17,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.control import registry
-from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
 from offload.control.enabled_model import EnabledModel
-from offload.control.manual import ManualController
-from offload.devices.memory import peak_bytes, record_out_of_memory
-from offload.diagnostics.assessment import wish
-from offload.diagnostics.device_sessions import make_device_session
-from offload.diagnostics.report import Feed, Report
-from offload.diagnostics.session_report import make_report, make_verdict, recorded_trace, tier
+from offload.control.limits import LIMITS
+from offload.control.trial import make_trial
+from offload.devices.memory import record_out_of_memory
+from offload.diagnostics import oom
+from offload.diagnostics.live import LivePublisher
+from offload.diagnostics.readings import Readings
+from offload.diagnostics.report import Feed
+from offload.diagnostics.session_report import tier
 from offload.diagnostics.step_recording import StepRecording
 from offload.optimizer_state.movers import StateMovers
 from offload.options import Options, check_optimizers, check_options
-from offload.plan import Plan
-from offload.plan.trace import Trace
-from offload.runtime.counters import Counts
+from offload.profiling.calibration import measure_link
 from offload.runtime.engine import Engine
 from offload.runtime.refusals import check_model
+from offload.runtime.schedule import StepOrder
 from offload.runtime.stores import make_engine
-from offload.runtime.weak import run_pending_callbacks
 from offload.torch_compat import compiled
-from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
 
-_NO_PLAN_YET = (
-    "handle.plan is None: the first training step of a shape is profiled, and its plan is made when the second begins"
-)
-_NO_PLAN = 'handle.plan is None: n_tensors is the manual mode; for a plan, enable without it, or with lb="auto"'
 
-
-class Session:
+class Session(Readings):
     """The handle that `offload.enable` returns. As a context manager it disables offload at the end of the block."""
 
     def __init__(
@@ -71,19 +64,15 @@ class Session:
             engine,
             asked,
             self,
-            make_device_session,
+            _session_on,
             registry.is_unused,
             always=registry.profile_listener() is not None,
         )
+        self._enabled.step_listeners.append(LivePublisher())
         if (held := self._on_device.held) is not None:
             held.count_moving(states.bytes_in_memory_max)
 
     # -- public -------------------------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """The device whose memory is saved: that of the model at its latest training forward."""
-        return self._enabled.on_device.device
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
@@ -113,48 +102,6 @@ class Session:
             if inputs:
                 enabled.attach(current, inputs, {})
             yield
-
-    def report(self) -> Report:
-        """Return what has been swapped since `enable`, and what has not and why."""
-        run_pending_callbacks()
-        self._states.look()
-        return make_report(self._enabled, self._feeds, self._remarks, self._states.counts)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the latest signature. None before its second step and with `n_tensors`; logged once."""
-        planned = self._on_device.latest()
-        plan = planned.plan if planned is not None else None
-        if plan is None and not self._told_of_plan:
-            self._told_of_plan = True
-            log.warning("%s", _NO_PLAN_YET if isinstance(self._controller, PlanController) else _NO_PLAN)
-        return plan
-
-    def trace(self) -> Trace:
-        """Return the profiled step of the latest signature, with the durations and the link measured since.
-
-        Raises
-        ------
-        RuntimeError
-            No step has been profiled: the first one is not over, or `n_tensors` is given.
-        """
-        return recorded_trace(self._controller)
-
-    def postfix(self) -> dict[str, str]:
-        """Return values for a progress bar: peak memory so far, bytes swapped out and seconds stalled since `enable`.
-
-        Examples
-        --------
-        >>> import torch, offload
-        >>> handle = offload.enable(torch.nn.Linear(4, 1))
-        >>> sorted(handle.postfix())  # for tqdm: bar.set_postfix(handle.postfix())
-        ['peak', 'stalled', 'swapped']
-        """
-        return {
-            "peak": format_bytes(peak_bytes(self._on_device.device)),
-            "swapped": format_bytes(self._on_device.counts.swapped.nbytes),
-            "stalled": format_seconds(self._on_device.engine.store.stats()["stall_seconds"]),
-        }
 
     @contextmanager
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
@@ -240,40 +187,26 @@ class Session:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise TypeError("a session belongs to one model; copy the model and call offload.enable on the copy")
 
-    def __repr__(self) -> str:
-        model = self._model()
-        name = type(model).__name__ if model is not None else "a freed model"
-        state, asked = make_verdict(self._enabled).state(), wish(self._options)
-        return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
 
-    # -- used inside the package --------------------------------------------------------------------------------------
+def _session_on(
+    model: nn.Module,
+    device: torch.device,
+    options: Options,
+    engine: Engine,
+    on_recorded: Callable[[StepOrder], None],
+) -> DeviceSession:
+    link, listener = partial(measure_link, device, options), registry.profile_listener()
+    return DeviceSession(model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS)
 
-    def _model(self) -> nn.Module | None:
-        return self._enabled.model
 
-    @property
-    def _on_device(self) -> DeviceSession:
-        return self._enabled.on_device
-
-    @property
-    def _options(self) -> Options:
-        return self._on_device.options
-
-    @property
-    def _engine(self) -> Engine:
-        return self._on_device.engine
-
-    @property
-    def _counts(self) -> Counts:
-        return self._on_device.counts
-
-    @property
-    def _controller(self) -> ManualController | PlanController:
-        return self._on_device.controller
+def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
+    about = (*at.counts.in_step(), at.counts.dropped_in_step())
+    oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)
 
 
 def enable(
     model: nn.Module,
+    preset: Literal["smallest", "balanced", "fast"] | None = None,
     *,
     memory_limit: int | float | str | None = None,
     max_slowdown: float | None = None,
@@ -293,6 +226,10 @@ def enable(
     ----------
     model
         On one device, ``cpu`` or ``cuda``. It may be moved later. Its parameters and buffers are never swapped.
+    preset
+        The goal in a word, instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
+        much memory saved as possible for about 5 % slower steps, the default. ``"fast"``: the fastest step that fits
+        into 90 % of the device's memory. Not with `memory_limit`, `max_slowdown` or `n_tensors`.
     memory_limit
         Limit on the memory of the device: bytes, a string such as ``"12GiB"``, or a float as a fraction of the device.
         The fastest plan within it is used. All tensors on the device count: parameters, gradients, optimizer state,
@@ -349,17 +286,7 @@ def enable(
     >>> handle.report().swapped.tensors
     2
     """
-    asked: dict[str, Any] = {
-        "memory_limit": memory_limit,
-        "max_slowdown": max_slowdown,
-        "n_tensors": n_tensors,
-        "lb": lb,
-        "min_tensor_bytes": min_tensor_bytes,
-        "exclude": exclude,
-        "host_limit": host_limit,
-        "spill_dir": spill_dir,
-        "recompute": recompute,
-    }
+    asked = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "optimizer_state")}
     optimizers = check_optimizers(model, optimizer, optimizer_state)
     device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
     options = check_options(model, device, **asked)

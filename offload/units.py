@@ -18,6 +18,7 @@ __all__ = [
     "format_seconds",
     "parse_bandwidth",
     "parse_bytes",
+    "parse_flops",
     "parse_seconds",
     "round_up_bytes",
 ]
@@ -99,6 +100,35 @@ def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     if not rate > 0:
         raise _error(name, value, example)
     return float(rate)
+
+
+def parse_flops(value: str | float, name: str = "speed") -> float:
+    """Return a speed in floating-point operations per second.
+
+    Parameters
+    ----------
+    value : str or number
+        ``"40TFLOP/s"``, ``"40 TFLOPS"`` or a number.
+    name : str, default "speed"
+        What it is called in the error message.
+
+    Raises
+    ------
+    ValueError
+        If it is no speed, or not positive.
+
+    Examples
+    --------
+    >>> parse_flops("40TFLOP/s"), parse_flops("1.5e12")
+    (40000000000000.0, 1500000000000.0)
+    """
+    example = 'a positive speed such as "40TFLOP/s" or 4e13'
+    number, unit = _split(value, name, example)
+    prefix = unit.removesuffix("/s").removesuffix("flops").removesuffix("flop").rstrip()
+    is_one = not unit or (prefix in _DECIMAL and unit.endswith(("flop/s", "flops")))
+    if not is_one or not 0 < number < math.inf:
+        raise _error(name, value, example)
+    return float(number * _DECIMAL[prefix])
 
 
 def parse_seconds(value: str | float, name: str = "duration", *, zero: bool = False) -> float:

@@ -186,7 +186,7 @@ CLAIMS = (
     ),
     (
         "A failing disk or a lack of memory never gives a wrong result",
-        "Reads, writes and allocations are made to fail: once or for ever, with an error, a short transfer or a "
+        "Reads, writes and allocations are made to fail: once or permanently, with an error, a short transfer or a "
         "flipped bit. Training must then go on with correct results, or raise an error that names the cause.",
         (
             ("faults injected into autograd's test cases and the store", "faults injected"),

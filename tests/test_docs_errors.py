@@ -23,6 +23,7 @@ LONG_ENOUGH = 12  # a shorter piece says too little to be looked for
 # What no caller of the public interface meets, or what one row of the page tells of for all.
 UNLISTED = {
     "offload/__init__.py": "Python's own words for a name that does not exist",
+    "offload/contrib/__init__.py": "Python's own words for a name that does not exist",
     "offload/profiling/calibration.py": "a cached file that cannot be used is measured again, and that is logged",
     "offload/plan/json_fields.py": "every message names the place in the file, what was expected and what was found",
     "offload/plan/recompute.py": "the planner names only tensors that have a recipe",
@@ -184,8 +185,8 @@ def with_handle(use: Callable[[nn.Sequential, Any], object], **knobs: Any) -> Ca
     return call
 
 
-def accumulator(**knobs: Any) -> offload.GradAccumulator:
-    return offload.GradAccumulator(torch.optim.SGD(make_model().parameters(), lr=0.1), **{"steps": 2, **knobs})
+def accumulator(**knobs: Any) -> offload.contrib.GradAccumulator:
+    return offload.contrib.GradAccumulator(torch.optim.SGD(make_model().parameters(), lr=0.1), **{"steps": 2, **knobs})
 
 
 def scale_twice() -> None:
@@ -210,16 +211,16 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "infeasible": lambda: train(make_model(), memory_limit="1MiB"),
     "changed in place": change_in_place,
     "steps": lambda: accumulator(steps=0),
-    "no optimizer": lambda: offload.GradAccumulator(3, steps=2),  # type: ignore[arg-type]
-    "wrapped twice": lambda: offload.GradAccumulator(accumulator(), steps=2),
+    "no optimizer": lambda: offload.contrib.GradAccumulator(3, steps=2),  # type: ignore[arg-type]
+    "wrapped twice": lambda: offload.contrib.GradAccumulator(accumulator(), steps=2),
     "max_norm": lambda: accumulator(max_norm=0),
     "step without a loss": lambda: accumulator().step(),
     "closure": lambda: accumulator().step(lambda: 1),  # type: ignore[arg-type]
     "items": lambda: accumulator().scale(torch.ones(()), items=0),
     "scaled twice": scale_twice,
-    "no loader": lambda: offload.Prefetcher(3),  # type: ignore[type-var]
-    "fed twice": lambda: offload.Prefetcher(offload.Prefetcher([])),
-    "another device": lambda: offload.Prefetcher([], device="meta"),
+    "no loader": lambda: offload.contrib.Prefetcher(3),  # type: ignore[type-var]
+    "fed twice": lambda: offload.contrib.Prefetcher(offload.contrib.Prefetcher([])),
+    "another device": lambda: offload.contrib.Prefetcher([], device="meta"),
 }
 
 

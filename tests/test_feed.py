@@ -36,7 +36,7 @@ class Source:
 def test_batches_are_the_loaders_own_with_a_ragged_last_one():
     data = torch.arange(30.0).view(10, 3)
     loader = DataLoader(TensorDataset(data, torch.arange(10)), batch_size=4)
-    batches = offload.Prefetcher(loader, device="cpu")
+    batches = offload.contrib.Prefetcher(loader, device="cpu")
     assert len(batches) == 3
     for _ in range(2):
         found = list(batches)
@@ -53,14 +53,14 @@ def test_on_the_cpu_nothing_is_taken_ahead_of_need():
             taken.append(number)
             yield torch.ones(number + 1)
 
-    given = iter(offload.Prefetcher(source(), device="cpu"))
+    given = iter(offload.contrib.Prefetcher(source(), device="cpu"))
     next(given)
     assert taken == [0]
 
 
 def test_structures_pass_as_they_are():
     batch = {"x": torch.ones(2, 3), "names": ["a", "b"], "more": (torch.zeros(2), None)}
-    [found] = offload.Prefetcher([batch], device="cpu")
+    [found] = offload.contrib.Prefetcher([batch], device="cpu")
     assert found is batch
 
 
@@ -74,7 +74,7 @@ def test_waiting_is_counted_and_reported(tmp_path):
 
     with offload.enable(model, n_tensors=-1, min_tensor_bytes=1, spill_dir=tmp_path) as handle:
         assert "waited for data" not in str(handle.report())
-        batches = offload.Prefetcher(slow(), handle=handle)
+        batches = offload.contrib.Prefetcher(slow(), handle=handle)
         for x in batches:
             model(x).sum().backward()
     report = handle.report()
@@ -89,7 +89,7 @@ def test_two_loaders_add_up_in_the_report(tmp_path):
     model = nn.Linear(3, 3)
     with offload.enable(model, spill_dir=tmp_path) as handle:
         for rows in (2, 3):
-            assert len(list(offload.Prefetcher(torch.ones(rows, 3).split(1), handle=handle))) == rows
+            assert len(list(offload.contrib.Prefetcher(torch.ones(rows, 3).split(1), handle=handle))) == rows
         assert handle.report().feed.batches == 5
 
 
@@ -100,7 +100,7 @@ def test_a_loader_that_raises_raises_at_its_batch(error):
     seen = []
 
     def run() -> None:
-        for batch in offload.Prefetcher(source, device="cpu"):
+        for batch in offload.contrib.Prefetcher(source, device="cpu"):
             seen.append(batch[0, 0].item())
 
     with pytest.raises(error, match="batch 3 cannot be read"):
@@ -112,7 +112,7 @@ def test_a_loader_that_raises_raises_at_its_batch(error):
 
 def test_a_pass_that_is_dropped_half_way_leaves_nothing():
     source = Source()
-    given = iter(offload.Prefetcher(source, device="cpu"))
+    given = iter(offload.contrib.Prefetcher(source, device="cpu"))
     next(given)
     reference = weakref.ref(given)
     del given
@@ -125,7 +125,7 @@ def test_a_batch_without_rows_is_reported(tmp_path, caplog):
     model = nn.Linear(3, 3)
     with offload.enable(model, spill_dir=tmp_path) as handle:
         batches = [(torch.ones(2, 3), torch.ones(2)), (torch.ones(0, 3), torch.ones(0)), (torch.ones(0, 3), None)]
-        assert len(list(offload.Prefetcher(batches, handle=handle))) == 3
+        assert len(list(offload.contrib.Prefetcher(batches, handle=handle))) == 3
         note = "2 of 3 batches had no rows: the device had nothing to compute; give a batch size of at least one row"
         assert note in str(handle.report())
     assert caplog.text.count("had no rows") == 1
@@ -135,15 +135,15 @@ def test_a_loader_without_batches_is_reported(tmp_path, caplog):
     model = nn.Linear(3, 3)
     loader = DataLoader(TensorDataset(torch.ones(10, 3)), batch_size=16, drop_last=True)
     with offload.enable(model, spill_dir=tmp_path) as handle:
-        assert list(offload.Prefetcher(loader, handle=handle)) == []
+        assert list(offload.contrib.Prefetcher(loader, handle=handle)) == []
         assert "gave no batch at all: with drop_last, the batch size must not exceed" in str(handle.report())
     assert "gave no batch at all" in caplog.text
 
 
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="takes an iterable of batches, such as a DataLoader, not 3"):
-        offload.Prefetcher(3)
+        offload.contrib.Prefetcher(3)
     with pytest.raises(ValueError, match="is a Prefetcher already"):
-        offload.Prefetcher(offload.Prefetcher([]))
+        offload.contrib.Prefetcher(offload.contrib.Prefetcher([]))
     with pytest.raises(ValueError, match="supports cpu and cuda devices, not meta"):
-        offload.Prefetcher([], device="meta")
+        offload.contrib.Prefetcher([], device="meta")

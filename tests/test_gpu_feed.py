@@ -59,13 +59,13 @@ def delay_copies(monkeypatch) -> None:
 
 
 def every_batch_arrives() -> None:
-    found = [batch.sum() for batch in offload.Prefetcher(batches(4), device=KIND)]
+    found = [batch.sum() for batch in offload.contrib.Prefetcher(batches(4), device=KIND)]
     assert [value.item() for value in found] == sums(4)
 
 
 def a_freed_batch_is_read_to_its_end() -> None:
     found = []
-    for batch in offload.Prefetcher(batches(6), device=KIND):
+    for batch in offload.contrib.Prefetcher(batches(6), device=KIND):
         sleep()  # the reader below is late; the next target but one may be this batch's memory
         found.append(batch.sum())  # small: a clone would take that memory itself
         del batch
@@ -74,7 +74,7 @@ def a_freed_batch_is_read_to_its_end() -> None:
 
 def a_consumer_on_another_stream() -> None:
     side = gpu.Stream()
-    given = iter(offload.Prefetcher(batches(4), device=KIND))
+    given = iter(offload.contrib.Prefetcher(batches(4), device=KIND))
     found = [next(given).sum()]
     batch = next(given)  # sent from this stream, taken on the other
     del batch
@@ -90,7 +90,7 @@ def a_consumer_on_another_stream() -> None:
 
 def a_batch_of_the_first_stream_is_read_on_the_second() -> None:
     side = gpu.Stream()
-    given = iter(offload.Prefetcher(batches(2), device=KIND))
+    given = iter(offload.contrib.Prefetcher(batches(2), device=KIND))
     next(given)
     with gpu.stream(side):
         batch = next(given)
@@ -105,7 +105,7 @@ def a_batch_of_the_first_stream_is_read_on_the_second() -> None:
 
 
 def memory_of_a_dropped_pass_is_not_written_later() -> None:
-    given = iter(offload.Prefetcher(batches(3), device=KIND))
+    given = iter(offload.contrib.Prefetcher(batches(3), device=KIND))
     next(given)
     given.close()  # the second batch is on its way
     fresh = [torch.full((ROWS,), -1, dtype=torch.int64, device=KIND) for _ in range(4)]
@@ -122,7 +122,7 @@ def test_every_batch_arrives_whatever_is_slow(slow, monkeypatch):
         delay_copies(monkeypatch)
     expected = sums(4)
     found = []
-    for batch in offload.Prefetcher(batches(4), device=KIND):
+    for batch in offload.contrib.Prefetcher(batches(4), device=KIND):
         assert batch.device == torch.device(KIND, gpu.current_device())
         if slow == "compute":
             sleep()
@@ -155,7 +155,7 @@ def test_a_loader_that_raises_raises_at_its_batch():
     seen = []
 
     def run() -> None:
-        for batch in offload.Prefetcher(source(), device=KIND):
+        for batch in offload.contrib.Prefetcher(source(), device=KIND):
             seen.append(batch.sum().item())
 
     with pytest.raises(OSError, match="batch 2 cannot be read"):
@@ -177,7 +177,7 @@ def test_a_copy_that_cannot_be_queued_leaves_no_copy_running(monkeypatch):
     monkeypatch.setattr(Conveyor, "_copy", failing)
     pairs = [(batch, batch) for batch in batches(3)]
     with pytest.raises(RuntimeError, match="the copy engine is gone"):
-        list(offload.Prefetcher(pairs, device=KIND))
+        list(offload.contrib.Prefetcher(pairs, device=KIND))
     calls.clear()
     fresh = [torch.full((ROWS,), -1, dtype=torch.int64, device=KIND) for _ in range(4)]
     gpu.synchronize()
@@ -187,7 +187,7 @@ def test_a_copy_that_cannot_be_queued_leaves_no_copy_running(monkeypatch):
 def test_structures_pinned_and_resident_tensors_and_the_rest():
     resident = torch.ones(3, device=KIND)
     batch = {"x": torch.ones(2, 3).pin_memory(), "t": torch.ones(3, 2).t(), "names": ["a"], "more": (resident, None)}
-    prefetched = offload.Prefetcher([batch], device=KIND)
+    prefetched = offload.contrib.Prefetcher([batch], device=KIND)
     [found] = prefetched
     assert found["x"].device.type == KIND
     assert found["t"].device.type == KIND
@@ -198,7 +198,7 @@ def test_structures_pinned_and_resident_tensors_and_the_rest():
 
 
 def feed_of_slow_copies() -> Feed:
-    prefetched = offload.Prefetcher(batches(4), device=KIND)
+    prefetched = offload.contrib.Prefetcher(batches(4), device=KIND)
     for batch in prefetched:
         batch.sum()
     assert prefetched.feed.copied_bytes == 4 * ROWS * 8
@@ -212,7 +212,7 @@ def test_waiting_for_a_slow_copy_is_counted(monkeypatch):
 
 @pytest.mark.skipif(is_simulated, reason="a processor may be elsewhere for as long as a copy takes")
 def test_the_next_copy_runs_while_this_step_computes():
-    prefetched = offload.Prefetcher(batches(6), device=KIND)
+    prefetched = offload.contrib.Prefetcher(batches(6), device=KIND)
     for number, batch in enumerate(prefetched):
         batch.sum()
         sleep()

@@ -38,6 +38,7 @@ DOCUMENTED = {
     "device",
     "disable",
     "explain_oom",
+    "log_to",
     "plan",
     "postfix",
     "report",
@@ -60,6 +61,12 @@ def test_the_package_completes_to_its_public_names() -> None:
     assert set(offered) == set(public)
     assert all(name.startswith("__") and name.endswith("__") for name in hidden), hidden
     assert set(offered_later) == set(public_later) == set(public)
+
+
+def test_conveniences_are_in_contrib() -> None:
+    names = ["GradAccumulator", "LMSCallback", "Prefetcher"]
+    script = "import offload\nprint(dir(offload.contrib))\nprint([name for name in dir(offload) if name in {!r}])"
+    assert printed(script.format(names)) == [names, []]
 
 
 def test_the_handle_completes_to_what_is_documented() -> None:

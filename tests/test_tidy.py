@@ -30,7 +30,7 @@ PACKAGES = [
     {"diagnostics"},
     {"session"},
     {"__init__"},
-    {"contrib", "integrations", "demo"},
+    {"capacity", "contrib", "integrations", "demo"},
     {"cli"},
     {"__main__"},
 ]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from page_check import check_page
 
-import offload
 from offload.devices import allocator
+from offload.units import parse_bytes
 
 MIB = 1 << 20
 TENSOR_BYTES = 8 * MIB  # each activation of the script's model
@@ -183,6 +183,8 @@ def test_the_same_as_html(told: tuple[str, dict[str, Any]]) -> None:
     rows = [re.split(" {2,}", line, maxsplit=1) for line in said["text"].splitlines()[:3]]
     for name, words in rows:
         assert f"<tr><th>{name}</th><td>{escape(words)}</td></tr>" in page
+    curves = page.count("Memory over the step")
+    assert curves == (kind not in ("refused", "by hand")), "the plan's memory, where there is a plan"
     assert page.count('<table class="bars"') == (kind != "refused"), (
         "two bars for each figure that is known with and without"
     )
@@ -213,4 +215,4 @@ def test_a_refused_limit_is_no_lack_of_memory(told: tuple[str, dict[str, Any]]) 
         said["error"],
     )
     assert found, said["error"]
-    assert said["least"] <= offload.units.parse_bytes(found[1]) <= 1.01 * said["least"]
+    assert said["least"] <= parse_bytes(found[1]) <= 1.01 * said["least"]

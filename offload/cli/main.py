@@ -1,4 +1,4 @@
-"""The `offload` command: demo, doctor, plan and run.
+"""The `offload` command: demo, doctor, fit, plan, run and top.
 
 The module of each command is imported with its parser; torch is imported only when a command runs.
 """
@@ -42,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if script is not None:
             script_args = words[script + 1 :]
             words = words[: script + 1]
-    args = _parser().parse_args(words)
+    if words[:1] == ["fit"]:  # its options may follow the script; what is not known is the script's too
+        own = list(itertools.takewhile(lambda word: word != "--", words))
+        args, script_args = _parser().parse_known_args(own)
+        script_args += words[len(own) + 1 :]
+    else:
+        args = _parser().parse_args(words)
     if args.command == "run":
         return _run(command[command[:1] == ["--"] :], preload=not args.no_preload)
     with redirect_stdout(cast("TextIO", _Output(sys.stdout))):
@@ -56,6 +61,14 @@ def _dispatch(args: argparse.Namespace, script_args: list[str] | None) -> int:
         from offload.cli import plan as plan_cli
 
         return plan_cli.run(args) if script_args is None else plan_cli.run_script(args, script_args)
+    if args.command == "fit":
+        from offload.cli import fit
+
+        return fit.run(args, script_args or [])
+    if args.command == "top":
+        from offload.cli import top
+
+        return top.run(args)
     if args.command == "doctor":
         from offload.cli import doctor
 
@@ -94,7 +107,7 @@ class _Output:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from offload.cli import doctor
+    from offload.cli import doctor, fit, top
     from offload.cli import plan as plan_cli
     from offload.demo import command as demo
 
@@ -106,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo.add_arguments(subparsers.add_parser("demo", help=demo.HELP, description=demo.HELP))
     doctor.add_arguments(subparsers.add_parser("doctor", help=doctor.HELP, description=doctor.HELP))
+    fit.add_parser(subparsers)
     plan_cli.add_parser(subparsers)
+    top.add_arguments(subparsers.add_parser("top", help=top.HELP, description=top.HELP))
     summary = "run a command on a malloc that recycles memory, where one is installed"
     run = subparsers.add_parser(
         "run",

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offload.cli.plan_tables import options_json, print_options, print_plan
+from offload.cli.script import profile_script
 from offload.plan import (
     InfeasibleLimitError,
     Link,
@@ -38,6 +38,9 @@ from offload.units import (
     parse_seconds,
 )
 
+if TYPE_CHECKING:
+    from offload.control.profile_listener import RecordedStep
+
 __all__ = ["HELP", "add_parser", "options", "run", "run_script"]
 
 HELP = "plan what to swap in a recorded step"
@@ -45,7 +48,6 @@ DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
 _LINK = ("out_bandwidth", "in_bandwidth", "latency")
 _NOISE = 0.01  # relative; a smaller gain is not worth a trial step
-_PROFILES_MAX = 8  # read before the trial step is over; then the plan is shown without it
 _INFEASIBLE = 3
 _REFUSED = 2
 
@@ -148,46 +150,15 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
         Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 where no plan keeps the limit;
         the script's own where it ends itself before.
     """
-    from offload.control.registry import listen_to_profiles
-
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))
-    shown: list[int] = []
-    profiled: list[tuple[Trace, Link, int]] = []  # the step that the trial step follows
-    standard_output = sys.stdout
-
-    def show(trace: Trace, link: Link, host_bytes_max: int) -> None:
-        with redirect_stdout(standard_output):
-            shown.append(_show(args, trace, link, host_bytes_max))
-
-    def listen(trace: Trace, link: Link, host_bytes_max: int, may_try: bool) -> int | None:
-        link = _link(args, link)
-        if may_try:
-            room = None if profiled else _trial_bytes(args, trace, link)
-            if profiled or room is not None:
-                profiled.append((trace, link, host_bytes_max))
-            if 1 < len(profiled) <= _PROFILES_MAX or room is not None:
-                return room  # of other models, or the same one again: the first one's trial step is due
-        show(*(profiled[0] if len(profiled) > 1 and may_try else (trace, link, host_bytes_max)))
-        raise SystemExit(shown[0])
-
-    before = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [args.trace, *script_args], str(Path(args.trace).resolve().parent)
-    output = redirect_stdout(sys.stderr) if args.json else nullcontext()  # a machine reads one document
-    try:
-        with output, listen_to_profiles(listen):
-            runpy.run_path(args.trace, run_name="__main__")
-    except SystemExit as end:
-        if not shown and not profiled:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
-    finally:
-        sys.argv, sys.path[0] = before
-    if not shown and profiled:  # the script ends before a trial step
-        show(*profiled[0])
-    if not shown:
+    step = profile_script(args.trace, script_args, lambda step: _trial_bytes(args, step), quiet=args.json)
+    if isinstance(step, int):
+        return step
+    if step is None:
         problem = "finished no training step under offload.enable; call offload.enable(model) before its training loop"
         return _refuse(ValueError(f"{args.trace} {problem}"))
-    return shown[0]
+    return _show(args, step.trace, _link(args, step.link), step.host_bytes_max)
 
 
 def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: int | None = None) -> int:
@@ -223,14 +194,15 @@ def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: in
     return 0
 
 
-def _trial_bytes(args: argparse.Namespace, trace: Trace, link: Link) -> int | None:
+def _trial_bytes(args: argparse.Namespace, step: RecordedStep) -> int | None:
     """Return the most that a trial step may take; None where recomputation could not improve the plan asked for."""
     if not args.recompute or args.exact or args.n_tensors is not None:
         return None
+    trace = step.trace
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan = _plan(args, trace, link)[0]
+            plan = _plan(args, trace, _link(args, step.link))[0]
     except (InfeasibleLimitError, ValueError):
         return None  # to be told when the plan is shown
     if args.memory_limit is not None and args.max_slowdown is None:

@@ -47,7 +47,7 @@ class GradAccumulator(Optimizer):
     --------
     >>> import torch, offload
     >>> model = torch.nn.Linear(3, 1)
-    >>> optimizer = offload.GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    >>> optimizer = offload.contrib.GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
     >>> acted = []
     >>> for x in torch.ones(70, 3).split(16):
     ...     loss = optimizer.scale(model(x).square().mean(), items=len(x))

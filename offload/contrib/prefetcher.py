@@ -52,7 +52,7 @@ class Prefetcher(Generic[Batch]):
     Examples
     --------
     >>> import torch, offload
-    >>> batches = offload.Prefetcher(torch.ones(5, 3).split(2), device="cpu")
+    >>> batches = offload.contrib.Prefetcher(torch.ones(5, 3).split(2), device="cpu")
     >>> [len(batch) for batch in batches]
     [2, 2, 1]
     >>> batches.feed.batches

@@ -112,7 +112,6 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine)
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
-        self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
         self._lock = threading.RLock()
 
     # -- the beginning of a step --------------------------------------------------------------------------------------
@@ -126,9 +125,7 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
-            if self._reference is not None:  # its backward may never have run
-                self._reference.end_deferral()
-                self._reference = None
+            self._promise.end_reference()
             self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
@@ -242,8 +239,7 @@ class PlanController:
         assert planned.weights is not None
         stopwatch = Stopwatch(self._engine)
         if is_reference:
-            self._reference = stopwatch
-            stopwatch.defer_copy_outs()
+            self._promise.defer_copy_outs(stopwatch)
         executor = MeteredExecutor(*about, stopwatch, planned.weights)
         planned.executors.append(executor)
         return executor
@@ -339,11 +335,11 @@ class PlanController:
             profiler.stop()
 
     def _read_profiles(self) -> None:
-        for state in list(self._states.values()):
+        for signature, state in list(self._states.items()):
             if state.profiler is not None:
-                self._read_profile(state, state.profiler)
+                self._read_profile(signature, state, state.profiler)
 
-    def _read_profile(self, state: SignatureState, profiler: Profiler) -> None:
+    def _read_profile(self, signature: object, state: SignatureState, profiler: Profiler) -> None:
         profile = profiler.profile()
         if profile is None:
             return  # its backward is not over
@@ -358,9 +354,13 @@ class PlanController:
                 link = replace(link, swap_seconds=min(swap_seconds, self._limits.swap_seconds_max))
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
-        self._latest = state.planned = planned = PlannedStep(self._limits, profile, link, profile.held, incomplete)
+        held = profile.held
+        if self._on_profile is not None:  # with the optimizer's state, which did not exist before a first step
+            held = most(held, self._held_before(signature))
+        planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
+        self._latest = state.planned = planned
         state.enter(Phase.PLANNING)
-        tell_profile(self._on_profile, planned, self._options, on_cpu=self._on_cpu)
+        tell_profile(self._on_profile, planned, self._options, self._engine.device)
 
     # -- queries ------------------------------------------------------------------------------------------------------
 

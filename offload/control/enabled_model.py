@@ -74,6 +74,8 @@ class EnabledModel:
 
     Attributes
     ----------
+    step_listeners
+        Called with this model whenever a step has begun.
     misplaced, moved
         In words: where the model is and the engine is not; the latest move that was followed. Empty: nowhere, none.
     """
@@ -93,6 +95,7 @@ class EnabledModel:
     ) -> None:
         self._owner = weakref.ref(owner)
         self.is_enabled = True
+        self.step_listeners: list[Callable[[EnabledModel], None]] = []
         self.misplaced = ""
         self.moved = ""
         self.compiled_demand: compiled.Demand | None = None
@@ -286,6 +289,8 @@ class EnabledModel:
             here.state.look()
             if len(here.state.devices) > 1:
                 self._tell_where(set(here.state.devices))
+        for tell in self.step_listeners:
+            tell(self)
 
     def _note_compiled(self, order: StepOrder) -> None:
         uses = [(entry.first_backward, entry.nbytes) for entry in order.entries.values()]

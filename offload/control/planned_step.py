@@ -45,6 +45,8 @@ class PlannedStep:
         The most bytes that model, gradients and optimizers took before a step.
     plan, schedule, serial
         What its steps follow, and its reference steps; None until the first plan is made.
+    signature
+        Of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
         Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
     steps, plan_steps, replans
@@ -85,6 +87,7 @@ class PlannedStep:
     profile: Profile
     link: Link
     held: HeldBytes
+    signature: object = None
     incomplete_profiles: int = 0
     plan: Plan | None = None
     schedule: Schedule | None = None

@@ -1,4 +1,4 @@
-"""Passes profiled steps to a listener before they are planned: to `offload plan train.py`.
+"""Passes profiled steps to a listener before they are planned: to `offload plan train.py` and `offload fit`.
 
 The listener may request a trial step too, and then gets the recipes that this step has found.
 """
@@ -6,30 +6,73 @@ The listener may request a trial step too, and then gets the recipes that this s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
 
 from offload.control.planned_step import PlannedStep
-from offload.options import Options
+from offload.control.signature import Signature
+from offload.options import Options, device_bytes
 from offload.plan import Link
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 
-__all__ = ["ProfileListener", "tell_profile", "tell_recipes"]
-
-# Called with the trace, the link, the limit on host memory in bytes, and whether a trial step may follow. Returns the
-# most bytes that such a step may take, None for none. It is called again, with the recipes, after that step.
-ProfileListener = Callable[[Trace, Link, int, bool], int | None]
+__all__ = ["ProfileListener", "RecordedStep", "tell_profile", "tell_recipes"]
 
 
-def tell_profile(listener: ProfileListener | None, planned: PlannedStep, options: Options, *, on_cpu: bool) -> None:
+@dataclass(frozen=True)
+class RecordedStep:
+    """A profiled step, as a listener is told of it.
+
+    Attributes
+    ----------
+    trace
+        The step, with what is held on the device now: the optimizer's state exists if the optimizer has stepped. With
+        recipes after the trial step.
+    link
+        The link.
+    device, device_bytes
+        Where the model is, and the size of that device's memory.
+    host_bytes_max
+        Limit on host memory in bytes; 0 on the CPU, where nothing is swapped to it.
+    may_try
+        Whether a trial step may follow.
+    batch
+        The first dimension of the model's first input; None if there is none.
+    fixed_bytes
+        By node: the bytes in `trace.base_bytes` that do not depend on the batch: parameters, gradients, buffers,
+        optimizer state.
+    no_recipes
+        Why the trial step could not run; empty if it has, or has not been asked for.
+    """
+
+    trace: Trace = field(repr=False)
+    link: Link
+    device: str
+    device_bytes: int
+    host_bytes_max: int
+    may_try: bool
+    batch: int | None
+    fixed_bytes: tuple[int, ...] = field(repr=False)
+    no_recipes: str = ""
+
+
+# Returns the most bytes that a trial step may take, or None for none. It is called
+# again after that step, with the recipes.
+ProfileListener = Callable[[RecordedStep], int | None]
+
+
+def tell_profile(
+    listener: ProfileListener | None, planned: PlannedStep, options: Options, device: torch.device
+) -> None:
     """Pass a step that has just been profiled to the listener; its answer is stored in `planned.trial_bytes`."""
     if listener is not None:
         may_try = options.recompute is not None and options.n_tensors is None
-        host_bytes = 0 if on_cpu else options.host_limit
-        planned.trial_bytes = listener(planned.profile.trace, planned.link, host_bytes, may_try)
+        planned.trial_bytes = listener(_recorded(planned, options, device, may_try=may_try))
 
 
 def tell_recipes(
-    listener: ProfileListener | None, planned: PlannedStep, options: Options, counts: Counts, *, on_cpu: bool
+    listener: ProfileListener | None, planned: PlannedStep, options: Options, counts: Counts, device: torch.device
 ) -> None:
     """Pass the recipes of the requested trial step to the listener, if the step is over or cannot run."""
     if listener is None or planned.trial_bytes is None:
@@ -37,5 +80,26 @@ def tell_recipes(
     planned.read_trial(counts, cheap=options.recompute == "cheap")
     if planned.recipes is not None:
         planned.trial_bytes = None
-        trace = planned.recipes.added_to(planned.profile.trace, {})
-        listener(trace, planned.link, 0 if on_cpu else options.host_limit, False)
+        listener(_recorded(planned, options, device, may_try=False))
+
+
+def _recorded(planned: PlannedStep, options: Options, device: torch.device, *, may_try: bool) -> RecordedStep:
+    signature = planned.signature
+    shapes = signature.shapes if isinstance(signature, Signature) else ()
+    input_bytes = signature.input_bytes if isinstance(signature, Signature) else 0
+    profile, held = planned.profile, planned.held
+    trace = planned.trace()
+    # Gradients that exist before the step are held; others are allocated in its backward pass.
+    made = [0] * len(trace.nodes) if held.gradients > profile.held.gradients else profile.gradient_bytes
+    before = max(0, held.total - input_bytes)
+    return RecordedStep(
+        trace=trace,
+        link=planned.link,
+        device=str(device),
+        device_bytes=device_bytes(device),
+        host_bytes_max=0 if device.type == "cpu" else options.host_limit,
+        may_try=may_try,
+        batch=next((shape[0] for shape in shapes if shape and shape[0] > 0), None),
+        fixed_bytes=tuple(min(base, before + own) for base, own in zip(trace.base_bytes, made, strict=True)),
+        no_recipes=planned.recipes.reason if planned.recipes is not None else "",
+    )

@@ -14,6 +14,7 @@ from offload.options import Options
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
+from offload.runtime.executor import Stopwatch
 
 __all__ = ["SlowdownPromise"]
 
@@ -41,6 +42,7 @@ class SlowdownPromise:
         self._limits = limits
         self._engine = engine
         self._on_cpu = engine.device.type == "cpu"
+        self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
 
     def applies(self, planned: PlannedStep) -> bool:
         """Whether the plan's steps are to be compared with reference steps."""
@@ -60,6 +62,17 @@ class SlowdownPromise:
             return True
         planned.plan_steps += 1
         return False
+
+    def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
+        """Until the reference step that it measures has ended, copy out only what the step waits for."""
+        self._reference = stopwatch
+        stopwatch.defer_copy_outs()
+
+    def end_reference(self) -> None:
+        """Copy out in the background again, where the last reference step never ran its backward."""
+        if self._reference is not None:
+            self._reference.end_deferral()
+            self._reference = None
 
     def needs_plan(self, planned: PlannedStep) -> bool:
         """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""

@@ -1,7 +1,7 @@
 """Begins trial steps, for the controller: of recipes, or of compiled submodules ("regions").
 
 A trial is due if it could improve the plan of a signature (the shapes and kinds of a step's inputs), or if the listener
-of `offload plan train.py` has requested one.
+of `offload plan train.py` or `offload fit` has requested one.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Trials:
 
     def tell_recipes(self, planned: PlannedStep) -> None:
         """Pass the recipes of the requested trial step to the listener, if the step is over or cannot run."""
-        on_cpu = self._engine.device.type == "cpu"
-        tell_recipes(self._on_profile, planned, self._options, self._counts, on_cpu=on_cpu)
+        tell_recipes(self._on_profile, planned, self._options, self._counts, self._engine.device)
 
     def _begin(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:
         trial = self._make(self._engine, planned.profile.order, planned.trace().base_bytes, room)

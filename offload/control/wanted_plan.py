@@ -9,7 +9,16 @@ from dataclasses import replace
 
 from offload.control.limits import Limits
 from offload.options import Options
-from offload.plan import InfeasibleLimitError, Link, Plan, cut_bound, fastest_plan, least_memory_plan, manual_plan
+from offload.plan import (
+    InfeasibleLimitError,
+    Link,
+    Plan,
+    cut_bound,
+    fastest_plan,
+    least_feasible_limit,
+    least_memory_plan,
+    manual_plan,
+)
 from offload.plan.trace import Trace
 from offload.runtime.engine import Engine
 
@@ -53,6 +62,10 @@ def wanted_plan(
     """
     if options.n_tensors is not None:
         return manual_plan(trace, link, options.n_tensors, "auto", limit_bytes=device_bytes)
+    if options.least_memory:
+        least = max(1, least_feasible_limit(trace))
+        options = replace(options, memory_limit=least)
+        held_bytes = 0 if held_bytes <= limits.noise * least else held_bytes
     try:
         plan = _plan(trace, link, options, recompute=True, held_bytes=held_bytes, effort=effort)
     except InfeasibleLimitError:

@@ -50,6 +50,8 @@ def wish(options: Options) -> str:
     if options.n_tensors is not None:
         lead = '"auto"' if options.lookahead_nodes is None else options.lookahead_nodes
         return f"n_tensors={options.n_tensors}" + (f", lb={lead}" if options.n_tensors else "")
+    if options.least_memory:
+        return '"smallest"'
     asked = []
     if options.memory_limit is not None:
         text = round_up_bytes(options.memory_limit)
@@ -177,6 +179,8 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
         return _nothing_can_move(subject.counts)
     if options.memory_limit is not None and options.max_slowdown is None:
         return f"all {len(plan.trace.tensors)} tensors stay, since the step fits within memory_limit as it is"
+    if options.least_memory:
+        return "no swap lowers the peak"
     return f"no swap lowers the peak within {100 * (options.max_slowdown or 0):g} % of the step time"
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from offload.diagnostics.html import inline
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
 from offload.optimizer_state.mover import StateCounts
+from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes, format_seconds
 
@@ -116,9 +118,11 @@ class Report:
     notes : tuple of str
         Notes for the user.
     feed : Feed
-        Counts of `offload.Prefetcher`.
+        Counts of `offload.contrib.Prefetcher`.
     optimizer_state : tuple of StateCounts
         What has been moved of each optimizer's state; empty without `optimizer`.
+    plan : Plan or None
+        The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     """
 
     verdict: Verdict
@@ -147,6 +151,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
     feed: Feed = field(default_factory=Feed)
     optimizer_state: tuple[StateCounts, ...] = ()
+    plan: Plan | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
@@ -194,8 +199,9 @@ class Report:
         return "\n".join([str(self.verdict), "", *lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: the verdict with bars, the details folded. It loads no resources."""
-        return report_page.render(self.verdict, self.rows(), self.notes)
+        """Return HTML for a notebook: the verdict with bars, the details folded, a memory curve. It loads nothing."""
+        page = report_page.render(self.verdict, self.rows(), self.notes)
+        return page if self.plan is None else f"<div>{page}\n{inline.curve(self.plan)}</div>"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the details: name and text."""

@@ -11,17 +11,15 @@ from dataclasses import replace
 from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
 from offload.control.enabled_model import EnabledModel
-from offload.control.manual import ManualController
+from offload.control.planned_step import PlannedStep
 from offload.devices import allocator
 from offload.diagnostics.assessment import Subject, assess, weigh_process
 from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.verdict import Verdict
 from offload.optimizer_state.mover import StateCounts
 from offload.options import is_in_memory
-from offload.plan import Link
-from offload.plan.trace import Trace
 
-__all__ = ["make_report", "make_verdict", "recorded_trace", "tier"]
+__all__ = ["make_report", "make_verdict", "tier"]
 
 
 def make_report(
@@ -65,6 +63,7 @@ def make_report(
         ),
         feed=Feed.total(feeds),
         optimizer_state=tuple(replace(state) for state in states),
+        plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
     )
 
 
@@ -90,17 +89,6 @@ def tier(here: DeviceSession) -> str:
     if here.device.type == "cpu":
         return f"disk ({spill_dir})"
     return "pinned RAM" + (f", then disk ({spill_dir})" if spill_dir else "")
-
-
-def recorded_trace(controller: ManualController | PlanController) -> Trace:
-    """Return the latest profiled step with the link that was measured; see `Session.trace`."""
-    if not isinstance(controller, PlanController):
-        raise RuntimeError("n_tensors is the manual mode and profiles nothing; for a trace, enable without it")
-    planned = controller.latest()
-    if planned is None:
-        raise RuntimeError("no step has been profiled yet: run one forward and backward pass in training mode first")
-    found = planned.link
-    return replace(planned.trace(), link=Link(found.out_bandwidth, found.in_bandwidth, found.latency))
 
 
 def _notes(enabled: EnabledModel) -> Iterator[str]:

@@ -27,8 +27,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     Parameters
     ----------
     **options
-        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`, `recompute`.
+        The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
 
     Raises
     ------
@@ -96,23 +96,6 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Disable offload."""
         self.undo()
-
-
-class LMSCallback(OffloadCallback):
-    """`OffloadCallback` with the name and the arguments of TensorFlow Large Model Support.
-
-    Parameters
-    ----------
-    n_tensors
-        Number of storages to swap, longest-lived first; −1 swaps all, 0 none.
-    lb
-        A copy-in starts this many backward nodes before the tensor is used; at least 1.
-    **options
-        Further arguments of `offload.enable`.
-    """
-
-    def __init__(self, n_tensors: int = -1, lb: int = 1, **options: Any) -> None:
-        super().__init__(n_tensors=n_tensors, lb=lb, **options)
 
 
 def _nothing() -> None:

@@ -15,13 +15,18 @@ from offload.integrations.switch import CallWrapper, Switched
 class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     """Enables offload during `Trainer.fit`. Everything is restored when `fit` ends, also with an exception.
 
-    Works with automatic and manual optimization, `accumulate_grad_batches` and the DDP strategy.
+    Works with automatic and manual optimization, `accumulate_grad_batches` and the DDP strategy. The trainer's loggers
+    get memory at the peak, memory saved, time stalled and slowdown of each step; its progress bar the first and the
+    last.
 
     Parameters
     ----------
+    log
+        Whether to log these figures.
     **options
-        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`; `optimizer` is the module's.
+        The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`; `optimizer` is the
+        module's.
 
     Raises
     ------
@@ -35,7 +40,8 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     >>> trainer = pl.Trainer(callbacks=[OffloadCallback(n_tensors=-1)], logger=False, accelerator="cpu")
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, log: bool = True, **options: Any) -> None:
+        self._logs = log
         self._begin("a Lightning OffloadCallback", options)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -44,6 +50,14 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
         # The batch determines the step's shape: training_step may call parts of the module and not its forward.
         step = CallWrapper(trainer.strategy, "training_step", lambda args: handle.step(*args), self.undo)
         self._wrappers.append(step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+        """Log the figures of the step."""
+        for name, value in self._switch.metrics().items() if self._logs else ():
+            is_shown = name.endswith(("peak_mib", "slowdown_percent"))
+            pl_module.log(
+                name, value, on_step=True, on_epoch=False, prog_bar=is_shown, rank_zero_only=True, batch_size=1
+            )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Disable offload: after an exception Lightning does not call `teardown`."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from offload.diagnostics.metrics import StepMetrics
 from offload.diagnostics.report import Report
 from offload.runtime.weak import run_pending_callbacks
 from offload.session import Session, enable, session_of
@@ -42,6 +43,7 @@ class Switch:
         self.owner = owner
         self.options = dict(options)
         self._handle: Session | None = None
+        self._metrics = StepMetrics()
         self.is_on = False
 
     @property
@@ -54,6 +56,10 @@ class Switch:
     def report(self) -> Report:
         """Return the report of the current run, or of the last one."""
         return self.handle.report()
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the latest step by name, for the framework's own logging; none before a step is over."""
+        return self._metrics.read(self.handle._enabled) if self.is_on else {}
 
     def turn_on(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> Session:
         """Enable offload.
@@ -77,6 +83,7 @@ class Switch:
         if optimizers and options.get("optimizer_state") is True:
             options = {"optimizer": [_unwrapped(each) for each in optimizers], **options}
         self._handle = enable(model, **options)
+        self._metrics = StepMetrics()
         self.is_on = True
         return self._handle
 

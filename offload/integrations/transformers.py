@@ -6,7 +6,7 @@ The Trainer computes its loss inside `compute_loss_context_manager`, which the m
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -75,7 +75,14 @@ class OffloadTrainerMixin:
             if not self._offload.is_on:
                 turn_on(self._offload, self.model, self.args, self.optimizer)  # type: ignore[attr-defined]
             stack.enter_context(self._offload.handle.step())
+            show_progress(self, self._offload.handle)
         return stack
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log memory at the peak, memory saved, time stalled and slowdown with the loss."""
+        if self._is_training_run:
+            add_metrics(logs, self._offload)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
 class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
@@ -89,8 +96,9 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     Parameters
     ----------
     **options
-        The arguments of `offload.enable`: `memory_limit`, `max_slowdown`, `n_tensors`, `lb`, `min_tensor_bytes`,
-        `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`; `optimizer` is the Trainer's.
+        The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`; `optimizer` is the
+        Trainer's.
 
     Raises
     ------
@@ -120,9 +128,20 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         refuse_other_offloading(args)
         handle = turn_on(self._switch, kwargs["model"], args, kwargs.get("optimizer"))
         self._state = state
-        step = CallWrapper(trainer, "training_step", lambda _: handle.step(), self.undo)
+
+        def around_step(_: Any) -> AbstractContextManager[None]:
+            show_progress(trainer, handle)
+            return handle.step()
+
+        def around_log(logged: tuple[Any, ...]) -> AbstractContextManager[None]:
+            if logged:
+                add_metrics(logged[0], self._switch)
+            return nullcontext()
+
+        step = CallWrapper(trainer, "training_step", around_step, self.undo)
         step.callback = self  # type: ignore[attr-defined]
         self._wrappers.append(step)
+        self._wrappers.append(CallWrapper(trainer, "log", around_log, self.undo))
         # Other methods that may raise an exception during training, including those that call other callbacks.
         for name in ("get_batch_samples", "evaluate", "save_model"):
             self._wrappers.append(CallWrapper(trainer, name, nothing_around, self.undo))
@@ -147,6 +166,20 @@ def turn_on(switch: Switch, model: nn.Module, args: Any, optimizer: Any) -> Sess
     if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
         remark(handle, CHECKPOINTING_REMARK)
     return handle
+
+
+def add_metrics(logs: dict[str, float], switch: Switch) -> None:
+    """Add the figures of the latest step to what a Trainer logs of training, which has the loss."""
+    if "loss" in logs:
+        logs.update({name: round(value, 3) for name, value in switch.metrics().items()})
+
+
+def show_progress(trainer: Any, handle: Session) -> None:
+    """Show the handle's figures behind the Trainer's progress bar, if it has one."""
+    for callback in trainer.callback_handler.callbacks:
+        bar = getattr(callback, "training_bar", None)
+        if bar is not None and hasattr(bar, "set_postfix"):
+            bar.set_postfix(handle.postfix(), refresh=False)
 
 
 def refuse_other_offloading(args: Any) -> None:

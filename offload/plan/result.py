@@ -5,11 +5,11 @@ It is the planner's result. The executor follows it; the report and `offload pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from offload.plan.bounds import cut_bound
 from offload.plan.joint_bounds import joint_bound
@@ -73,6 +73,12 @@ class Plan:
     recomputes: tuple[Recomputation, ...] = ()
     swap_only: bool = True
     refusals: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
+    notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # given by what draws it; the planner draws nothing
+
+    def _repr_html_(self) -> str | None:
+        """Return HTML for a notebook; None without offload's diagnostics, where a notebook shows the text."""
+        render = type(self).notebook_page
+        return render(self) if render is not None else None
 
     @cached_property
     def recomputed_trace(self) -> Trace:

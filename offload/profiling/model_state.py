@@ -24,7 +24,7 @@ from offload.runtime.engine import Engine, has_storage
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 from offload.torch_compat.modules import is_sharded, state_tensors
 
-__all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState"]
+__all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "storage_bytes", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class HeldMemory:
         states = [list(dict.values(each.state)) for each in self._optimizers]  # what is in the store stays there
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
         if not self._watch.same_leaves(states) or counted != state.changes:
-            found = storage_bytes(_tensors(states, _DEPTH_MAX))
+            found = storage_bytes(tensors_in(states))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
         self._counted = state.changes
         more_bytes = self._more_bytes + self._moving()
@@ -199,13 +199,13 @@ class HeldMemory:
 _DEPTH_MAX = 16  # of containers in an optimizer's state, which may hold itself; as in `StateWatch`
 
 
-def _tensors(value: object, depth: int) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
     """The tensors in dictionaries, lists and tuples: LBFGS keeps lists of them."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, Mapping | list | tuple | deque):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(each, depth - 1)
+            yield from tensors_in(each, depth - 1)
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:

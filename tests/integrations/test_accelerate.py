@@ -117,7 +117,7 @@ def test_accumulation_of_ours_under_accelerate():
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = Net().eval()
-    optimizer = offload.GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    optimizer = offload.contrib.GradAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
     model = accelerator.prepare(model)
     x, y = torch.randn(64, 16), torch.randint(3, (64,))
     expected = [parameter.detach().clone() for parameter in model.parameters()]

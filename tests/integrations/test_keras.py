@@ -12,7 +12,8 @@ from frameworks import need
 keras = need("keras")
 
 import offload  # noqa: E402
-from offload.integrations.keras import LMSCallback, OffloadCallback  # noqa: E402
+from offload.contrib import LMSCallback  # noqa: E402
+from offload.integrations.keras import OffloadCallback  # noqa: E402
 from offload.session import session_of  # noqa: E402
 
 ROWS, COLUMNS = 96, 16

@@ -241,6 +241,26 @@ def test_training_resumes_from_a_checkpoint(tmp_path):
     assert_same(*resumed)
 
 
+class Logger(pl.loggers.logger.DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_figures_go_to_the_trainers_logger_and_its_progress_bar(log):
+    logger = Logger()
+    trainer = fit(make(), all_on(log=log), logger=logger, log_every_n_steps=1)
+    names = {name for _, row in logger.rows for name in row if name.startswith("offload/")}
+    assert names == ({"offload/peak_mib", "offload/stalled_ms", "offload/slowdown_percent"} if log else set())
+    assert ("offload/peak_mib" in trainer.progress_bar_metrics) == log
+
+
 def test_wrong_option():
     with pytest.raises(TypeError, match=r"takes the knobs of offload.enable .*, not 'tensors'"):
         OffloadCallback(tensors=3)

@@ -319,6 +319,32 @@ def test_a_run_without_steps_is_said_and_leaves_nothing(tmp_path):
     assert_plain(model)
 
 
+@pytest.mark.parametrize("how", ["mixin", "callback"])
+def test_figures_are_logged_with_the_loss_and_shown_in_the_progress_bar(how, tmp_path):
+    logged: list[dict[str, float]] = []
+    shown: list[str] = []
+
+    class Listener(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logged.append(dict(logs))
+
+    class Bar(TrainerCallback):
+        @property
+        def training_bar(self):
+            return self
+
+        def set_postfix(self, values, refresh=True):
+            shown.append(values["peak"])
+
+    train(tmp_path, how, callbacks=[Listener(), Bar()], logging_strategy="steps", logging_steps=1)
+    with_loss = [row for row in logged if "loss" in row]
+    assert with_loss
+    assert all({"offload/peak_mib", "offload/stalled_ms"} <= set(row) for row in with_loss)
+    assert "offload/slowdown_percent" in with_loss[-1]
+    assert not any("offload/peak_mib" in row for row in logged if "loss" not in row)
+    assert len(shown) == len(with_loss)
+
+
 def test_wrong_option(tmp_path):
     with pytest.raises(TypeError, match=r"takes the knobs of offload.enable .*, not 'tensors'"):
         OffloadTrainerCallback(tensors=3)

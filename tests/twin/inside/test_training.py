@@ -295,7 +295,7 @@ def test_prefetched_batches():
     given = [torch.arange(1 << 12) * (number + 1) for number in range(5)]
     for seed in SEEDS:
         sim.schedule(seed, 500)
-        found = [batch.sum() for batch in offload.Prefetcher(given, device="sim")]
+        found = [batch.sum() for batch in offload.contrib.Prefetcher(given, device="sim")]
         assert [each.item() for each in found] == [each.sum().item() for each in given]
 
 

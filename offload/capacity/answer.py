@@ -1,0 +1,312 @@
+"""The answer to "will it fit?": what a recorded step needs, what each choice costs within a limit, the largest batch.
+
+From a recorded step to `Fit`, which `offload fit` prints and `offload.fit` returns. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.capacity.device import AbsentDevice
+from offload.capacity.optimizer_step import OPTIMIZER_NODE
+from offload.plan import Plan, Reason, fastest_plan, least_feasible_limit, make_plan, unswapped_bytes
+from offload.plan.bounds import unavoidable_bytes
+from offload.plan.recompute import has_recipes
+from offload.plan.rescale import SizedStep, largest_batch, retimed
+from offload.plan.trace import Link, Trace
+from offload.units import format_bytes, parse_bytes, round_up_bytes
+
+__all__ = ["Choice", "Fit", "answer", "on_device"]
+
+_REASONS_MAX = 5
+KEEP, SWAP, RECOMPUTE = "keep everything", "swap", "swap or recompute"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the step: keep every tensor, swap, or swap and recompute.
+
+    Attributes
+    ----------
+    name : str
+        ``"keep everything"``, ``"swap"`` or ``"swap or recompute"``.
+    plan : Plan or None
+        The fastest plan within the limit at the batch size that was recorded; None if none stays within it.
+    largest_batch : int or None
+        The largest batch size within the limit; 0 if not even one item fits. None: not known, or not limited.
+    largest_plan : Plan or None
+        The fastest plan within the limit at that batch size.
+    """
+
+    name: str
+    plan: Plan | None = field(repr=False)
+    largest_batch: int | None = None
+    largest_plan: Plan | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures, in seconds and bytes; slowdowns are fractions of the step time."""
+        return {
+            "name": self.name,
+            "fits": self.plan is not None,
+            **(_figures(self.plan) if self.plan is not None else {}),
+            "largest_batch": self.largest_batch,
+            "largest": _figures(self.largest_plan) if self.largest_plan is not None else None,
+        }
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a training step fits into a limit, and how: `str` returns one screen of text.
+
+    Attributes
+    ----------
+    name : str
+        The script, or the model's class.
+    limit_bytes : int
+        The limit, in bytes.
+    batch : int or None
+        Batch size of the recorded step; None if it is not known.
+    choices : tuple of Choice
+        Keeping every tensor, swapping, and if recipes were tried, swapping and recomputing.
+    peak_bytes, least_bytes : int
+        Memory of the recorded step at its peak as it is, and with every swap there is.
+    in_the_way : tuple of Reason
+        What is on the device under every plan at the node that needs `least_bytes`, largest first.
+    notes : tuple of str
+        How the figures are known.
+    """
+
+    name: str
+    limit_bytes: int
+    batch: int | None
+    choices: tuple[Choice, ...]
+    peak_bytes: int
+    least_bytes: int
+    in_the_way: tuple[Reason, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest choice that fits, preferring the simpler one; None if none does."""
+        fitting = [(choice.plan.expected_seconds, choice) for choice in self.choices if choice.plan is not None]
+        return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether some choice fits."""
+        return self.best is not None
+
+    @property
+    def line(self) -> str | None:
+        """The line to add to the script, with the limit; None if nothing fits, or nothing is needed."""
+        if self.best is None or self.best.name == KEEP:
+            return None
+        text = round_up_bytes(self.limit_bytes)
+        limit = f'"{text}"' if parse_bytes(text) == self.limit_bytes else str(self.limit_bytes)
+        return f"offload.enable(model, memory_limit={limit})"
+
+    def verdict(self) -> str:
+        """Return the answer in one sentence."""
+        best, limit = self.best, format_bytes(self.limit_bytes)
+        if best is None:
+            least = format_bytes(self.least_bytes)
+            return f"DOES NOT FIT in {limit}: the least is {least}, with every swap there is"
+        if best.name == KEEP:
+            return f"FITS AS IT IS in {limit}: {format_bytes(self.peak_bytes)} at the peak of a step"
+        assert best.plan is not None
+        how = " and ".join(
+            word for word, rows in (("swapping", best.plan.swaps), ("recomputation", best.plan.recomputes)) if rows
+        )
+        needs = f"{format_bytes(self.peak_bytes)} as it is"
+        return f"FITS WITH {how.upper()} in {limit}, at {_slower(best.plan)} a step ({needs})"
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return a table of the choices: the names of its columns, and its rows."""
+        at = "" if self.batch is None else f"batch {self.batch}"
+        head = ["", at or "as it is", "swapped out"] + ([] if self.batch is None else ["largest batch", "there"])
+        rows = []
+        for choice in self.choices:
+            out = format_bytes(choice.plan.host_bytes) if choice.plan is not None and choice.plan.swaps else "-"
+            row = [choice.name, "too large" if choice.plan is None else _cost(choice.plan), out]
+            if self.batch is not None:
+                largest = choice.largest_batch
+                row += ["any" if largest is None else "none" if largest == 0 else f"{largest:,}"]
+                row += ["-" if choice.largest_plan is None else _cost(choice.largest_plan)]
+            rows.append(row)
+        return head, rows
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from offload.diagnostics.table import write_table
+
+        out = StringIO()
+        out.write(f"{self.name}: {self.verdict()}\n\n")
+        head, rows = self.rows()
+        write_table(out, rows, head=head)
+        out.write("\n" + "\n".join(self.remarks()))
+        return out.getvalue()
+
+    def remarks(self) -> list[str]:
+        """Return what follows the table: what is in the way, the line to add, how the figures are known."""
+        lines = []
+        if not self.fits:
+            lines += ["In the way:", *(f"  {format_bytes(each.bytes)}  {each.text}" for each in self.in_the_way), ""]
+            smaller = max((choice.largest_batch or 0 for choice in self.choices), default=0)
+            if smaller:
+                lines += [
+                    f"Write a batch of {smaller:,} or less, or a limit of {round_up_bytes(self.least_bytes)}.",
+                    "",
+                ]
+        if self.line is not None:
+            lines += ["Add behind the line that makes the model:", f"  import offload; {self.line}", ""]
+        return [*lines, *(textwrap.fill(note, 100) for note in self.notes)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers and strings, as ``offload fit --json`` prints it."""
+        best = self.best
+        return {
+            "name": self.name,
+            "verdict": self.verdict(),
+            "fits": None if best is None else best.name,
+            "limit_bytes": self.limit_bytes,
+            "peak_bytes": self.peak_bytes,
+            "least_bytes": self.least_bytes,
+            "batch": self.batch,
+            "choices": [choice.to_dict() for choice in self.choices],
+            "in_the_way": [{"bytes": reason.bytes, "text": reason.text} for reason in self.in_the_way],
+            "line": self.line,
+            "notes": list(self.notes),
+        }
+
+
+def on_device(trace: Trace, device: AbsentDevice, flops_here: float) -> tuple[Trace, str]:
+    """Return the step as it would take on another device, and a note that says how that is estimated.
+
+    Bytes stay. Durations change by the ratio of the speeds in matrix products; copies take what the link says.
+    """
+    factor = flops_here / device.flops
+    note = (
+        f"Estimated for a device that is not here ({device}). Bytes are those that the step needed here. Its durations "
+        f"are those here times {factor:.3g}: a matrix product runs at {flops_here / 1e12:.3g} TFLOP/s here. Other "
+        "kernels may gain more or less, and may save other tensors."
+    )
+    return retimed(trace, factor, device.link), note
+
+
+def answer(
+    name: str,
+    step: SizedStep | Trace,
+    link: Link,
+    limit_bytes: int,
+    fixed_bytes: Sequence[int],
+    notes: Sequence[str] = (),
+) -> Fit:
+    """Return whether a recorded step fits.
+
+    Parameters
+    ----------
+    name
+        What the step is of.
+    step
+        The step as a function of its batch size; or a trace, if the batch size is not known.
+    link
+        The link.
+    limit_bytes
+        The limit.
+    fixed_bytes
+        By node: parameters, gradients, buffers and optimizer state.
+    notes
+        How the figures are known.
+    """
+    trace = step.trace if isinstance(step, SizedStep) else step
+    keep = Choice(KEEP, *_within(step, trace, limit_bytes, _peak, lambda at: make_plan(at, link, ())))
+    choices = [keep]
+    for title, recompute in ((SWAP, False), (RECOMPUTE, True)):
+        if recompute and not has_recipes(trace):
+            continue
+
+        def plan(at: Trace, recompute: bool = recompute) -> Plan:
+            return fastest_plan(at, link, limit_bytes, recompute=recompute)
+
+        choices.append(Choice(title, *_within(step, trace, limit_bytes, least_feasible_limit, plan)))
+    return Fit(
+        name=name,
+        limit_bytes=limit_bytes,
+        batch=step.batch if isinstance(step, SizedStep) else None,
+        choices=tuple(choices),
+        peak_bytes=_peak(trace),
+        least_bytes=least_feasible_limit(trace),
+        in_the_way=_in_the_way(trace, fixed_bytes),
+        notes=tuple(notes),
+    )
+
+
+def _within(
+    step: SizedStep | Trace,
+    trace: Trace,
+    limit_bytes: int,
+    peak_bytes: Callable[[Trace], int],
+    plan: Callable[[Trace], Plan],
+) -> tuple[Plan | None, int | None, Plan | None]:
+    """The plan of the step, the largest batch, and the plan at that batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        here = plan(trace) if peak_bytes(trace) <= limit_bytes else None
+        if not isinstance(step, SizedStep):
+            return here, None, None
+        largest = largest_batch(step, limit_bytes, peak_bytes)
+        return here, largest, plan(step.at(largest)) if largest else None
+
+
+def _peak(trace: Trace) -> int:
+    return max(unswapped_bytes(trace), default=0)
+
+
+def _in_the_way(trace: Trace, fixed_bytes: Sequence[int]) -> tuple[Reason, ...]:
+    """What is resident under every plan at the node that needs most, largest first."""
+    unavoidable = unavoidable_bytes(trace)
+    if not unavoidable:
+        return ()
+    k = unavoidable.index(max(unavoidable))
+    name, fixed = trace.nodes[k].name, min(fixed_bytes[k], trace.base_bytes[k])
+    if name == OPTIMIZER_NODE:
+        return (Reason(fixed, "parameters, gradients, optimizer state and temporaries while the optimizer steps"),)
+    while_it_runs = f"while node {k} ({name}) runs"
+    reasons = [
+        Reason(fixed, "parameters, buffers, gradients, optimizer state"),
+        Reason(trace.base_bytes[k] - fixed, f"inputs, temporaries and what the loop holds {while_it_runs}"),
+    ]
+    for tensor in trace.tensors:
+        if tensor.produced <= k <= tensor.last_forward or tensor.first_backward <= k <= tensor.last_use:
+            reasons.append(
+                Reason(tensor.bytes, f"saved by {trace.nodes[tensor.produced].name}, in use {while_it_runs}")
+            )
+    reasons.sort(key=lambda reason: -reason.bytes)
+    return tuple(reason for reason in reasons[:_REASONS_MAX] if reason.bytes)
+
+
+def _figures(plan: Plan) -> dict[str, float]:
+    return {
+        "peak_bytes": plan.peak_bytes,
+        "step_seconds": plan.expected_seconds,
+        "compute_seconds": plan.compute_seconds,
+        "slowdown": _slowdown(plan),
+        "swapped_bytes": plan.host_bytes,
+    }
+
+
+def _slowdown(plan: Plan) -> float:
+    return plan.expected_seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
+
+
+def _slower(plan: Plan) -> str:
+    return f"{100 * max(0.0, _slowdown(plan)):+.1f} %"
+
+
+def _cost(plan: Plan) -> str:
+    return f"{format_bytes(plan.peak_bytes)}, {_slower(plan)}"

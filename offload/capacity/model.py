@@ -1,0 +1,204 @@
+"""`offload.fit`: whether a training step of a model fits into a limit, from steps at two batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from offload.capacity.answer import Fit, answer, on_device
+from offload.capacity.device import AbsentDevice, matmul_flops, parse_device
+from offload.capacity.optimizer_step import watching_optimizers, with_optimizer
+from offload.control.profile_listener import RecordedStep
+from offload.control.registry import listen_to_profiles
+from offload.devices.device import device_of
+from offload.plan import unswapped_bytes
+from offload.plan.rescale import in_proportion, on_a_line
+from offload.runtime.refusals import devices_of
+from offload.session import Session, enable, session_of
+from offload.units import parse_bytes
+
+__all__ = ["fit"]
+
+_SMALLEST_BYTES = 1 << 20  # as `offload.enable` has it
+
+
+def fit(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    memory: int | str | None = None,
+    device: str | None = None,
+    batch: int = 8,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Fit:
+    """Tell whether a training step of `model` fits into a limit, how, and the largest batch that does.
+
+    The step runs at two batch sizes, `batch` and half of it, each tensor swapped as soon as it is saved. One more step
+    tries which tensors can be recomputed. Afterwards the model, its gradients, the optimizer and the random generators
+    are as they were.
+
+    Parameters
+    ----------
+    model
+        On the device on which the steps are to run.
+    make_batch
+        Called with a batch size: returns the model's input, a tuple of its arguments or a dictionary of them.
+    memory
+        The limit, in bytes or as a string such as ``"12GiB"``. Default: the memory of the device.
+    device
+        A GPU that is not here, to estimate for: memory, link and speed, such as ``"12GiB,12GB/s,40TFLOP/s"``.
+    batch
+        The batch size that the answer is about; it has to fit where the steps run.
+    loss
+        Called with the model and what `make_batch` returned; returns the loss. Default: the output's ``loss`` if it has
+        one, else the sum of its tensors.
+    optimizer
+        Its state counts. It steps, and is put back.
+
+    Returns
+    -------
+    Fit
+        The answer: ``print`` it.
+
+    Raises
+    ------
+    ValueError
+        An argument is wrong, offload is enabled on the model, or nothing ran backward.
+
+    Examples
+    --------
+    >>> import torch, offload
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+    >>> found = offload.fit(model, lambda n: torch.randn(n, 512), memory="1GiB", batch=1024)
+    >>> found.fits, found.line is None
+    (True, True)
+    """
+    if session_of(model) is not None:
+        raise ValueError("offload is enabled on this model; call offload.disable(model) before offload.fit")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:
+        raise ValueError(f"batch must be at least 2, since the step runs at half of it too, not {batch!r}")
+    elsewhere = None if device is None else parse_device(device)
+    limit_bytes = None if memory is None else parse_bytes(memory, "memory")
+    told: list[RecordedStep] = []
+
+    def listen(step: RecordedStep) -> int | None:
+        told.append(step)
+        is_first = len(told) == 1 and bool(step.trace.tensors)  # it is tried which of its tensors can be recomputed
+        return min(max(unswapped_bytes(step.trace)), step.device_bytes) if is_first else None
+
+    def record(items: int) -> RecordedStep:
+        # What is swapped at one batch size is swapped at the other.
+        with enable(model, min_tensor_bytes=max(1, _SMALLEST_BYTES * items // batch)) as handle:
+            watch.listen()
+            _step(handle, model, make_batch(items), loss, optimizer)
+            handle.trace()  # reads the step, which tells the listener
+            if len(told) == 1:
+                _step(handle, model, make_batch(items), loss, optimizer)
+                handle.trace()
+        return told[-1]
+
+    with watching_optimizers() as watch, _as_it_was(model, optimizer), listen_to_profiles(listen):
+        steps = [record(items) for items in (batch, batch // 2)]
+    recorded, smaller = (with_optimizer(step, watch.peak_bytes) for step in steps)
+    has_optimizer = optimizer is not None
+    return _answer(type(model).__name__, recorded, smaller, batch, limit_bytes, elsewhere, has_optimizer=has_optimizer)
+
+
+def _step(
+    handle: Session,
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[nn.Module, Any], Tensor] | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    with handle.step():
+        value = _own_loss(model, inputs) if loss is None else loss(model, inputs)
+    value.backward()  # type: ignore[no-untyped-call]
+    del value
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+
+
+def _own_loss(model: nn.Module, inputs: Any) -> Tensor:
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    found = [each.sum() for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    if not found:
+        raise ValueError("the model's output has no tensor to differentiate; give loss=lambda model, batch: …")
+    return torch.stack([each.float() for each in found]).sum()
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Train inside; afterwards put back what steps change. The copies are in host memory."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    held = {name: _copied(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    state = None if optimizer is None else tree_map_only(Tensor, _copied, optimizer.state_dict())
+    devices = [device_of(device) for device in {torch.device("cpu"), *devices_of(model)}]
+    random_states = [(device, device.random_state()) for device in devices]
+    model.zero_grad(set_to_none=True)
+    model.train()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.copy_(held[name])
+        for module, was_training in modes:
+            module.training = was_training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+        for device, random_state in random_states:
+            device.set_random_state(random_state)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _answer(
+    name: str,
+    step: RecordedStep,
+    smaller: RecordedStep,
+    batch: int,
+    limit_bytes: int | None,
+    elsewhere: AbsentDevice | None,
+    *,
+    has_optimizer: bool,
+) -> Fit:
+    trace, other, link = step.trace, smaller.trace, step.link
+    notes = [f"Measured on {step.device}: steps at batch {batch} and {batch // 2}, swapped as far as possible."]
+    if elsewhere is not None:
+        flops = matmul_flops(torch.device(step.device))
+        trace, note = on_device(trace, elsewhere, flops)
+        other, link, notes = on_device(other, elsewhere, flops)[0], elsewhere.link, [note]
+    sized = on_a_line(trace, batch, other, batch // 2)
+    if sized is not None:
+        notes.append("Other batch sizes: each tensor's bytes, and each duration, on the line through these two steps.")
+    else:
+        sized = in_proportion(trace, batch, step.fixed_bytes)
+        notes.append(
+            "Other batch sizes are estimated: the two steps save different tensors, so all but parameters, gradients, "
+            f"buffers and optimizer state is taken in proportion to batch {batch}."
+        )
+    if not has_optimizer:
+        notes.append("No optimizer was given, so its state is not counted: Adam's is twice the parameters.")
+    if step.no_recipes:
+        notes.append(f"Recomputation could not be tried: {step.no_recipes}.")
+    limit = limit_bytes or (elsewhere.memory_bytes if elsewhere is not None else step.device_bytes)
+    return answer(name, sized, link, limit, step.fixed_bytes, notes)

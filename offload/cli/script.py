@@ -1,0 +1,67 @@
+"""Runs a training script until its first steps have been profiled. `offload plan train.py` and `offload fit` use it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload.control.profile_listener import RecordedStep
+
+__all__ = ["profile_script"]
+
+_PROFILES_MAX = 8  # read before the trial step is over; then the step is taken without it
+
+
+def profile_script(
+    path: str, words: Sequence[str], trial_bytes: Callable[[RecordedStep], int | None], *, quiet: bool
+) -> RecordedStep | int | None:
+    """Run a script until a step of a model that it enables has been profiled, and its trial step if one is wanted.
+
+    Parameters
+    ----------
+    path
+        The script.
+    words
+        Its arguments.
+    trial_bytes
+        Called with the profiled step: the most bytes that a trial step of recomputation may take; None for none.
+    quiet
+        Whether what the script prints goes to standard error: a machine reads one document.
+
+    Returns
+    -------
+    RecordedStep, int or None
+        The step, with recipes after the trial step. The script's own exit status if it ends itself before; None if it
+        ends without a training step.
+    """
+    from offload.control.registry import listen_to_profiles
+
+    found: list[RecordedStep] = []
+    waiting: list[RecordedStep] = []  # the step that the trial step follows, and others that are profiled meanwhile
+
+    def listen(step: RecordedStep) -> int | None:
+        if step.may_try:
+            room = None if waiting else trial_bytes(step)
+            if waiting or room is not None:
+                waiting.append(step)
+            if 1 < len(waiting) <= _PROFILES_MAX or room is not None:
+                return room  # of other models, or the same one again: the first one's trial step is due
+        found.append(waiting[0] if len(waiting) > 1 and step.may_try else step)
+        raise SystemExit(0)
+
+    before = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [path, *words], str(Path(path).resolve().parent)
+    try:
+        with redirect_stdout(sys.stderr) if quiet else nullcontext(), listen_to_profiles(listen):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if not found and not waiting:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv, sys.path[0] = before
+    return next(iter([*found, *waiting]), None)  # without `found`, the script has ended before its trial step

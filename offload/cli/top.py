@@ -1,0 +1,219 @@
+"""`offload top PID`: a live view of a running training: memory now and planned, use of the link, stalls.
+
+It says in a file that somebody looks, and shows what the process then writes (`offload.diagnostics.live`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from offload.units import format_bandwidth, format_bytes, format_seconds
+
+__all__ = ["HELP", "add_arguments", "rows", "run"]
+
+HELP = "show a running training: memory now and planned, use of the link, stalls"
+_REFUSED, _NOTHING = 2, 1
+_UNKNOWN = "not known yet"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `offload top`.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser
+        What `run` is later given the parsed arguments of.
+    """
+    parser.add_argument("pid", type=int, metavar="PID", help="the training process, of this user and machine")
+    parser.add_argument("--once", action="store_true", help="print the figures once and end")
+    parser.add_argument("--json", action="store_true", help="print the figures once, as JSON")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
+    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for a first step (default: 30)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show a process until it ends or the user interrupts.
+
+    Returns
+    -------
+    int
+        0; 1 where the process has told nothing, 2 for a mistake in the call.
+    """
+    if not _is_alive(args.pid):
+        return _refuse(f"no process {args.pid} of yours; find it with: pgrep -af python")
+    if args.interval <= 0:
+        return _refuse("--interval: write a positive number of seconds, such as 1")
+    try:
+        with _looking(args.pid) as places:
+            if not places:
+                return _refuse("no private folder could be made; set XDG_RUNTIME_DIR to a folder of yours (mode 0700)")
+            first = _first(args.pid, places, args.wait)
+            if not first:
+                print(
+                    f"offload top: process {args.pid} has begun no step under offload within {args.wait:g} s",
+                    file=sys.stderr,
+                )
+                return _NOTHING
+            if args.json:
+                print(json.dumps(first))
+            elif args.once:
+                _print(first)
+            else:
+                return _show(args.pid, places, args.interval)
+    except KeyboardInterrupt:
+        pass  # this is how one leaves it
+    return 0
+
+
+def rows(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+    """Return what is shown of one session: name and text.
+
+    Parameters
+    ----------
+    now
+        The latest figures.
+    before
+        Earlier ones: rates are those since.
+    """
+    verdict = now["verdict"]
+    limit = f"; limit {format_bytes(now['limit_bytes'])}" if now["limit_bytes"] else ""
+    memory = f"{format_bytes(now['memory_bytes'])} now, {format_bytes(now['memory_bytes_peak'])} at most{limit}"
+    found = [
+        ("model", f"{now['model']} on {now['device']}, step {now['steps']:,}"),
+        ("memory", memory),
+        ("step, planned", _pair(verdict["step_bytes_planned"], verdict["step_bytes_unswapped"])),
+        ("activations", _pair(verdict["activation_bytes"], verdict["activation_bytes_unswapped"])),
+        ("time", _time(verdict)),
+    ]
+    seconds = now["at"] - before["at"] if before is not None else 0.0
+    if before is not None and seconds > 0:
+        steps = (now["steps"] - before["steps"]) / seconds
+        stalled = (now["stall_seconds"] - before["stall_seconds"]) / seconds
+        found.append(("speed", f"{steps:.2f} steps/s; {100 * max(0.0, stalled):.1f} % of the time stalled"))
+        for name in ("out", "in"):
+            rate = max(0.0, (now[f"{name}_bytes"] - before[f"{name}_bytes"]) / seconds)
+            link = now[f"{name}_bandwidth"]
+            share = f", {100 * rate / link:.0f} % of {format_bandwidth(link)}" if link else ""
+            found.append((f"copies {name}", f"{format_bandwidth(rate)}{share}"))
+    else:
+        found.append(("stalled", f"{format_seconds(now['stall_seconds'])} in all"))
+    return [*found, ("state", now["state"])]
+
+
+def _pair(found: int | None, without: int | None) -> str:
+    if without is None:
+        return _UNKNOWN
+    return f"{format_bytes(without if found is None else found)} instead of {format_bytes(without)}"
+
+
+def _time(verdict: Mapping[str, Any]) -> str:
+    parts = [
+        f"{words} {format_seconds(verdict[name])}"
+        for words, name in (
+            ("step", "step_seconds"),
+            ("planned", "step_seconds_planned"),
+            ("computation", "compute_seconds"),
+        )
+        if verdict[name] is not None
+    ]
+    return ", ".join(parts) or _UNKNOWN
+
+
+@contextmanager
+def _looking(pid: int) -> Iterator[list[Path]]:
+    """Say that somebody looks at a process. Afterwards, and for processes that have ended, remove what was written."""
+    from offload.diagnostics.live import folders, is_private, watch_file
+
+    places = []
+    for folder in folders():
+        if folder.parent.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if is_private(folder):
+                places.append(folder)
+    try:
+        for folder in places:
+            for path in folder.iterdir():
+                owner = path.name.split("-")[0].split(".")[0]
+                if owner == str(pid) or (owner.isdecimal() and not _is_alive(int(owner))):
+                    path.unlink(missing_ok=True)
+            watch_file(folder, pid).touch(mode=0o600)
+        yield places
+    finally:
+        for folder in places:
+            for path in [watch_file(folder, pid), *folder.glob(f"{pid}-*")]:
+                path.unlink(missing_ok=True)
+
+
+def _read(pid: int, places: Sequence[Path]) -> list[dict[str, Any]]:
+    """The latest figures of each session of the process; says again that somebody looks."""
+    from offload.diagnostics.live import watch_file
+
+    found = []
+    for folder in places:
+        watch_file(folder, pid).touch(mode=0o600)
+        found += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{pid}-*.json"))]
+    return found
+
+
+def _first(pid: int, places: Sequence[Path], wait_seconds: float) -> list[dict[str, Any]]:
+    until = time.monotonic() + wait_seconds
+    while not (found := _read(pid, places)) and time.monotonic() < until and _is_alive(pid):
+        time.sleep(0.1)
+    return found
+
+
+def _show(pid: int, places: Sequence[Path], interval_seconds: float) -> int:
+    try:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.panel import Panel
+        from rich.table import Table
+    except ImportError:
+        return _refuse("the live view needs rich; write offload top PID --once, or: pip install rich")
+    before: dict[int, dict[str, Any]] = {}
+    with Live(refresh_per_second=4) as live:
+        while _is_alive(pid):
+            panels = []
+            for number, figures in enumerate(_read(pid, places)):
+                table = Table.grid(padding=(0, 2))
+                for row in rows(figures, before.get(number)):
+                    table.add_row(*row)
+                age = time.time() - figures["at"]
+                title = f"offload top {pid}" + (f" (last step begun {age:.0f} s ago)" if age > 2 else "")
+                panels.append(Panel(table, title=title, title_align="left"))
+                if number not in before or figures["at"] - before[number]["at"] >= 2:
+                    before[number] = figures
+            live.update(Group(*panels))
+            time.sleep(interval_seconds)
+    print(f"process {pid} has ended")
+    return 0
+
+
+def _print(sessions: Sequence[Mapping[str, Any]]) -> None:
+    from offload.diagnostics.table import write_table
+
+    for figures in sessions:
+        write_table(sys.stdout, rows(figures))
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process of this user runs. One that has ended and was not waited for does not."""
+    try:
+        about = Path(f"/proc/{pid}")
+        is_own = about.stat().st_uid == os.getuid()
+        return is_own and about.joinpath("stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _refuse(problem: str) -> int:
+    print(f"offload top: {problem}", file=sys.stderr)
+    return _REFUSED

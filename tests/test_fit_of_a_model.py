@@ -1,0 +1,145 @@
+"""`offload.fit`: a model in Python, at two batch sizes; nothing of it is changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.plan import least_feasible_limit, unswapped_bytes
+from offload.plan.rescale import in_proportion, largest_batch, on_a_line, retimed
+from offload.plan.trace import Link, Node, Recompute, SavedTensor, Trace
+
+WIDTH = 256
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.GELU())
+    ]
+    return nn.Sequential(*layers)
+
+
+def test_a_model_is_as_it_was() -> None:
+    model = make().eval()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, WIDTH)).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    random_state = torch.get_rng_state()
+    found = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="24MiB", batch=2048, optimizer=optimizer)
+    assert found.choices
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert optimizer.state == {}
+    assert not model.training
+    assert "forward" not in vars(model), "offload is disabled again"
+
+
+def test_two_sizes_give_each_tensors_line() -> None:
+    model = make()
+    found = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="64MiB", batch=2048)
+    assert "on the line through these two steps" in found.notes[1]
+    keep, swap = found.choices[:2]
+    assert keep.largest_batch is not None
+    assert swap.largest_batch is not None
+    assert 0 < keep.largest_batch < swap.largest_batch
+    again = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="64MiB", batch=2 * (keep.largest_batch // 2))
+    assert again.best is not None
+    assert again.best.name == "keep everything", "a step of the largest batch fits as it is"
+    assert again.peak_bytes > 0.98 * (64 << 20), "and hardly more does"
+
+
+def test_a_loss_of_ones_own_and_several_arguments() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, a: torch.Tensor, *, b: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"sum": self.layer(a).tanh() + self.layer(b).tanh()}
+
+    def batch(n: int) -> dict[str, torch.Tensor]:
+        return {"a": torch.randn(n, WIDTH), "b": torch.randn(n, WIDTH)}
+
+    assert offload.fit(Pair(), batch, memory="1GiB", batch=2048).fits
+    found = offload.fit(
+        Pair(), batch, memory="1GiB", batch=2048, loss=lambda model, at: model(**at)["sum"].square().sum()
+    )
+    assert found.line is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"batch": 1}, "batch must be at least 2"),
+        ({"memory": "1G"}, "leaves open which unit"),
+        ({"device": "cuda"}, "write memory, link and speed"),
+    ],
+)
+def test_mistakes(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        offload.fit(nn.Linear(2, 2), lambda n: torch.randn(n, 2), **knobs)
+
+
+def test_an_enabled_model_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with offload.enable(model), pytest.raises(ValueError, match="offload is enabled on this model"):
+        offload.fit(model, lambda n: torch.randn(n, 2))
+
+
+# -- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def step(batch: int, fixed: int = 100) -> Trace:
+    """A step whose figures are known: `fixed` bytes, and per item 3 temporary and 10 + 4 saved ones."""
+    nodes = tuple(Node(str(k), 0.5 + 0.25 * batch, k > 2) for k in range(6))
+    recipe = Recompute(0.5 * batch, (0,), 2 * batch)
+    tensors = (SavedTensor(0, 10 * batch, 0, 0, 1, 5, 5), SavedTensor(1, 4 * batch + 8, 1, 1, 2, 4, 4, recipe))
+    return Trace(nodes, tuple(fixed + 3 * batch * (k == 3) for k in range(6)), tensors)
+
+
+def test_two_batches_give_all_others() -> None:
+    sized = on_a_line(step(8), 8, step(4), 4)
+    assert sized is not None
+    for batch in (1, 2, 4, 8, 16, 1000):
+        assert sized.at(batch).tensors == step(batch).tensors
+        assert sized.at(batch).base_bytes == step(batch).base_bytes
+    assert [node.seconds for node in sized.at(16).nodes] == pytest.approx([4.5] * 6)
+    for limit in (150, 400, 1000):
+        for peak in (lambda trace: max(unswapped_bytes(trace)), least_feasible_limit):
+            expected = max((n for n in range(200) if peak(step(n)) <= limit), default=0)
+            assert largest_batch(sized, limit, peak) == expected
+
+
+def test_other_steps_are_on_no_line() -> None:
+    other = Trace(step(4).nodes, step(4).base_bytes, step(4).tensors[:1])
+    assert on_a_line(step(8), 8, other, 4) is None
+
+
+def test_in_proportion_asks_for_no_less_than_there_is_at_larger_batches() -> None:
+    sized = in_proportion(step(8), 8, (100,) * 6)
+    for batch in (8, 9, 64):
+        assert all(a >= b for a, b in zip(unswapped_bytes(sized.at(batch)), unswapped_bytes(step(batch)), strict=True))
+
+
+def test_the_ends_of_the_search() -> None:
+    sized = in_proportion(step(8), 8, (100,) * 6)
+    assert largest_batch(sized, 99, least_feasible_limit) == 0
+    assert (
+        largest_batch(in_proportion(Trace(step(1).nodes, (7,) * 6, ()), 8, (7,) * 6), 8, least_feasible_limit) is None
+    )
+
+
+def test_another_device_changes_durations_alone() -> None:
+    link = Link(1e9, 2e9)
+    there = retimed(step(8), 0.5, link)
+    assert unswapped_bytes(there) == unswapped_bytes(step(8))
+    assert there.link == link
+    assert [node.seconds for node in there.nodes] == [1.25] * 6
+    assert there.tensors[1].recompute == Recompute(2.0, (0,), 16)

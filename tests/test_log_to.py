@@ -1,0 +1,117 @@
+"""`handle.log_to`: each step's figures in TensorBoard, in a run of W&B, or in a function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from planned_rig import batch, known_link, make  # noqa: F401
+from torch import nn
+
+import offload
+
+NAMES = {"offload/peak_mib", "offload/saved_mib", "offload/stalled_ms", "offload/slowdown_percent"}
+
+
+class Run:
+    """What `wandb.init` returns, as far as it is used here."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], bool]] = []
+        self.defined: list[tuple[str, str]] = []
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.defined.append((name, step_metric))
+
+    def log(self, values: dict[str, float], commit: bool = True) -> None:
+        self.logged.append((values, commit))
+
+
+@pytest.fixture(name="handle")
+def handle_fixture() -> Iterator[offload.Session]:
+    model, _ = make()
+    with offload.enable(model, "smallest", min_tensor_bytes="4KiB") as handle:
+        handle.model = model
+        yield handle
+
+
+def train(handle: Any, steps: int) -> None:
+    for number in range(steps):
+        x, y = batch(256, number)
+        nn.functional.cross_entropy(handle.model(x), y).backward()
+
+
+def test_a_function_gets_every_step_but_the_one_under_way(handle: Any) -> None:
+    told: list[tuple[int, dict[str, float]]] = []
+    handle.log_to(lambda figures, step: told.append((step, figures)))
+    train(handle, 8)
+    assert [step for step, _ in told] == list(range(1, 8))
+    last = told[-1][1]
+    assert set(last) == NAMES
+    plan = handle.plan
+    assert last["offload/saved_mib"] == (plan.unswapped_peak_bytes - plan.peak_bytes) / (1 << 20) > 0
+    stalled = sum(figures["offload/stalled_ms"] for _, figures in told) / 1e3
+    assert 0 < stalled <= handle.report().store["stall_seconds"]
+    assert last["offload/peak_mib"] > 0
+
+
+def test_a_run_of_weights_and_biases(handle: Any) -> None:
+    run = Run()
+    handle.log_to(run)
+    train(handle, 3)
+    assert run.defined == [("offload/*", "offload/step")]
+    assert [values["offload/step"] for values, _ in run.logged] == [1, 2]
+    assert not any(commit for _, commit in run.logged), "the loop's own log ends a step of the run"
+    committing = Run()
+    handle.log_to(committing, commit=True)
+    train(handle, 1)
+    assert [commit for _, commit in committing.logged] == [True]
+
+
+def test_tensorboard(handle: Any, tmp_path: Any) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        handle.log_to(writer)
+        train(handle, 5)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == NAMES
+    assert [event.step for event in events.Scalars("offload/peak_mib")] == [1, 2, 3, 4]
+
+
+def test_a_writer_of_scalars(handle: Any) -> None:
+    """What TensorBoard's writer is used for, where it is not installed."""
+
+    class Writer:
+        def __init__(self) -> None:
+            self.rows: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, tag: str, value: float, global_step: int) -> None:
+            self.rows.append((tag, value, global_step))
+
+    writer = Writer()
+    handle.log_to(writer)
+    train(handle, 3)
+    assert {tag for tag, _, _ in writer.rows} <= NAMES
+    assert {step for _, _, step in writer.rows} == {1, 2}
+
+
+def test_by_hand_and_switched_off() -> None:
+    told: list[int] = []
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    with offload.enable(model, n_tensors=-1, min_tensor_bytes=1) as handle:
+        handle.log_to(lambda figures, step: told.append(step))
+        for _ in range(6):
+            model(torch.randn(64, 64)).sum().backward()
+    assert told == [1, 2, 3, 4, 5]
+    model(torch.randn(64, 64)).sum().backward()
+    assert told[-1] == 5
+
+
+def test_what_is_no_logger() -> None:
+    with offload.enable(nn.Linear(2, 2)) as handle, pytest.raises(TypeError, match="log_to takes a SummaryWriter"):
+        handle.log_to(7)

@@ -1,0 +1,139 @@
+"""`offload top PID`: a running training tells its figures while somebody looks, and nothing otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned_rig import known_link, make, train  # noqa: F401
+
+import offload
+from offload.cli.top import rows
+from offload.diagnostics import live
+
+TRAINING = """
+import sys, threading, torch, offload
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+handle = offload.enable(model, "smallest", min_tensor_bytes="4KiB")
+asked_to_end = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), asked_to_end.set()), daemon=True).start()
+print("training", flush=True)
+while not asked_to_end.is_set():
+    model(torch.randn(256, 64)).square().mean().backward()
+"""
+
+
+@pytest.fixture(name="folder")
+def folder_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where figures are exchanged."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.0)
+    return tmp_path / "offload"
+
+
+def top(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offload", "top", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_a_training_process_is_shown_while_somebody_looks(folder: Path) -> None:
+    command = [sys.executable, "-c", TRAINING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdin is not None
+        assert training.stdout is not None
+        training.stdout.readline()
+        assert not folder.exists(), "nothing is written before somebody looks"
+        first = top(training.pid, "--json", "--wait", "120")
+        again = top(training.pid, "--once", "--wait", "120")
+        assert list(folder.iterdir()) == [], "what was written is gone with who looked"
+        training.stdin.close()
+        training.wait(120)
+    assert first.returncode == 0, first.stderr
+    (said,) = json.loads(first.stdout)
+    assert said["pid"] == training.pid
+    assert said["model"] == "Sequential"
+    assert said["steps"] > 0
+    assert said["memory_bytes"] > 1 << 20
+    assert again.returncode == 0, again.stderr
+    assert "Sequential on cpu, step " in again.stdout
+    ended = top(training.pid, "--once")
+    assert ended.returncode == 2
+    assert f"no process {training.pid} of yours" in ended.stderr
+
+
+def test_who_trains_nothing_tells_nothing(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as idle:
+        done = top(idle.pid, "--once", "--wait", "0.2")
+        assert idle.stdin is not None
+        idle.stdin.close()
+    assert done.returncode == 1
+    assert "has begun no step under offload within 0.2 s" in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def steps_of_a_model() -> None:
+    model, optimizer = make()
+    with offload.enable(model, "smallest", min_tensor_bytes="4KiB"):
+        train(model, optimizer, [128] * 4)
+
+
+@pytest.mark.parametrize("kept_from", ["nobody looks", "left behind", "readable by others", "another process"])
+def test_nothing_is_written(folder: Path, kept_from: str) -> None:
+    folder.mkdir(mode=0o755 if kept_from == "readable by others" else 0o700)
+    watched = live.watch_file(folder, os.getpid() + (kept_from == "another process"))
+    if kept_from != "nobody looks":
+        watched.touch()
+    if kept_from == "left behind":
+        long_ago = time.time() - 100
+        os.utime(watched, (long_ago, long_ago))
+    steps_of_a_model()
+    assert list(folder.glob("*.json")) == []
+
+
+def test_figures_of_a_process_that_is_watched(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    live.watch_file(folder, os.getpid()).touch()
+    steps_of_a_model()
+    (path,) = folder.glob("*.json")
+    assert path.name.startswith(f"{os.getpid()}-")
+    assert not list(folder.glob("*.part"))
+    said = json.loads(path.read_text())
+    assert said["steps"] == 4
+    assert said["verdict"]["kind"] == "planned"
+    earlier = {**said, "at": said["at"] - 2.0, "steps": 2, "out_bytes": 0, "in_bytes": 0, "stall_seconds": 0.0}
+    shown = dict(rows(said, earlier))
+    assert shown["speed"].startswith("1.00 steps/s")
+    assert "% of 2.00 GB/s" in shown["copies out"]
+    assert "instead of" in shown["step, planned"]
+    assert shown["state"].startswith("o")
+
+
+def test_a_forked_child_writes_nothing_for_its_parent(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    live.watch_file(folder, os.getpid()).touch()
+    publisher = live.LivePublisher()
+    enabled: Any = None  # not looked at, since nobody looks at the child
+    child = os.fork()
+    if child == 0:
+        publisher(enabled)
+        os._exit(len(list(folder.glob("*.json"))))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_ended_processes_have_left_is_removed(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    left = [folder / f"{gone.pid}-1.json", live.watch_file(folder, gone.pid)]
+    for path in left:
+        path.touch()
+    assert top(os.getpid(), "--once", "--wait", "0.1").returncode == 1
+    assert not any(path.exists() for path in left)
