@@ -87,6 +87,19 @@ GUARDS = {
         (regions.RegionTrial, "is_as_tried", "_modes(part) == self._modes and not _calls_hooks(part)", "True"),
         test_regions.test_modes_and_hooks_that_come_after_the_trial,
     ),
+    "another kind of input runs once": (
+        (regions.RegionTrial, "is_as_tried", " and _are_plain((args, kwargs))", ""),
+        test_regions.test_objects_that_come_after_the_trial,
+    ),
+    "excluded parts run once": (
+        (
+            CompiledRegions,
+            "begin_trial",
+            "any(_is_within(name, other) or _is_within(other, name) for other in options.exclude)",
+            "False",
+        ),
+        test_refused_regions.test_excluded_parts_and_those_that_may_not_be_heavy,
+    ),
     "a parameter of other memory is changed": (
         (regions._Snapshot, "_changed", "_storage_of(tensor) != storage", "False"),
         partial(test_regions.test_a_parameter_that_changes_before_backward, how="data"),

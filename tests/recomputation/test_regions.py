@@ -116,6 +116,37 @@ def test_modes_and_hooks_that_come_after_the_trial(tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
+class Scale:
+    """An object that is neither a tensor nor a constant."""
+
+    def __init__(self):
+        self.factor = torch.ones(WIDTH)
+
+    def grow(self, _):
+        self.factor = self.factor + 1
+
+
+def test_objects_that_come_after_the_trial(tmp_path):
+    """Such calls run once: what the object holds may be another tensor in backward."""
+
+    class Scaled(Block):
+        def forward(self, x, scale=None):
+            return super().forward(x) if scale is None else super().forward(x * scale.factor)
+
+    def run(model):
+        results, scale = train(model), Scale()
+        model.call = lambda block, x: block(x, scale)
+        return results + train(model, 2, between=scale.grow)
+
+    expected = run(Calling(Scaled, lambda block, x: block(x)))
+    torch._dynamo.reset()
+    model = Calling(Scaled, lambda block, x: block(x))
+    with enabled(model, tmp_path) as handle:
+        found = run(model)
+        assert handle._controller.regions.chosen
+    assert all(map(torch.equal, found, expected))
+
+
 def test_the_trial_ends_with_its_step(tmp_path):
     """A step of another shape follows it, whose parts run once, and whose calls do not count."""
     model = make()
