@@ -46,7 +46,7 @@ def write_pages(folder: Path) -> None:
     torch.manual_seed(0)
     model = ByteGPT(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = offload.enable(model, max_slowdown=0.2)
+    handle = offload.enable(model, memory_limit="80MiB")
 
     def step() -> None:
         x = torch.randint(VOCABULARY, (SHAPE.batch, SHAPE.length))

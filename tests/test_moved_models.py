@@ -19,7 +19,7 @@ from torch import nn
 from twin.double import the_double
 
 import offload
-from offload import _core, session
+from offload import _core, handle, session
 from offload.control import enabled_model
 from offload.plan import Link
 from offload.runtime import refusals
@@ -105,7 +105,7 @@ class Moving:
         self._make_engine = session.make_engine
         for module in (session, enabled_model):
             monkeypatch.setattr(module, "make_engine", self.make_engine)
-        monkeypatch.setattr(session, "measure_link", lambda device, options: Link(1e12, 1e12))
+        monkeypatch.setattr(handle, "measure_link", lambda device, options: Link(1e12, 1e12))
         for module in (refusals, enabled_model):
             monkeypatch.setattr(module, "devices_of", lambda model: {self.place})
         monkeypatch.setattr(enabled_model, "first_device", lambda model: self.place)
