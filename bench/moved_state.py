@@ -1,6 +1,6 @@
 """Memory and step time with optimizer state in memory, and in the store between steps.
 
-    python bench/optimizer_state.py [--tokens N …] [--width W] [--layers L] [--steps N] [--turns N]
+    python bench/moved_state.py [--tokens N …] [--width W] [--layers L] [--steps N] [--turns N]
 
 trains a stack of linear layers with AdamW in processes of their own, in turns, and prints for each number of tokens the
 largest resident memory of both and the ratios of their step times. The malloc is that of the environment: begin with
