@@ -71,6 +71,7 @@ def test_the_largest_batch_runs_and_a_larger_one_does_not(text: dict[str, Any]) 
     assert "least_bytes" in happens("text", text["line"], "--batch", swap + max(2, swap // 8))
 
 
+@pytest.mark.long
 def test_a_script_that_does_not_fit() -> None:
     status, said = fit("catalogue")
     assert status == 3
@@ -91,6 +92,7 @@ def test_one_screen_for_people() -> None:
     assert "step 2" not in done.stdout, "the script ends after the trial step"
 
 
+@pytest.mark.long
 def test_a_device_that_is_not_here() -> None:
     here = fit("images")[1]
     words = ["--device", "128MiB,12GB/s,40TFLOP/s"]
@@ -120,6 +122,7 @@ def test_mistakes(words: list[str], message: str | None, tmp_path: Path) -> None
     assert ("nothing" in done.stdout) == (message is None)
 
 
+@pytest.mark.long
 def test_the_scripts_own_end_and_a_missing_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(7)")

@@ -130,6 +130,7 @@ def test_a_slow_link_is_spared_and_the_bits_are_the_same(spared):
     assert measured <= 1.05 * planned + (1 << 20)
 
 
+@pytest.mark.long
 def test_the_hooks_of_a_dropped_tensor_are_planned_as_those_of_a_swapped_one():
     """The first joint plan: each recipe takes what the trial measured, and what the hooks of a tensor take."""
     found = run("""
@@ -180,6 +181,7 @@ def test_swapping_alone_is_what_it_was():
     assert "recompute" not in found["words"]
 
 
+@pytest.mark.long
 def test_tensors_of_excluded_modules_are_neither_swapped_nor_recomputed():
     found = run("""
     memory_limit = limit(0.8)

@@ -211,6 +211,7 @@ def outcomes(tmp_path_factory):
     return [json.loads((results / str(rank)).read_text()) for rank in range(rig.RANKS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ["model", "wrapper", "no_sync"])
 def test_ddp_with_two_processes_moves_state(run, outcomes):
     for found in outcomes:

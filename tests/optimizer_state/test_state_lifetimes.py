@@ -150,7 +150,9 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", [each if each == "loader" else pytest.param(each, marks=pytest.mark.long) for each in ENDINGS]
+)
 def test_a_process_ends_with_copies_in_flight(ending):
     script = SCRIPT + textwrap.dedent(ENDINGS[ending])
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
@@ -181,6 +183,7 @@ assert all(map(torch.equal, with_state_moved, train(False, "not")))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", ["step", "function"])
 def test_a_compiled_step_has_the_bits_of_an_uncompiled_one(compiled):
     ran = subprocess.run(

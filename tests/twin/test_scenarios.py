@@ -6,6 +6,7 @@ from twin.test_twin import ON_GPUS, backend, pytestmark, run_row
 __all__ = ["backend", "pytestmark"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_autograd_on_the_simulated_accelerator(backend, figures):
     run_row("autograd", ["tests/autograd"], figures)
