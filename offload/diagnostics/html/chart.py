@@ -232,7 +232,7 @@ class _Data:
 
     def __init__(self, unit: str, end: float, title: str) -> None:
         self._end = end
-        self._digits = 7 - math.floor(math.log10(end)) if end > 0 else 0
+        self._digits = max(7 - math.floor(math.log10(end)), 0) if end > 0 else 0
         self._names: dict[str, int] = {}
         self._kinds: dict[Kind, int] = {}
         self.spec: dict[str, object] = {"unit": unit, "up": "bytes", "end": end, "title": title}
