@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from offload.capacity import page as fit_page
+from offload.capacity.answer import answer
 from offload.demo import page as demo_page
 from offload.devices.memory import DeviceMemory
 from offload.diagnostics.html import oom as oom_page
@@ -119,9 +121,17 @@ def out_of_memory() -> str:
     )
 
 
+def fit() -> str:
+    """The page of `offload fit`."""
+    step = trace(8)
+    limit_bytes = 900 * MIB
+    return fit_page.render(answer("train.py", step, LINK, limit_bytes, step.base_bytes, ["An example."]), step, LINK)
+
+
 PAGES = {
     "plan": lambda: plan_page.render(plan(), "an example", limit_bytes=1400 * MIB),
     "timeline": lambda: timeline_page.render(timeline()),
     "demo": demo,
     "oom": out_of_memory,
+    "fit": fit,
 }

@@ -188,7 +188,7 @@ def test_the_page_is_self_contained_and_escaped() -> None:
     assert "0.25× the memory, 1.00× the step time of the plain run" in page
     assert "NOT EQUAL" not in page
     assert "NOT EQUAL" in demo_page.render(rows, results, equal=False, notes=notes)
-    assert [chart["origin"] for chart in charts_of(page)] == ["the start of the step", "the start of the run"]
+    assert [chart["title"] for chart in charts_of(page)] == ["from the start of the step", "from the start of the run"]
     assert "plain, peak 800.00 MiB" in page
     assert "prefers-color-scheme: dark" in page
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from page_check import charts_of, check_page
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "unmodified"
@@ -46,8 +48,28 @@ def test_a_script_that_fits_as_it_is() -> None:
 
 
 @pytest.fixture(scope="module")
-def text() -> dict[str, Any]:
-    return fit("text")[1]
+def text_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fit") / "fit.html"
+
+
+@pytest.fixture(scope="module")
+def text(text_page: Path) -> dict[str, Any]:
+    return fit("text", "--plot", text_page)[1]
+
+
+def test_the_page_shows_what_memory_costs_and_the_plan_that_fits(text: dict[str, Any], text_page: Path) -> None:
+    page = text_page.read_text("utf-8")
+    check_page(page)
+    assert text["verdict"] in page
+    assert text["line"] in unescape(page)
+    cost, plan = charts_of(page)
+    assert cost["mark"] == plan["limit"] == LIMIT["text"]
+    for curve in cost["curves"]:
+        assert curve["x"] == sorted(curve["x"])
+        assert curve["y"] == sorted(curve["y"], reverse=True)
+    assert cost["curves"][0]["name"] == "swap"
+    assert cost["curves"][0]["x"][0] == text["least_bytes"]
+    assert max(plan["rest"]["y"]) <= LIMIT["text"]
 
 
 def test_a_script_that_fits_with_swapping(text: dict[str, Any]) -> None:

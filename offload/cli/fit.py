@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload.capacity.device import AbsentDevice
     from offload.control.profile_listener import RecordedStep
     from offload.plan.rescale import SizedStep
-    from offload.plan.trace import Trace
+    from offload.plan.trace import Link, Trace
 
 __all__ = ["HELP", "add_parser", "run"]
 
@@ -61,6 +61,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="estimate for a GPU that is not here: memory, link in each direction, speed in matrix products",
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_argument("--plot", type=Path, metavar="fit.html", help="write a page: what less memory costs, the plan")
     return parser
 
 
@@ -104,7 +105,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         notes.append(
             "The memory of the optimizer's own step is not counted: none stepped, or it could not be recorded."
         )
-    fit = _answer(args.script, with_optimizer(step, watch.peak_bytes), memory, device, notes)
+    fit, trace, link = _answer(args.script, with_optimizer(step, watch.peak_bytes), memory, device, notes)
+    if args.plot is not None:
+        from offload.capacity.page import render
+
+        try:
+            args.plot.write_text(render(fit, trace, link), encoding="utf-8")
+        except OSError as error:
+            return _refuse(str(error))
     if args.json:
         print(json.dumps(fit.to_dict()))
     else:
@@ -121,7 +129,7 @@ def _trial_bytes(step: RecordedStep) -> int | None:
 
 def _answer(
     script: str, step: RecordedStep, memory: int | None, device: AbsentDevice | None, more: Sequence[str]
-) -> Fit:
+) -> tuple[Fit, Trace, Link]:
     from offload.capacity.answer import answer, on_device
     from offload.capacity.device import matmul_flops
     from offload.plan.rescale import in_proportion
@@ -147,7 +155,7 @@ def _answer(
             "optimizer state as they are."
         )
     limit_bytes = memory or (device.memory_bytes if device is not None else step.device_bytes)
-    return answer(Path(script).name, sized, link, limit_bytes, step.fixed_bytes, notes)
+    return answer(Path(script).name, sized, link, limit_bytes, step.fixed_bytes, notes), trace, link
 
 
 def _refuse(problem: str) -> int:

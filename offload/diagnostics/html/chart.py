@@ -9,13 +9,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
 
 from offload.units import format_bytes
 
-__all__ = ["COLORS", "STEP_KINDS", "TENSOR_KINDS", "Box", "Kind", "Part", "Series", "Tensor", "bar_chart", "chart"]
+__all__ = [
+    "COLORS",
+    "STEP_KINDS",
+    "TENSOR_KINDS",
+    "Box",
+    "Kind",
+    "Part",
+    "Series",
+    "Tensor",
+    "bar_chart",
+    "chart",
+    "cost_chart",
+]
 
 COLORS = ("red", "orange", "amber", "green", "blue", "violet", "pink", "slate", "gray", "pale")
 
@@ -143,7 +155,7 @@ def chart(
     str
         HTML: the data, which the scripts of the page draw, and the legend.
     """
-    data = _Data("seconds", seconds, origin)
+    data = _Data("seconds", seconds, f"from {origin}")
     data.add_lanes(lanes or {})
     data.spec["tensors"] = [data.tensor(each) for each in tensors]
     data.spec["curves"] = [data.curve(each) for each in series]
@@ -186,16 +198,46 @@ def bar_chart(label: str, parts: Sequence[Part]) -> str:
     return _figure(label, data, _legend(keys, tall=True))
 
 
+def cost_chart(label: str, series: Sequence[Series], *, limit_bytes: int) -> str:
+    """Return a chart of what memory costs: seconds of a step by bytes.
+
+    Parameters
+    ----------
+    label : str
+        Description for screen readers.
+    series : sequence of Series
+        Curves of points (bytes, seconds), from the fewest bytes; each value holds until the next point.
+    limit_bytes : int
+        Where to draw a vertical line.
+
+    Returns
+    -------
+    str
+        HTML: the data, which the scripts of the page draw, and the legend.
+    """
+    end = 1.05 * max((at for each in series for at, _ in each.points), default=0)
+    is_near = limit_bytes <= end
+    data = _Data("bytes", end, "memory")
+    longer = [replace(each, points=[*each.points, (end, each.points[-1][1])]) for each in series if each.points]
+    data.spec |= {"up": "seconds", "from_zero": False, "mark": limit_bytes if is_near else None}
+    data.spec["curves"] = [data.curve(each) for each in longer]
+    words = f"limit {format_bytes(limit_bytes)}{'' if is_near else ', right of this picture'}"
+    return _figure(
+        label, data, _legend([*((f"thin {each.color}", each.name) for each in series), ("dashed red", words)])
+    )
+
+
 class _Data:
     """What the scripts read: rows of numbers; names and kinds are numbers too, which index `names` and `kinds`."""
 
-    def __init__(self, unit: str, end: float, origin: str) -> None:
+    def __init__(self, unit: str, end: float, title: str) -> None:
         self._end = end
-        self._digits = 7 - math.floor(math.log10(end)) if end > 0 else 0
+        self._digits = max(7 - math.floor(math.log10(end)), 0) if end > 0 else 0
         self._names: dict[str, int] = {}
         self._kinds: dict[Kind, int] = {}
-        self.spec: dict[str, object] = {"unit": unit, "end": end, "origin": origin, "lanes": [], "tensors": []}
-        self.spec |= {"curves": [], "rest": None, "limit": None, "from_zero": True}
+        self.spec: dict[str, object] = {"unit": unit, "up": "bytes", "end": end, "title": title}
+        self.spec |= {"lanes": [], "tensors": [], "curves": [], "rest": None, "from_zero": True}
+        self.spec |= {"limit": None, "mark": None}  # where lines are drawn: across at a height, and upright
 
     def add_lanes(self, lanes: Mapping[str, Sequence[Box]]) -> None:
         self.spec["lanes"] = [(name, list(map(self._box, self._visible(boxes)))) for name, boxes in lanes.items()]

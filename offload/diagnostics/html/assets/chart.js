@@ -59,7 +59,7 @@ class Chart {
     this.plots = plots;
     this.view = { x: this.whole, y: this.fullHeight(this.whole) };
     const lane = this.data.unit === "bytes" ? BAR : LANE;
-    const below = this.hasMemory() ? 16 : this.data.origin ? 74 : 48; // the axis, and the distance above
+    const below = this.hasMemory() ? 16 : this.data.title ? 74 : 48; // the axis, and the distance above
     if (this.data.lanes.length) this.panels.push(this.panel("lanes", this.data.lanes.length * lane + below));
     if (this.hasMemory()) this.panels.push(this.panel("memory", MEMORY));
     this.fit();
@@ -81,7 +81,7 @@ class Chart {
   /** The range of bytes that a view needs. */
   fullHeight([from, to]) {
     const { curves, rest, limit, from_zero } = this.data;
-    let lowest = from_zero ? 0 : Infinity;
+    let lowest = Infinity;
     let highest = 0;
     for (const each of rest ? [...curves, rest] : curves) {
       const last = lastUpTo(each.x.length, to, (i) => each.x[i]);
@@ -95,8 +95,10 @@ class Chart {
       highest = Math.max(highest, all[i]);
     }
     if (limit !== null && limit <= 2 * highest) highest = Math.max(highest, limit);
-    lowest = Math.min(lowest, from_zero ? 0 : 0.9 * highest); // a curve that hardly changes must not look otherwise
-    return [lowest, highest + 0.05 * (highest - lowest) || 1];
+    if (from_zero) return [0, 1.05 * highest || 1];
+    lowest = Math.min(lowest, 0.9 * highest); // a curve that hardly changes must not look otherwise
+    const margin = 0.05 * (highest - lowest);
+    return [Math.max(lowest - margin, 0), highest + margin || 1];
   }
 
   /** Shows a range of the axis, and of bytes where `y` is given. */
@@ -138,19 +140,19 @@ class Chart {
   // -- drawing ---------------------------------------------------------------------------------------------------
 
   panel(kind, height) {
-    const { lanes, curves, origin, unit } = this.data;
+    const { lanes, curves, title, unit, up: upright } = this.data;
     const isMemory = kind === "memory";
     const panel = { kind };
     const axis = { stroke: () => color("faint"), font: "12px system-ui", ticks: { show: false } };
     const grid = { stroke: () => color("line"), width: 1 };
     const rows = lanes.map((_, lane) => lanes.length - lane - 0.5);
     const up = isMemory
-      ? { values: (_, splits) => ticks("bytes", splits), incrs: BINARY, grid }
+      ? { values: (_, splits) => ticks(upright, splits), grid, ...(upright === "bytes" ? { incrs: BINARY } : {}) }
       : { splits: () => rows, values: () => lanes.map((lane) => lane[0]), grid: { show: false } };
     const across = { values: (_, splits) => ticks(unit, splits), grid, size: 30, gap: 6, space: 90 };
     if (unit === "bytes") across.incrs = BINARY;
     if (!isMemory && this.hasMemory()) Object.assign(across, { values: (_, splits) => splits.map(() => ""), size: 6 });
-    else if (origin) Object.assign(across, { label: `from ${origin}`, labelSize: 22, labelFont: axis.font });
+    else if (title) Object.assign(across, { label: title, labelSize: 22, labelFont: axis.font });
     const options = {
       width: 800,
       height,
@@ -275,9 +277,9 @@ class Chart {
     pen.fill();
   }
 
-  /** The limit, and a dot at each curve's peak. */
+  /** The limits, and a dot at each curve's peak. */
   marks(plot) {
-    const { curves, limit } = this.data;
+    const { curves, limit, mark } = this.data;
     const pen = plot.ctx;
     const { left, top, width, height } = plot.bbox;
     const ratio = RATIO();
@@ -285,16 +287,21 @@ class Chart {
     pen.beginPath();
     pen.rect(left, top - 5 * ratio, width, height + 5 * ratio);
     pen.clip();
+    pen.strokeStyle = color("red");
+    pen.lineWidth = 1.5 * ratio;
+    pen.setLineDash([6 * ratio, 4 * ratio]);
+    pen.beginPath();
     if (limit !== null && limit <= this.view.y[1]) {
       const y = plot.valToPos(limit, "y", true);
-      pen.strokeStyle = color("red");
-      pen.lineWidth = 1.5 * ratio;
-      pen.setLineDash([6 * ratio, 4 * ratio]);
-      pen.beginPath();
       pen.moveTo(left, y);
       pen.lineTo(left + width, y);
-      pen.stroke();
     }
+    if (mark !== null) {
+      const x = plot.valToPos(mark, "x", true);
+      pen.moveTo(x, top);
+      pen.lineTo(x, top + height);
+    }
+    pen.stroke();
     pen.setLineDash([]);
     for (const curve of curves.filter((each) => each.x.length)) {
       const peak = curve.y.reduce((best, value, i) => (value > curve.y[best] ? i : best), 0);

@@ -157,7 +157,8 @@ Object.assign(Chart.prototype, {
     const { tensors, kinds, names, rest, curves } = this.data;
     const found = this.stack.find(x, y);
     const over = curves.map((curve) => [curve.name, valueAt(curve, x)]).filter((each) => each[1] !== null);
-    const lines = over.map(([name, value]) => `${name}: ${bytesInWords(value)}`);
+    const inWords = this.data.up === "bytes" ? bytesInWords : secondsInWords;
+    const lines = over.map(([name, value]) => `${name}: ${inWords(value)}`);
     const at = `at ${this.words(x)}`;
     if (found?.segment) {
       const [kind, name, bytes, id, ...times] = tensors[found.segment[0]];
