@@ -1,12 +1,14 @@
-"""Writes docs/quickstart.ipynb, which says in cells what docs/quickstart.md says on a page.
+"""Writes docs/quickstart.ipynb, which says in cells what docs/quickstart.md says on a page, with the cells' outputs.
 
 python docs/notebook.py
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
+from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 CELLS = [
@@ -17,7 +19,17 @@ CELLS = [
 A model whose saved tensors do not fit in memory trains as before, with one line more. This notebook runs on a machine
 without a GPU too; with one, change nothing.
 
-Install it first, in a cell of its own, in a checkout: `%pip install ".[cli]"`.""",
+The first cell installs the project where it is missing. `ADDRESS` says from where: a folder with a checkout, or `git+`
+and the address of its repository.""",
+    ),
+    (
+        "code",
+        """ADDRESS = ".."
+
+try:
+    import offload
+except ImportError:
+    %pip install -q tqdm rich {ADDRESS}""",
     ),
     (
         "code",
@@ -108,8 +120,15 @@ def notebook() -> nbformat.NotebookNode:
 
 
 def main() -> int:
-    """Write it beside this file."""
-    nbformat.write(notebook(), Path(__file__).with_name("quickstart.ipynb"))
+    """Run it in a folder of its own, and write it beside this file."""
+    made = notebook()
+    with tempfile.TemporaryDirectory() as folder:
+        NotebookClient(made, timeout=300, resources={"metadata": {"path": folder}}).execute()
+    for cell in made.cells:
+        cell.metadata.pop("execution", None)  # when it ran
+        if "outputs" in cell:  # a warning of tqdm's names folders of this machine
+            cell.outputs = [each for each in cell.outputs if "IProgress" not in str(each.get("text", ""))]
+    nbformat.write(made, Path(__file__).with_name("quickstart.ipynb"))
     return 0
 
 

@@ -29,7 +29,7 @@ class AbsentDevice:
     bandwidth
         Of its link to pinned host memory in each direction, in bytes per second.
     flops
-        Floating-point operations per second that it reaches in matrix products of the model's type.
+        Floating-point operations per second that it reaches in matrix products in float32.
     """
 
     memory_bytes: int
