@@ -138,7 +138,7 @@ class Frontier:
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
         """Whether other programs disturbed the measurement of the present plan.
 
-        If so, its reference steps took longer than earlier ones, or its own steps differ from each other by more than
+        If so, its reference steps took longer than others, or its own steps differ from each other by more than
         copies can explain.
         """
         compute = self.compute_seconds
@@ -293,7 +293,7 @@ def _lower_quartile(seconds: Sequence[float]) -> float:
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float | None]:
-    """Seconds a and b of the line a + b × bytes through (bytes, seconds), both at least 0; no b without a point."""
+    """Seconds a, b of the line a + b × bytes through (bytes, seconds), both at least 0; 0 and None without points."""
     if not points:
         return 0.0, None
     middle = sum(size for size, _ in points) / len(points), sum(seconds for _, seconds in points) / len(points)

@@ -137,7 +137,7 @@ class Window:
 
 
 class Templates:
-    """The templates of a schedule, by the pack that opens the window. Steps in other threads may use it as well."""
+    """The templates of a schedule, by the pack that opens the window. Steps in other threads may use them too."""
 
     def __init__(self) -> None:
         self._made: dict[int, Template] = {}
