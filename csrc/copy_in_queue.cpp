@@ -165,7 +165,7 @@ void CopyInQueue::fill() {
     const std::exception_ptr failure = std::current_exception();
     if (lock.owns_lock()) lock.unlock();
     // Earlier slices may still write to the target, which its owner may free once it learns of the failure.
-    OFFLOAD_EDGE("failure is told after the slices before it", parts_.settle(parts_.in_stream));
+    OFFLOAD_EDGE("failure is reported after earlier slices have ended", parts_.settle(parts_.in_stream));
     lock.lock();
     slot->failure = failure;
     slot->issued_bytes = 0;

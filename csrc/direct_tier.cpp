@@ -158,7 +158,7 @@ void DirectStore::write_small(const Refs& slots) {
 void DirectStore::end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure,
                           double begin_seconds) {
   const bool is_released = slot.state == State::released;
-  if (failure != nullptr && !OFFLOAD_BROKEN("a write that failed is told")) {
+  if (failure != nullptr && !OFFLOAD_BROKEN("a write that failed is reported")) {
     OFFLOAD_EDGE("a failed write gives its extent back", file_.release(extent));
     slot.failure = failure;
     ++stats_.failed;

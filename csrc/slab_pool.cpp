@@ -35,11 +35,11 @@ void populate(char* data, size_t bytes) {
 
 char* map_pages(size_t bytes, int node) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (address == MAP_FAILED && OFFLOAD_BROKEN("memory that is not there is told as such"))
+  if (address == MAP_FAILED && OFFLOAD_BROKEN("a failed allocation raises an out-of-memory error"))
     throw std::logic_error("no memory");
   if (address == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(address);
-  if (OFFLOAD_BROKEN("the host's tier locks no memory") && mlock(data, bytes) != 0) throw std::bad_alloc();
+  if (OFFLOAD_BROKEN("slabs are not locked with mlock") && mlock(data, bytes) != 0) throw std::bad_alloc();
   prefer_numa_node(data, bytes, node);
   ask_for_huge_pages(data, bytes);
   const size_t parts = std::clamp<size_t>(std::thread::hardware_concurrency(), 1, kPopulatorsMax);

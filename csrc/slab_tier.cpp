@@ -124,7 +124,7 @@ void SlabStore::swap_in(const SlotRef& base, Stream compute) {
   require_swapped_in(*slot);
   const EventRef in_event = slot->in_event;
   lock.unlock();
-  if (OFFLOAD_BROKEN("a read that failed is told") && in_event == nullptr)
+  if (OFFLOAD_BROKEN("a read that failed is reported") && in_event == nullptr)
     return;  // only in a test that leaves this guard out: it then sees wrong bytes instead of a crash
   OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }

@@ -43,7 +43,7 @@ SpillFile::SpillFile(const std::string& directory) : path_(directory) {
 SpillFile::~SpillFile() { close(descriptor_); }
 
 void SpillFile::fail(int error_number, uint64_t offset, const char* what) const {
-  const int64_t at = OFFLOAD_BROKEN("a failure tells where") ? -1 : static_cast<int64_t>(offset);
+  const int64_t at = OFFLOAD_BROKEN("an error names the offset in the spill file") ? -1 : static_cast<int64_t>(offset);
   throw SpillError(error_number, path_, at, what);
 }
 
@@ -101,7 +101,7 @@ void SpillFile::grow(uint64_t bytes) {
       if (error_number == EINTR && OFFLOAD_BROKEN("an interrupted allocation is repeated"))
         fail(error_number, stats_.file_bytes, "cannot allocate space for the spill file");
     }
-    if (error_number == 0 || OFFLOAD_BROKEN("an allocation that failed is told")) {
+    if (error_number == 0 || OFFLOAD_BROKEN("an allocation that failed is reported")) {
       free_.grow(stats_.file_bytes, growth);
       stats_.file_bytes += growth;
       return;
@@ -233,7 +233,7 @@ void SpillFile::finish(FileIo& io, const FileTransfer& whole, int64_t result) {
     const bool was_interrupted = result == -EINTR && !OFFLOAD_BROKEN("an interrupted transfer is repeated");
     if (result < 0 && !was_interrupted && result != -EAGAIN)
       fail(static_cast<int>(-result), whole.offset + done, writing ? "spill write failed" : "spill read failed");
-    if (attempted && result == 0 && OFFLOAD_BROKEN("a read that ends early is told")) return;
+    if (attempted && result == 0 && OFFLOAD_BROKEN("a read that ends early is reported")) return;
     if (attempted && result == 0)
       fail(EIO, whole.offset + done, writing ? "spill write wrote nothing" : "spill file ends early");
     if (result > 0 && (done + static_cast<size_t>(result) >= whole.bytes || OFFLOAD_BROKEN("short write is continued")))

@@ -100,7 +100,7 @@ bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   } catch (...) {
     OFFLOAD_EDGE("a failed write gives its extent back", parts_.file->release(extent));
     extent = {};
-    written = OFFLOAD_BROKEN("a write that failed is told");
+    written = OFFLOAD_BROKEN("a write that failed is reported");
   }
   lock.lock();
   slot.extent = extent;

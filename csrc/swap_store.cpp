@@ -78,11 +78,11 @@ void SwapStore::require_prefetchable(const Slot& slot) {
 void SwapStore::set_target(Slot& slot, void* target, std::shared_ptr<void>& owner) {
   slot.target = target;
   OFFLOAD_EDGE("copy-in holds its target's owner", slot.target_owner.swap(owner));
-  OFFLOAD_EDGE("a second attempt forgets the first", slot.failure = nullptr);
+  OFFLOAD_EDGE("a second copy-in clears the failure of the first", slot.failure = nullptr);
 }
 
 void SwapStore::require_swapped_in(const Slot& slot) {
-  if (OFFLOAD_BROKEN("a read that failed is told")) return;
+  if (OFFLOAD_BROKEN("a read that failed is reported")) return;
   if (slot.failure != nullptr) std::rethrow_exception(slot.failure);
   if (slot.state != State::ready)
     throw std::logic_error(std::string("swap_in before prefetch: the ticket is ") + state_name(slot.state));
@@ -171,7 +171,7 @@ bool Ticket::in_done() {
   std::lock_guard lock(store_->mutex_);
   const State now = state();
   // Part of the copy-in is not issued yet, so it has no event.
-  if (!OFFLOAD_BROKEN("in_done counts every slice") && (now == State::filling || now == State::copying_in))
+  if (!OFFLOAD_BROKEN("copy-in ends with its last slice") && (now == State::filling || now == State::copying_in))
     return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());
 }
@@ -198,7 +198,7 @@ Ticket& Ticket::operator=(Ticket&& other) noexcept {
 void Ticket::release() noexcept {
   if (slot_ == nullptr) return;
   // A forked child has no lanes, and its copy of the mutex may stay locked forever: it leaks the slot.
-  if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child leaks its tickets")) {
+  if (store_->lanes_->in_forked_child() && !OFFLOAD_BROKEN("a forked child does not free its tickets")) {
     const Leaked<SlotRef> slot{slot_};
     const Leaked<std::shared_ptr<SwapStore>> store{store_};
   } else {

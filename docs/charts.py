@@ -50,7 +50,7 @@ def demo_steps() -> dict[str, Any]:
 
 
 def measured_ways() -> dict[str, dict[str, tuple[float, float]]]:
-    """Return memory and step time over plain, by way and network."""
+    """Return memory and step time relative to plain training, by way and network."""
     rows = json.loads((RESULTS / "frontier-cpu.json").read_text(encoding="utf-8"))["rows"]
     found: dict[str, dict[str, tuple[float, float]]] = {words: {} for words in WAYS.values()}
     for row in rows:
@@ -105,9 +105,10 @@ def demo_caption() -> str:
     busy = ", while other programs ran" if is_busy(memory["machine"]) else ""
     return (
         f"*The model of `offload demo`, a GPT with {size}, with default settings; tensors are swapped to disk. "
-        "Numbers: the peak of all tensors, with those of model and optimizer, and the time of forward and backward, in "
-        f"steps that alternate with steps without offload ({where(steps['machine'])}). Picture: memory without that of "
-        f"model and optimizer{busy} ({where(memory['machine'])}).*"
+        "The numbers: memory is the peak of all tensors, model and optimizer included; time is that of forward and "
+        "backward. Steps with and without offload alternated "
+        f"({where(steps['machine'])}). The picture leaves out the memory of model and optimizer{busy} "
+        f"({where(memory['machine'])}).*"
     )
 
 
@@ -127,7 +128,7 @@ def demo_sentence() -> str:
 
 def ways_table() -> str:
     """Return the range of every way over the five networks."""
-    lines = ["| way | memory over plain | step time over plain | networks |", "|---|---|---|---|"]
+    lines = ["| way | memory, relative to plain | step time, relative to plain | networks |", "|---|---|---|---|"]
     for words, points in measured_ways().items():
         memory, step = zip(*points.values(), strict=True)
         name = f"**{words}**" if words.startswith("offload") else words
@@ -180,9 +181,9 @@ def draw_ways(colors: Mapping[str, str]) -> Any:
             label.set_fontweight("bold" if label.get_text().startswith("offload") else "normal")
     both[0].invert_yaxis()
     both[0].set_xlim(0, 1.15)
-    both[0].set_xlabel("memory over plain (less is better)")
+    both[0].set_xlabel("memory, relative to plain (less is better)")
     both[1].set_xlim(0.9, 2.55)
-    both[1].set_xlabel("step time over plain (less is better)")
+    both[1].set_xlabel("step time, relative to plain (less is better)")
     marks = [both[0].scatter([], [], color=colors["faint"], marker=marker, s=34, linewidth=0) for marker in MARKERS]
     figure.legend(marks, NETWORKS.values(), loc="outside upper center", ncols=5, fontsize=9, frameon=False,
                   labelcolor=colors["ink"], handletextpad=0.3)  # fmt: skip

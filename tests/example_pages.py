@@ -93,7 +93,7 @@ def demo_result(name: str, share: float) -> dict[str, Any]:
 def demo() -> str:
     """The page of `offload demo`."""
     results = [demo_result("plain", 1.0), demo_result("offloaded", 0.3)]
-    rows = [("peak resident set over the model", ["800 MiB", "240 MiB  0.30×"])]
+    rows = [("peak growth of the resident set", ["800 MiB", "240 MiB  0.30×"])]
     return demo_page.render(rows, results, equal=True, notes=["an example"])
 
 

@@ -172,10 +172,10 @@ CLAIMS = (
     (
         "No copy reads or overwrites memory at the wrong time",
         "Random programs save, prefetch, use and free tensors, and a random scheduler decides which copy runs next. "
-        "One in ten also runs with threads and random delays. Every byte is compared. The log of each run with device "
-        "memory is given to PyTorch's own CUDA sanitizer, which reports two accesses to the same memory if no "
-        "event orders them. A multi-threaded stress program runs under the thread, address and undefined-behaviour "
-        "sanitizers.",
+        "One in ten also runs with threads and random delays. Every byte is compared. For each run on the simulated "
+        "accelerator, the log of its operations is given to PyTorch's own CUDA sanitizer, which reports two accesses "
+        "to the same memory if no event orders them. A multi-threaded stress program runs under the thread, address "
+        "and undefined-behaviour sanitizers.",
         (
             ("random programs", "seeds: seeds"),
             ("runs of these programs: with pinned memory, with pinned memory and disk, with disk only", "seeds: walks"),
@@ -192,11 +192,13 @@ CLAIMS = (
             ("faults injected into autograd's test cases and the store", "faults injected"),
             ("faults injected into the random programs", "seeds: faults"),
             (
-                "runs into real limits of the system: a full disk, file size, address space, locked memory",
+                "tests in which a process reaches a real limit of the system: a full disk, file size, address space, "
+                "locked memory",
                 "real limits met",
             ),
             (
-                "tensors swapped by eight threads that share pinned memory for one tensor, without a deadlock",
+                "tensors that eight threads swapped without a deadlock while the pinned memory had room for only one "
+                "tensor",
                 "blocks through a memory of one",
             ),
         ),
@@ -229,7 +231,8 @@ CLAIMS = (
 )
 RERUN = """## Run it again
 
-`python tests/reliability.py` runs everything in the size of a CI run, with `--long` in full, and writes this page.
+`python tests/reliability.py` runs all parts in the short form that CI uses, or in full with `--long`, and writes this
+page.
 """
 
 
@@ -261,7 +264,9 @@ def page(parts: dict[str, dict]) -> str:
     if not mutants:
         return "\n".join([*lines, NOT_RUN.capitalize() + ".", ""])
     lines += [
-        "Each row names a guard and the tests that failed without it. The terms are explained in `DESIGN.md`.",
+        "Each row names a guard and the tests that failed without it. *Bounce*: the buffer between file and device. "
+        "*Slot*: the store's record of one swapped block. *Extent*: a range of bytes in the spill file. *Slice*: a "
+        "part of a block, copied at a time. `DESIGN.md` explains the other terms.",
         "",
         "| guard | noticed by |",
         "|---|---|",

@@ -162,7 +162,7 @@ def test_the_table_compares_with_the_first() -> None:
     out = io.StringIO()
     demo.show(demo.table_rows(results), results, out)
     table = out.getvalue()
-    assert re.search(r"peak resident set over the model +800 MiB +200 MiB  0\.25×", table)
+    assert re.search(r"peak growth of the resident set +800 MiB +200 MiB  0\.25×", table)
     assert re.search(r"median step +2\.00 s +2\.20 s  1\.10×", table)
     assert re.search(r"as float\.hex +0x1\.a000000000000p\+1 ", table)
     assert "NO" in dict(demo.table_rows([result(), result(gradients="")]))["  equal to the last bit"]

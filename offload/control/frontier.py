@@ -1,8 +1,10 @@
-"""Keeps `max_slowdown` by measurement: what steps take without copies under way, and which plans kept the promise.
+"""Keeps `max_slowdown` (the *promise*) by measurement.
 
-While a reference step copies, it waits, so that no copy slows its computation (`plan/serial.py`). Its nodes are what
-the step takes without swapping, on this machine and at this time. What steps of the plan take more is due to swapping;
-the next plan counts with it.
+`Frontier` stores how long steps take while no copy runs, and which plans kept the promise.
+
+While a reference step copies, it waits, so that no copy slows its computation (`plan/serial.py`). The durations of its
+nodes show how long the step takes without swapping, on this machine and at this time. The additional time of the plan's
+steps is due to swapping, and the next plan includes it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class TriedPlan:
     slowdown
         Relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
-        What the step took beyond computation, recomputation, waits and hooks: its copies slowed the computation.
+        Seconds of the step beyond the computation of reference steps and the recomputation, waits and hooks that the
+        plan predicts. By so much the copies slowed the computation.
     """
 
     plan: Plan
@@ -45,14 +48,17 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step took, in seconds by the clock, and without the time in which other programs had the processor.
+    """The duration of a step in seconds, twice: elapsed time, and that without the share of other programs.
 
     Attributes
     ----------
     step, computed
-        The step, and its nodes.
-    own_step, own_computed
-        CPU time of the thread that ran it, with the share of waits that computing would have had; and without hooks.
+        Elapsed seconds of the whole step, and of all its nodes together.
+    own_step
+        CPU time of the thread, and its waits times the share of the processor that the thread had while it computed.
+        Equal to `step` if the CPU time is unknown.
+    own_computed
+        CPU time of the thread without that of hooks. Equal to `computed` if the CPU time is unknown.
     """
 
     step: float
@@ -62,7 +68,7 @@ class StepCost:
 
     @classmethod
     def of(cls, measured: Measured) -> StepCost:
-        """That of a measured step."""
+        """The cost of a measured step."""
         computed, own = sum(measured.node_seconds), measured.thread_seconds
         if own is None:
             return cls(measured.step_seconds, computed, measured.step_seconds, computed)
@@ -74,28 +80,29 @@ class StepCost:
 
 @dataclass
 class Frontier:
-    """Reference steps of a signature, and what its plans turned out to cost.
+    """Reference steps of a signature, and the measured slowdown of its plans.
 
     Attributes
     ----------
     limits
         How many measurements are kept and needed.
     references
-        Seconds of each node of the last reference steps, and what those took.
+        For each of the last reference steps: the seconds of its nodes, and its cost.
     begun
-        Reference steps begun since the present plan.
+        Number of reference steps begun since the present plan was made.
     repeats
         How often the steps of the present plan have been measured again.
     tried
         Plans that have been judged, in that order.
     recompute_byte_seconds
-        By how much each recomputed byte slows the computation, in seconds: operators are recorded for it.
+        Seconds by which each recomputed byte slows the computation: operators have to be recorded for it.
     fixed_seconds
-        By how much steps of any plan that moves something are slower, however little it moves.
+        Seconds by which steps of every plan that swaps or recomputes are slower, however few bytes it moves.
     is_settled
         Whether the search is over: the present plan stays.
     looks
-        Once settled: the slowdown of the steps around each of the last reference steps.
+        After the search: for each of the last reference steps, the slowdown of the latest measured steps of the plan,
+        relative to it (a *look*).
     """
 
     limits: Limits
@@ -114,24 +121,25 @@ class Frontier:
 
     @property
     def compute_seconds(self) -> float | None:
-        """What the step takes without swapping; None before there are enough reference steps."""
+        """Seconds of the step without swapping; None before there are enough reference steps."""
         computed = [self._computed(cost) for _, cost in self.references]
         return _lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
 
     @property
     def is_shared(self) -> bool:
-        """Whether other programs had the processor in reference steps: then CPU time is compared, not the clock's.
+        """Whether other programs used the processor in reference steps: then CPU times are compared, not elapsed ones.
 
-        A thread that has waited for a copy gets the processor at once, one that only computes has to share it. By the
-        clock, reference steps beside other programs would compute faster than steps without swapping.
+        A thread that has waited for a copy gets the processor at once, one that only computes has to share it. So,
+        beside other programs, elapsed time would make reference steps seem faster than steps without swapping.
         """
         shares = [cost.computed / cost.own_computed for _, cost in self.references if cost.own_computed > 0]
         return bool(shares) and median(shares) > 1 + self.limits.sharing
 
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
-        """Whether a neighbour was busy while the present plan was measured.
+        """Whether other programs disturbed the measurement of the present plan.
 
-        Then its reference steps took longer than others, or its own steps differ more than copies make them.
+        If so, its reference steps took longer than others, or its own steps differ from each other by more than
+        copies can explain.
         """
         compute = self.compute_seconds
         if compute is None or not self.begun or not steps:
@@ -148,32 +156,32 @@ class Frontier:
         return cost.own_step if self.is_shared else cost.step
 
     def node_seconds(self) -> list[float]:
-        """What each node takes."""
+        """Seconds of each node without swapping."""
         computed = [self._computed(cost) for _, cost in self.references]
         allowed = max(self._undisturbed(computed))
         rows = [nodes for (nodes, _), seconds in zip(self.references, computed, strict=True) if seconds <= allowed]
         return [_lower_quartile(column) for column in zip(*rows, strict=True)]
 
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
-        """Take in a reference step, and once settled compare the last steps of the plan with it."""
+        """Store a reference step; after the search, also compare the last `steps` of the plan with it."""
         cost = StepCost.of(measured)
         self.references.append((tuple(measured.node_seconds), cost))
         if self.is_settled and steps:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Whether a settled plan does not keep the promise any more: not at any of the last looks."""
+        """Whether a settled plan was too slow in all of the last looks, by more than noise explains."""
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
 
     def start_again(self) -> None:
-        """Search anew: what was tried is no longer true."""
+        """Search anew, with new reference steps: the old measurements are no longer true."""
         self.search_again()
         self.references.clear()
 
     def search_again(self) -> None:
-        """Forget the plans that were tried: they keep the memory limit no more."""
+        """Forget the plans that were tried, because they no longer keep the memory limit."""
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()
@@ -181,30 +189,37 @@ class Frontier:
     def is_due(self, plan_steps: int) -> bool:
         """Whether the step that begins is to be a reference step, after `plan_steps` steps of the present plan.
 
-        They alternate with steps of the plan, so that what slows one of both slows the other too. The plan's comes
-        first: the search for a plan delays it already.
+        They alternate with steps of the plan, so that other programs slow both kinds alike. A step of the plan comes
+        first: the search for the plan has delayed it already, and a reference step takes longer still.
         """
         is_known = self.begun > 0 and self.compute_seconds is not None
         return not is_known and self.begun < plan_steps
 
     def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
-        """Those that are not much longer than the shortest: during the others a neighbour was busy."""
+        """Those that are not much longer than the shortest: other programs disturbed the rest."""
         return [each for each in seconds if each <= self.limits.uneven * min(seconds)]
 
     def _are_enough(self, seconds: Sequence[float]) -> bool:
-        """Whether so many measurements tell a duration: more are needed where they differ much."""
+        """Whether there are enough measurements to determine a duration; if they differ much, more are needed."""
         if len(seconds) < self.limits.measurements_before_judging:
             return False
         is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
         return not is_noisy or len(seconds) >= self.limits.measurements
 
     def learn(self, link: Link) -> Link:
-        """The link with what each swapped byte slows the computation by, as the tried plans show; `fixed_seconds` too.
+        """Estimate from the tried plans by how much each moved byte slows the computation.
+
+        Sets `fixed_seconds` and, if the last plan recomputes, `recompute_byte_seconds`.
 
         Parameters
         ----------
         link
-            Its `byte_seconds` is kept while no plan has swapped.
+            The link, with its present `byte_seconds`.
+
+        Returns
+        -------
+        Link
+            The link with the estimate as `byte_seconds`; unchanged while no plan has swapped.
         """
         points = [(each.moved_bytes, max(0.0, each.unexplained_seconds)) for each in self.tried]
         self.fixed_seconds, byte_seconds = _fitted([point for point in points if point[0]])
@@ -215,9 +230,10 @@ class Frontier:
         return replace(link, byte_seconds=byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_slowdown(self, max_slowdown: float) -> float:
-        """What the next plan is made for: at first what is promised, then less, so that noise does not break it.
+        """The slowdown that the next plan may have by prediction.
 
-        Where plan after plan was too slow, or left time, what it is made for is halved or doubled each time.
+        At first `max_slowdown`, later less, so that noise does not break the promise. If several plans in a row were
+        too slow, it is halved for each after the first; if several were faster than needed, it is doubled.
         """
         if not self.tried or self.compute_seconds is None:
             return max_slowdown
@@ -227,7 +243,7 @@ class Frontier:
         return max(0.0, wanted) * (0.5 if broken[-1] else 2.0) ** alike
 
     def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
-        """The slowdown of the plan's measured steps, which is kept; None where it is not known yet."""
+        """The slowdown of the plan's measured steps, which is also stored in `tried`; None if it is not known yet."""
         compute, seconds = self.compute_seconds, [self._step(cost) for cost in steps]
         if compute is None or not self._are_enough(seconds):
             return None
@@ -238,7 +254,9 @@ class Frontier:
         return self.tried[-1].slowdown
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
-        """Why another plan may keep the promise better than the one judged last; None where it may stay.
+        """Why to replace the plan judged last; None if it may stay.
+
+        It was too slow, or so fast that another plan could save more memory.
 
         Parameters
         ----------
@@ -260,22 +278,22 @@ class Frontier:
         return None
 
     def slowdown_of(self, plan: Plan) -> float | None:
-        """What the steps of a plan took more, where that was judged."""
+        """The slowdown of a plan; None if it has not been judged."""
         return next((each.slowdown for each in self.tried if each.plan is plan), None)
 
     def best(self, max_slowdown: float) -> Plan | None:
-        """The plan of least memory among those that kept the promise; None where none did."""
+        """The plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """What reference steps take: other programs only make them longer, above all after a wait."""
+    """Estimate what undisturbed reference steps take: a low value, because other programs only make steps longer."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float | None]:
-    """Seconds a and b of the line a + b × bytes through (bytes, seconds), both at least 0; no b without a point."""
+    """Seconds a, b of the line a + b × bytes through (bytes, seconds), both at least 0; 0 and None without points."""
     if not points:
         return 0.0, None
     middle = sum(size for size, _ in points) / len(points), sum(seconds for _, seconds in points) / len(points)

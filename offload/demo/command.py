@@ -129,7 +129,7 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
     def agreed(key: str) -> list[str]:
         return ["–", *("yes" if _agrees(key, first, other) else "NO" for other in results[1:])]
 
-    memory = "peak memory (GPU allocator)" if first["gpu"] else "peak resident set over the model"
+    memory = "peak memory (GPU allocator)" if first["gpu"] else "peak growth of the resident set"
     return [
         ("loss of the last step", [f"{result['losses'][-1]:.6f}" for result in results]),
         ("  as float.hex", [result["losses"][-1].hex() for result in results]),

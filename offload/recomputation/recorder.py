@@ -1,4 +1,4 @@
-"""Takes down operators while it is on: which version of which storage each of them read and made.
+"""A dispatch mode that records operators while it is on: which version of which storage each has read and made.
 
 Every operator of a window passes through here.
 """
@@ -30,23 +30,23 @@ _NO_SOURCE = Reference(Value(0, -1), torch.empty(0))
 
 
 class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
-    """What the operators of one forward pass made, while it is on.
+    """Records what operators of one forward pass make, while the recorder is on.
 
     Parameters
     ----------
     small_nbytes
-        Tensors below are copied where a recipe reads them and nothing else has them in backward.
+        Tensors with fewer bytes are copied if a recipe reads them and nothing else keeps them until backward.
     is_state
         Whether a storage, given by identity, is of a parameter or a buffer that stays as it is until backward.
 
     Attributes
     ----------
     is_on
-        Whether it is on the stack of the thread that made it.
+        Whether it is on the dispatch mode stack of the thread that created it.
     latest_pack
-        Number of the latest pack that was told.
+        Pack index of the latest pack that was reported to the recorder.
     window
-        What is recorded is kept in it as well, for later steps; None: there is no need.
+        Calls are stored in it as well, for a template that later steps follow. None: no template is wanted.
     """
 
     def __init__(self, small_nbytes: int, is_state: Callable[[int], bool]) -> None:
@@ -62,7 +62,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self.is_closed = False
         self._pack_before = -1
         self.values: dict[int, Value] = {}  # storage identity → latest value in this window
-        self._saved: dict[int, Value] = {}  # storage identity → packed value; kept for the whole step
+        self._saved: dict[int, Value] = {}  # storage identity → packed value; kept for the whole forward pass
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -74,19 +74,22 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         push_mode(self)
 
     def suspend(self) -> None:
-        """Record no longer; what was recorded stays. Nothing happens where all modes are off for a while."""
+        """Record no longer; what was recorded stays.
+
+        The recorder stays on inside torch.compile, and if other code has removed all modes for a while.
+        """
         if self.is_on and get_ident() == self.thread and not callable(tracer()):
             self.is_on = not remove_mode(self)
 
     def forget(self) -> None:
-        """A window ends: what was not packed may be written to before the next one, unseen."""
+        """A window ends. Forget all values: until the next one, a write to what was not packed would not be seen."""
         self.values.clear()
         self.window = None
 
     def close(self) -> None:
         """The forward pass is over."""
         self.suspend()
-        self.is_closed = True  # somebody may put it on again
+        self.is_closed = True  # other code that had removed the mode may restore it; it records nothing then
         self.window = None
         self.values.clear()
         self._saved.clear()
@@ -94,12 +97,15 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     # -- values -------------------------------------------------------------------------------------------------------
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
-        """The value that a tensor shows; None where nothing seen made it."""
+        """The value that a tensor has now; None if it is not known, or if the tensor was changed since."""
         value = self.values.get(storage_identity(tensor.untyped_storage()))
         return value if value is not None and value.version == version_of(tensor) else None
 
     def saved(self, tensor: torch.Tensor, index: int, slot: Any, nbytes: int) -> None:
-        """A storage was packed: it can be read from there. `slot` is a weak reference; None: the tensor stays."""
+        """A storage was packed, so recipes can read it.
+
+        `slot` is a weak reference to the place of its bytes. None: the tensor stays on the device.
+        """
         storage = tensor.untyped_storage()
         key, version = storage_identity(storage), version_of(tensor)
         value = self.values.get(key)
@@ -110,11 +116,12 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 each.index, each.slot, each.probe, each.held = index, slot, probe, held
         self._saved[key] = leaf
         if value is not None and value.version != version:
-            # The window was opened by a pack inside an operator, whose inner operators made `value`.
+            # A pack within an operator opened the window. Operators that this one called afterwards made `value`, so it
+            # is not the version that was packed.
             self.values[key] = leaf
 
     def source(self, index: int) -> torch.UntypedStorage | None:
-        """The storage that a pack saved, where it is still there and holds the same bytes."""
+        """The storage that a pack saved; None if it was freed or changed."""
         for key, saved in self._saved.items():
             if saved.index == index:
                 value = self.values.get(key)
@@ -124,13 +131,13 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     @property
     def alive_bytes(self) -> int:
-        """Of what was packed, the bytes that forward still holds."""
+        """Bytes of the packed storages that are still in memory."""
         return sum(each.nbytes for each in self._saved.values() if each.watch is not None and each.watch.is_alive)
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def record(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and take down what it read and made."""
+        """Run an operator, and record what it reads and makes."""
         note = self._note
         noted = tuple([note(each) for each in args])
         named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
@@ -163,14 +170,14 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                     return _NO_SOURCE
                 value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
             elif value.version != version_of(given):
-                return _NO_SOURCE  # written to where nothing sees it
+                return _NO_SOURCE  # written to by something that is not recorded
             return Reference(value, given)
         if kind is list or kind is tuple:
             return [self._note(each) for each in given]
         return _NO_SOURCE if isinstance(given, torch.Tensor) else given
 
     def leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: int) -> Value:
-        """What was there before the window."""
+        """The value of a tensor that was there before the window."""
         version = version_of(tensor)
         saved = self._saved.get(key)
         if saved is not None and saved.version == version:
@@ -194,7 +201,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
         key = key_of(made)
-        # A known storage: the operator returned a view that its schema does not declare.
+        # If the storage is known, the operator returned a view that its schema does not declare: its value stays.
         if key != NO_KEY and key not in self.values and not made.is_inference():
             storage = made.untyped_storage()
             self.values[key] = Value(storage.nbytes(), version_of(made), StorageWatch(storage), call, place)
@@ -215,7 +222,7 @@ def written(
 
 
 def run(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator. Tensors in lists that it writes get a new version, which torch gives them without modes only."""
+    """Run an operator, and increment the versions of tensors in lists that it writes: under a mode, torch does not."""
     if not operator.writes_lists:
         return func(*args, **kwargs)
     before = [version_of(tensor) for _, _, tensor in written(operator.writes, args, kwargs)]
@@ -227,16 +234,16 @@ def run(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def version_after(operator: Operator, tensor: torch.Tensor) -> int:
-    """The version of a tensor that an operator has just written, once the mode has returned."""
-    # Otherwise autograd's in-place layer increments the version after that.
+    """The version that a tensor just written by an operator will have after the mode has returned."""
+    # For tensors in lists, `run` has incremented it already. For others, autograd's in-place layer does so afterwards.
     return version_of(tensor) + (not operator.writes_lists)
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; `NO_KEY` where it has none."""
+    """The identity of a tensor's storage; `NO_KEY` if it has none."""
     try:
         return storage_identity(tensor.untyped_storage())
-    except NotImplementedError:  # what torch raises where there is none: sparse, opaque, wrapped by functorch
+    except NotImplementedError:  # what torch raises if there is none: sparse, opaque, wrapped by functorch
         return NO_KEY
 
 

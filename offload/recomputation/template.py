@@ -1,6 +1,7 @@
-"""The operators of a window as a step has recorded them: later steps follow it, and bind only what is their own.
+"""The operators of a window, as one step has recorded them.
 
-Made once for each window of a schedule. It holds no tensor.
+Later steps compare their operators with them and only note their own tensors, numbers and settings (*bind* them). A
+template is made once for each window of a schedule. It holds no tensor.
 """
 
 from __future__ import annotations
@@ -16,14 +17,24 @@ from offload.torch_compat.settings import readers
 
 __all__ = ["ANY", "Line", "Read", "Several", "Slice", "Template", "Templates", "Window"]
 
-ANY = object()  # an argument that no recipe passes on
+ANY = object()  # an argument that is not compared, because recipes do not use it: running statistics
 _NUMBERS = (int, float, bool, complex)
 _PATIENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A tensor argument: the label of its value, whether an operator of the window makes that, and how it is seen."""
+    """A tensor argument.
+
+    Attributes
+    ----------
+    label
+        Number of its value within the template.
+    is_made
+        Whether an operator that a recipe needs makes this value in the window.
+    view
+        Type, shape, stride and offset of the tensor.
+    """
 
     label: int
     is_made: bool
@@ -32,7 +43,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A list argument of tensors, or of anything but numbers."""
+    """A list argument, such as a list of tensors. A list of numbers alone is no `Several`, unless it is empty."""
 
     each: tuple[Any, ...]
 
@@ -44,13 +55,15 @@ class Line:
     Attributes
     ----------
     call
-        What was recorded of it, without its values. None: no recipe needs it, so that only its name matters.
+        The recorded call without its arguments and random state. None: no recipe needs the operator, so that later
+        steps compare only which operator it is.
     args, kwargs
         As recorded, but each tensor is a `Read`, and running statistics are `ANY`.
     plain, plain_names
-        Positions and names of the arguments that a step may have otherwise.
+        Positions and names of the arguments that are no tensors or lists of them. Later steps may have other values.
     results, writes
-        Places and labels of what it makes and writes, where a recipe reads that.
+        For each result and each written argument that a recipe reads: its place (`Place` in `recipe.py`) and the label
+        of its value.
     """
 
     func: Any
@@ -65,16 +78,22 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The recipe of one storage: its steps, and the lines and labels that it is bound to.
+    """The recipe of one storage, without tensors.
 
     Attributes
     ----------
     target
-        Label of the storage.
+        Label of the storage's value.
+    steps
+        What the recipe runs.
     lines
         Position of each step in the window.
     leaves
         Of each value that it reads: number in the recipe, label, and whether autograd saves it too.
+    is_heavy
+        Whether it runs a matrix product, convolution or attention.
+    opens
+        Index of the pack after which its operators have to be recorded.
     """
 
     target: int
@@ -96,7 +115,7 @@ class Template:
 
 
 class Window:
-    """One window of a step that records: its calls in order, and what was cut out of them."""
+    """A window of a step that records: calls in order, and for each dropped storage those of its recipe (`Cut`)."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -107,9 +126,10 @@ class Window:
         self._cuts[index] = cut, recipe.steps
 
     def template(self, indices: set[int]) -> Template | None:
-        """What later steps follow; None where a storage of `indices` was not dropped.
+        """The template that later steps follow, or None: then operators are recorded in every step.
 
-        Nor where an operator may write to any argument: no version tells of that, so each is recorded in every step.
+        None if a storage of `indices` was not dropped, or if an operator may write to any of its arguments, because no
+        version counter shows such a write.
         """
         if not self._cuts.keys() >= indices or any(call.operator.writes_all for call in self.calls):
             return None
@@ -117,7 +137,7 @@ class Window:
 
 
 class Templates:
-    """The templates of a schedule, by the pack that opens the window. Steps in other threads may use it as well."""
+    """The templates of a schedule, by the pack that opens the window. Steps in other threads may use them too."""
 
     def __init__(self) -> None:
         self._made: dict[int, Template] = {}
@@ -128,15 +148,15 @@ class Templates:
         return self._made.get(opens)
 
     def is_wanted(self, opens: int) -> bool:
-        """Whether a window's operators are to be kept for one: not where every third step or more differs."""
+        """Whether to record a window's operators for a template: not if every third step or more differs."""
         return self._failures.get(opens, 0) < _PATIENCE
 
     def made(self, opens: int, template: Template) -> None:
-        """A step has recorded one."""
+        """A step has recorded a template."""
         self._made[opens] = template
 
     def followed(self, opens: int, *, to_its_end: bool) -> None:
-        """A step has followed one, or left it: then the next step records another."""
+        """A step has followed a template to its end, or has differed from it: then the next step records a new one."""
         before = self._failures.get(opens, 0)
         self._failures[opens] = max(0, before - 1) if to_its_end else before + 2
         if not to_its_end:
@@ -207,7 +227,11 @@ _ANY, _READ, _SEVERAL, _PLAIN = range(4)
 
 
 def _encoded(call: Call, line: Line) -> tuple[Any, ...]:
-    """A line for C++, which leaves out what it cannot run: random numbers, and what is written but not by position."""
+    """A line for C++.
+
+    A flag in it says whether C++ may run the operator. Python runs it if it draws random numbers, writes to lists or
+    writes to an argument that is given by name.
+    """
     operator = call.operator
     followed = [place for (place, _), _ in line.writes]
     written = [(place, label) for (place, _), label in line.writes if type(place) is int]

@@ -290,7 +290,7 @@ EDGES = {
     "event is recycled after its last waiter": [whole_steps],
     "spill waits for copy-out": [a_block_makes_room_for_another],
     "bounce waits for its last read": [a_block_comes_back_from_a_file],
-    "in_done counts every slice": [a_target_is_let_go_when_it_is_said_to_be_done],
+    "copy-in ends with its last slice": [a_target_is_let_go_when_it_is_said_to_be_done],
     "source is held until its copy ends": [whole_steps],
     "the current stream orders": [on_a_side_stream],
     "record_stream on sources": [a_source_of_another_stream],
