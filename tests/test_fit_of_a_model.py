@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,47 @@ def test_another_device_changes_durations_alone() -> None:
     assert there.link == link
     assert [node.seconds for node in there.nodes] == [1.25] * 6
     assert there.tensors[1].recompute == Recompute(2.0, (0,), 16)
+
+
+class KeepsItsInput(nn.Module):
+    """Replaces one buffer by a tensor of the batch's size, and registers another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.zeros(len(x))
+        self.register_buffer("late", torch.zeros(2))
+        return self.layer(x)
+
+
+class PreciseState(torch.optim.Optimizer):
+    """Keeps float32 state of bfloat16 parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("sum", torch.full_like(parameter, 1 / 3, dtype=torch.float32)).add_(1e-4)
+            parameter.sub_(parameter.grad)
+
+
+def test_state_of_another_type_and_replaced_buffers_are_put_back() -> None:
+    model = KeepsItsInput()
+    optimizer = PreciseState(model.parameters())
+    model.layer(torch.randn(4, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [(each, each.clone()) for each in [*model.parameters(), *model.buffers()]]
+    sums = [(state["sum"], state["sum"].clone()) for state in optimizer.state.values()]
+    offload.fit(model, lambda n: torch.randn(n, 64, dtype=torch.bfloat16), batch=8, optimizer=optimizer)
+    after = [*model.parameters(), *model.buffers()]
+    assert [id(each) for each in after] == [id(each) for each, _ in before]
+    assert all(torch.equal(each, was) for each, was in before)
+    for state, (own, was) in zip(optimizer.state.values(), sums, strict=True):
+        assert state["sum"] is own
+        assert torch.equal(own, was)

@@ -14,6 +14,7 @@ import pytest
 from planned_rig import known_link, make, train  # noqa: F401
 
 import offload
+from offload.cli import top as cli
 from offload.cli.top import rows
 from offload.diagnostics import live
 
@@ -137,3 +138,43 @@ def test_what_ended_processes_have_left_is_removed(folder: Path) -> None:
         path.touch()
     assert top(os.getpid(), "--once", "--wait", "0.1").returncode == 1
     assert not any(path.exists() for path in left)
+
+
+def test_a_folder_that_cannot_be_made_leaves_the_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "offload").write_text("not a folder")
+    with cli._looking(os.getpid()) as places:
+        assert tmp_path / "offload" not in places
+
+
+def figures_at(at: float, steps: int) -> dict[str, Any]:
+    return {"at": at, "steps": steps, "model": "m"}
+
+
+def test_rates_are_those_of_one_session_whichever_others_write(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    for number, steps in ((10, 100), (2, 5)):  # session 2 begins its step behind session 10
+        (folder / f"7-{number}.json").write_text(json.dumps(figures_at(1.0, steps)))
+        found = cli._read(7, [folder])
+    assert [(name, each["steps"]) for name, each in found.items()] == [("7-2.json", 5), ("7-10.json", 100)]
+
+
+def test_figures_that_another_look_removes_are_left_out(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "7-1.json").symlink_to(folder / "removed")  # is listed, and cannot be read
+    assert not cli._read(7, [folder])
+
+
+def test_rates_stay_until_another_step_has_begun() -> None:
+    first, second, third = figures_at(0.0, 0), figures_at(3.0, 1), figures_at(6.0, 2)
+    span = cli._longer(None, first)
+    for figures, expected in ((second, (first, second)), (second, (first, second)), (third, (second, third))):
+        span = cli._longer(span, figures)
+        assert span == expected
+
+
+@pytest.mark.parametrize("words", ["nan", "inf", "0"])
+def test_an_interval_that_is_no_time_is_refused(words: str) -> None:
+    done = top(os.getpid(), "--interval", words)
+    assert done.returncode == 2
+    assert "--interval: write a positive number" in done.stderr

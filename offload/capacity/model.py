@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.capacity.answer import Fit, answer, on_device
 from offload.capacity.device import AbsentDevice, matmul_flops, parse_device
@@ -144,10 +144,13 @@ def _own_loss(model: nn.Module, inputs: Any) -> Tensor:
 @contextmanager
 def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     """Train inside; afterwards put back what steps change. The copies are in host memory."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    held = {name: _copied(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    state = None if optimizer is None else tree_map_only(Tensor, _copied, optimizer.state_dict())
+    # Not by load_state_dict, which casts state to the type of its parameter.
+    groups = [] if optimizer is None else [(group, _same(dict(group))) for group in optimizer.param_groups]
+    state = [] if optimizer is None else _same(list(optimizer.state.items()))
+    found = [*model.parameters(), *model.buffers(), *tree_leaves([[group for _, group in groups], state])]
+    held = {id(each): (each, _copied(each)) for each in found if isinstance(each, Tensor)}
     devices = [device_of(device) for device in {torch.device("cpu"), *devices_of(model)}]
     random_states = [(device, device.random_state()) for device in devices]
     model.zero_grad(set_to_none=True)
@@ -155,17 +158,28 @@ def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.copy_(held[name])
-        for module, was_training in modes:
+        for module, was_training, buffers in modes:
             module.training = was_training
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for group, was in groups:
+            group.clear()
+            group.update(was)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        with torch.no_grad():
+            for tensor, values in held.values():
+                tensor.copy_(values)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
         for device, random_state in random_states:
             device.set_random_state(random_state)
+
+
+def _same(value: Any) -> Any:
+    """Return the same values in containers of their own."""
+    return tree_map(lambda each: each, value)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +23,9 @@ __all__ = ["HELP", "add_arguments", "rows", "run"]
 HELP = "show a running training: memory now and planned, use of the link, stalls"
 _REFUSED, _NOTHING = 2, 1
 _UNKNOWN = "not known yet"
+_RATE_SECONDS = 2.0  # rates are counted over at least as long, once as much has passed
+
+Span = tuple[dict[str, Any], dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not _is_alive(args.pid):
         return _refuse(f"no process {args.pid} of yours; find it with: pgrep -af python")
-    if args.interval <= 0:
+    if not 0 < args.interval < math.inf:
         return _refuse("--interval: write a positive number of seconds, such as 1")
     try:
         with _looking(args.pid) as places:
@@ -63,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
                 )
                 return _NOTHING
             if args.json:
-                print(json.dumps(first))
+                print(json.dumps([*first.values()]))
             elif args.once:
-                _print(first)
+                _print([*first.values()])
             else:
                 return _show(args.pid, places, args.interval)
     except KeyboardInterrupt:
@@ -134,10 +138,12 @@ def _looking(pid: int) -> Iterator[list[Path]]:
 
     places = []
     for folder in folders():
-        if folder.parent.is_dir():
+        try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            if is_private(folder):
-                places.append(folder)
+        except OSError:  # nothing can be made there, or it is a file
+            continue
+        if is_private(folder) and os.access(folder, os.W_OK | os.X_OK):
+            places.append(folder)
     try:
         for folder in places:
             for path in folder.iterdir():
@@ -152,22 +158,47 @@ def _looking(pid: int) -> Iterator[list[Path]]:
                 path.unlink(missing_ok=True)
 
 
-def _read(pid: int, places: Sequence[Path]) -> list[dict[str, Any]]:
-    """The latest figures of each session of the process; says again that somebody looks."""
+def _read(pid: int, places: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The latest figures of each session of the process, by its file's name; says again that somebody looks."""
     from offload.diagnostics.live import watch_file
 
-    found = []
+    found = {}
     for folder in places:
         watch_file(folder, pid).touch(mode=0o600)
-        found += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{pid}-*.json"))]
+        for path in sorted(folder.glob(f"{pid}-*.json"), key=lambda path: (len(path.name), path.name)):
+            try:
+                found[path.name] = json.loads(path.read_text(encoding="utf-8"))
+            except FileNotFoundError:  # somebody else who looked has ended, and removed it
+                continue
     return found
 
 
-def _first(pid: int, places: Sequence[Path], wait_seconds: float) -> list[dict[str, Any]]:
+def _first(pid: int, places: Sequence[Path], wait_seconds: float) -> dict[str, dict[str, Any]]:
     until = time.monotonic() + wait_seconds
     while not (found := _read(pid, places)) and time.monotonic() < until and _is_alive(pid):
         time.sleep(0.1)
     return found
+
+
+def _longer(span: Span | None, figures: dict[str, Any]) -> Span:
+    """The earlier figures that rates are counted from, and the latest ones."""
+    if span is None:
+        return figures, figures
+    earlier, latest = span
+    if figures["at"] == latest["at"]:  # no step has begun since: the rates stay
+        return span
+    return (latest if latest["at"] - earlier["at"] >= _RATE_SECONDS else earlier), figures
+
+
+def _sleep(pid: int, places: Sequence[Path], seconds: float) -> None:
+    """Wait, and say meanwhile that somebody looks, so that the figures are recent however long the wait."""
+    from offload.diagnostics.live import RECENT_SECONDS, watch_file
+
+    until = time.monotonic() + seconds
+    while _is_alive(pid) and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, RECENT_SECONDS / 4))
+        for folder in places:
+            watch_file(folder, pid).touch(mode=0o600)
 
 
 def _show(pid: int, places: Sequence[Path], interval_seconds: float) -> int:
@@ -176,23 +207,23 @@ def _show(pid: int, places: Sequence[Path], interval_seconds: float) -> int:
         from rich.live import Live
         from rich.panel import Panel
         from rich.table import Table
+        from rich.text import Text
     except ImportError:
         return _refuse("the live view needs rich; write offload top PID --once, or: pip install rich")
-    before: dict[int, dict[str, Any]] = {}
+    spans: dict[str, Span] = {}
     with Live(refresh_per_second=4) as live:
         while _is_alive(pid):
             panels = []
-            for number, figures in enumerate(_read(pid, places)):
+            for name, figures in _read(pid, places).items():
+                spans[name] = _longer(spans.get(name), figures)
                 table = Table.grid(padding=(0, 2))
-                for row in rows(figures, before.get(number)):
-                    table.add_row(*row)
+                for row in rows(figures, spans[name][0]):
+                    table.add_row(*map(Text, row))  # brackets in names are no markup
                 age = time.time() - figures["at"]
                 title = f"offload top {pid}" + (f" (last step begun {age:.0f} s ago)" if age > 2 else "")
                 panels.append(Panel(table, title=title, title_align="left"))
-                if number not in before or figures["at"] - before[number]["at"] >= 2:
-                    before[number] = figures
             live.update(Group(*panels))
-            time.sleep(interval_seconds)
+            _sleep(pid, places, interval_seconds)
     print(f"process {pid} has ended")
     return 0
 
