@@ -104,6 +104,7 @@ def test_a_script_that_does_not_fit() -> None:
     assert abs(happens("catalogue", everything)["peak_bytes"] - said["least_bytes"]) <= ROOM
 
 
+@pytest.mark.long
 def test_one_screen_for_people() -> None:
     done = run("-m", "offload", "fit", "--memory", "48MiB", SCRIPTS / "text.py", "--batch", "12", "--", "--steps", "3")
     assert done.returncode == 0, done.stderr

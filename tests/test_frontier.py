@@ -135,7 +135,7 @@ def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():
     assert len(looks) <= 3 + 2 * LIMITS.measurements + (LIMITS.replans + 1) * LIMITS.measurements + 6
 
 
-@pytest.mark.parametrize("first", range(12))
+@pytest.mark.parametrize("first", range(0, 12, 2))
 @pytest.mark.parametrize("length", [5, 9])
 @pytest.mark.parametrize("seed", [0, 3, 5])
 def test_a_neighbour_for_some_steps_does_not_end_the_search(seed, first, length):

@@ -78,13 +78,18 @@ def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish
     assert about["peak_bytes"] < alone["peak_bytes"]
 
 
+@pytest.mark.long
 def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
     assert plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""))[0]["recomputes"]
 
 
 @pytest.mark.parametrize(
     ("steps", "options"),
-    [(1, ""), (3, ", recompute=False"), (3, ", n_tensors=1")],
+    [
+        (1, ""),
+        pytest.param(3, ", recompute=False", marks=pytest.mark.long),
+        pytest.param(3, ", n_tensors=1", marks=pytest.mark.long),
+    ],
 )
 def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):
     about, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=steps, options=options))

@@ -42,7 +42,9 @@ def plain(count):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [each if each == "default" else pytest.param(each, marks=pytest.mark.long) for each in CASES]
+)
 def test_every_signal_arrives_and_training_goes_on(case, count, plain, figures):
     name, knobs = CASES[case]
     seed = random.randrange(2**32)

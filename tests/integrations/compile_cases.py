@@ -61,11 +61,10 @@ def is_worth_running(case: Case) -> bool:
 
 
 def quick_cases() -> list[Case]:
-    """Every order, by default, by a limit and by hand; of the whole model and block by block."""
-    whole, _, in_place, block, _ = WAYS
-    first, between, late = ORDERS
+    """By a limit and by hand; of the whole model and block by block."""
+    _, _, in_place, block, _ = WAYS
+    first, _, late = ORDERS
     return [
-        Case("class", whole, between, "", "default"),
         Case("class", in_place, late, "mode=default, dynamic", "n_tensors=-1, lb=auto"),
         Case("class", block, first, "", "memory_limit"),
     ]
@@ -73,9 +72,10 @@ def quick_cases() -> list[Case]:
 
 def more_cases() -> list[Case]:
     """Some more, which CI runs beside its long tests: with the quick ones every way, option and mode at least once."""
-    _, inner, _, block, blocks = WAYS
+    whole, inner, _, block, blocks = WAYS
     first, between, _ = ORDERS
     return [
+        Case("class", whole, between, "", "default"),
         Case("sequential", inner, first, "fullgraph", "n_tensors=-1, lb=2"),
         Case("class", blocks, between, "another batch size", "default"),
         Case("class", blocks, between, "fullgraph", "n_tensors=0"),

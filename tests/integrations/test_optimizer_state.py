@@ -218,6 +218,7 @@ def test_ddp_with_two_processes_moves_state(run, outcomes):
         assert found[run] == {"is_equal": True, "moves": True}
 
 
+@pytest.mark.long
 def test_the_state_of_fsdp2_stays(outcomes):
     for found in outcomes:
         assert found["fsdp2"] == {"is_equal": True, "moves": False}

@@ -68,7 +68,7 @@ def test_child_that_leaves_the_engine_alone(processes, spill_directory, tier):
     assert found == {"equal": True, "status": 0}
 
 
-@pytest.mark.parametrize("knobs", ["n_tensors=-1", "max_slowdown=0.05"])
+@pytest.mark.parametrize("knobs", [pytest.param("n_tensors=-1", marks=pytest.mark.long), "max_slowdown=0.05"])
 def test_what_the_error_says_to_do_helps(knobs):
     script = CHILD.replace("{knobs}", knobs)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

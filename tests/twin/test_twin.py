@@ -73,7 +73,8 @@ def run_row(row, arguments, figures, folder=ROOT):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.long) if row in ("limit", "processes") else row for row in ROWS]
+    "row",
+    [pytest.param(row, marks=pytest.mark.long) if row in ("limit", "models", "processes") else row for row in ROWS],
 )
 def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
