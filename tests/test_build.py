@@ -145,6 +145,8 @@ def in_unbuilt_checkout(use: str, folder: Path) -> subprocess.CompletedProcess[s
         "import offload; offload.PoolExhausted",
         "import offload.session",
         "from offload.integrations.switch import Switch",
+        "import offload.handle",
+        "from offload.contrib import Prefetcher",
         "from offload.cli.main import main; main(['doctor'])",
     ],
 )
