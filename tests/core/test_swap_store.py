@@ -1,5 +1,6 @@
 """The swap store against a plain dictionary of bytes, on both tiers and under every schedule."""
 
+import contextlib
 import errno
 import random
 import threading
@@ -276,12 +277,17 @@ def test_room_that_another_thread_makes_is_waited_for(tmp_path):
 
 def test_a_store_that_cannot_be_made_leaves_no_lane_behind(tmp_path):
     def lanes_alive():
-        return sum(path.read_text() == "offload-lane\n" for path in Path("/proc/self/task").glob("*/comm"))
+        found = set()
+        for path in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a lane of an earlier test ends
+                if path.read_text() == "offload-lane\n":
+                    found.add(path.parent.name)
+        return found
 
     before = lanes_alive()
     with pytest.raises(_core.PoolExhausted, match="raise host_limit"):
         make_store("slab+disk", tmp_path, host_bytes_max=4096)
-    assert lanes_alive() == before
+    assert lanes_alive() <= before
 
 
 def test_nothing_leaves_nothing_in_the_file(tmp_path):
