@@ -43,8 +43,10 @@ class PlannedStep:
         The link to plan with, as calibrated or as the engine's own copies showed it.
     held
         The most bytes that model, gradients and optimizers took before a step.
-    plan, schedule, serial
-        What its steps follow, and its reference steps; None until the first plan is made.
+    plan, schedule
+        What its steps follow; None until the first plan is made.
+    serial
+        What the plan's reference steps follow; None before the first of them.
     signature
         Of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
@@ -161,7 +163,7 @@ class PlannedStep:
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
-        self.serial = serial_schedule(self.profile.order, plan, self.profile.members)
+        self.serial = None
         self.frontier.repeats = 0
         self._forget_measured_steps()
         self.recompute_seconds.clear()
@@ -177,6 +179,13 @@ class PlannedStep:
         self.plan_steps = self.frontier.begun = 0
         self.step_seconds.clear()
         self.costs.clear()
+
+    def reference_schedule(self) -> Schedule:
+        """Return the schedule of the plan's reference steps, made for the first of them."""
+        assert self.plan is not None
+        if self.serial is None:
+            self.serial = serial_schedule(self.profile.order, self.plan, self.profile.members)
+        return self.serial
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
         """Whether the plan would break the limit with what is held now."""
