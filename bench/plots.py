@@ -12,7 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from result_tables import Table, device_of
+from table import Table, device_of
 
 OURS, THEIRS = "#0b6e99", "#b5542b"
 Colors = Mapping[str, str]

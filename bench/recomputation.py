@@ -24,6 +24,7 @@ import machine
 import torch
 from models import CLASSES, FAMILIES, Family, images, loss_of
 from result_file import write_json
+from result_tables import keeps_goal
 from torch import Tensor, nn
 
 import offload
@@ -35,8 +36,6 @@ ROOM = 0.1  # of the way from the least feasible limit to the unswapped peak
 SETTLE_STEPS = 18  # profiling, the trial, and five plans anew after three measured steps each
 MEASURED_STEPS = 9
 LINKS = ("0.5GB/s", "0.15GB/s")
-SHARE_MAX = 1 / 3  # of the slowdown by swapping alone
-HIDDEN = 0.03  # a slowdown of less is noise
 
 
 class Residual(nn.Module):
@@ -175,11 +174,6 @@ KINDS = ("plain", "swap", "joint")
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     low, middle, high = quantiles(seconds, n=4)
     return {"median": middle, "low": low, "high": high, "least": min(seconds)}
-
-
-def keeps_goal(row: dict[str, Any]) -> bool:
-    """Whether recomputation takes at most a third of the slowdown of swapping alone."""
-    return bool(row["slowdown_joint"] <= max(SHARE_MAX * row["slowdown_swap"], HIDDEN))
 
 
 def line(row: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from result_tables import SMALL, Row, Table, about, device_of, read
+from result_tables import read
+from table import SMALL, Row, Table, about, device_of
 
 WHY = Path(__file__).with_name("why.json")
 STYLE = """

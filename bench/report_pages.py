@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from report import explain
-from result_tables import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, PEER_BETTER, SMALL, Row, Table, about
+from table import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, PEER_BETTER, SMALL, Row, Table, about
 
 COMMAND = "python bench/report.py bench/results --pages docs"
 DEFAULT, LEAST, CHECKPOINT, DISK = (
@@ -29,6 +29,7 @@ APPENDICES = {
     "networks": ("Networks, full size", "every way to train five networks, with the spread of the step times"),
     "small": ("Networks, small", "the same networks with short steps, where offload does worse"),
     "largest": ("Largest that fits", "the largest batch, depth or image within a limit"),
+    "recomputation": ("Recomputation", "what recomputing adds to swapping where copies take longer than computation"),
     "parts": ("Parts", "copies, spill file, hooks and planner, each by itself"),
     "targets": ("Targets and predictions", "what was aimed at and what was reached; predicted beside measured"),
     "simulated": ("Simulated GPUs", "computed from assumed figures of two cards; no GPU ran"),
@@ -44,6 +45,7 @@ NOTES = {
     "networks": TERMS,
     "small": TERMS,
     "largest": "*Peer better*: a larger value fits with this way than with offload.",
+    "recomputation": "The same limit, by swapping alone and with recomputation (the default).",
     "parts": "*Peer better*: offload reaches less than 97 % of the speed of what it is compared with.",
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",

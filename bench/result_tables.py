@@ -8,31 +8,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from step_tables import demo_machine, demo_rows, frontiers, largest_tables
+from table import NOT_REACHED, PEER_BETTER, Row, Table
 
 from offload.units import format_bytes, format_seconds
 
 SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
-PEER_BETTER = "peer better"
-NOT_REACHED = "not reached"
-UNEQUAL = "OTHER BITS"
-EQUAL = "bit-equal"
-GRADIENTS = "gradients"
-SMALL = "small "  # begins the keys of rows that pytest-benchmark measured, at a small size
-NETWORKS = {"gpt": "GPT", "gpt, the demo": "GPT of the demo", "lstm": "LSTM", "resnet": "ResNet", "unet": "U-Net",
-            "vit": "ViT"}  # fmt: skip
-SIZES = {
-    "layers": "{} layers",
-    "levels": "{} levels",
-    "width": "width {}",
-    "heads": "{} heads",
-    "resolution": "{0} × {0} pixels",
-    "patch": "patches of {0} × {0}",
-    "batch": "batch {}",
-    "length": "length {}",
-}
+HIDDEN_SLOWDOWN = 0.03  # less is noise
 GROUPS = {
     "copies of the slab tier, cpu": (
         "Copies to pinned memory, imitated on the CPU",
@@ -79,38 +64,6 @@ FIGURES = {
 }
 
 
-@dataclass
-class Row:
-    """One line of a table. `key` names it for `why.json`; `point` is memory and step time over plain."""
-
-    key: str
-    cells: list[str]
-    mark: str = ""
-    ours: bool = False
-    point: tuple[float, float] | None = None
-
-
-@dataclass
-class Table:
-    """Rows under one title, and the machine they were measured on."""
-
-    title: str
-    columns: list[str]
-    rows: list[Row]
-    machine: Mapping[str, Any]
-    kind: str = "plain"  # "frontier", "bars" and "simulated" have a picture
-    values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
-    note: str = ""  # stands above the rows
-    page: str = "parts"  # the page of the documentation that it is on
-
-    @property
-    def slug(self) -> str:
-        """The title as a file's name."""
-        whole = f"{self.title} {device_of(self.machine)}"
-        words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in whole)
-        return "-".join(words.lower().split())
-
-
 def read(path: Path) -> list[Table]:
     """Read the tables of one result file, or of every one in a folder.
 
@@ -136,6 +89,8 @@ def read(path: Path) -> list[Table]:
         return [predictions_table(content)]
     if content.get("format") == "offload-slowdown/1":
         return [slowdown_table(content)]
+    if content.get("format") == "offload-recomputation/1":
+        return [recomputation_table(content)]
     if content.get("format") == "offload-simulated/1":
         from simulated_tables import simulated_tables  # which is made of what is defined here
 
@@ -150,173 +105,6 @@ def read(path: Path) -> list[Table]:
         f"{path}: no result of bench/; it reads what pytest-benchmark, race.py, largest.py, "
         "goals.py, simulated.py, gpu_suite.py and `offload demo --json` write"
     )
-
-
-def device_of(machine: Mapping[str, Any]) -> str:
-    """Where it ran, in two words."""
-    return str(machine.get("device") or machine.get("processor") or "unknown")
-
-
-def about(machine: Mapping[str, Any]) -> str:
-    """Where, when and with what it ran, in one line."""
-    words = [device_of(machine)]
-    if machine.get("device") is None and machine.get("processors"):
-        words.append(f"{machine['processors']} cores")
-    for name, key in (("driver", "driver"), ("Python", "python"), ("torch", "torch")):
-        if machine.get(key):
-            words.append(f"{name} {machine[key]}")
-    words += [str(machine.get("date", "date unknown"))[:10], f"commit {str(machine.get('commit', 'unknown'))[:12]}"]
-    if machine.get("rehearsal"):
-        words.append("A REHEARSAL: sizes are tiny, figures mean nothing")
-    return ", ".join(words)
-
-
-# -- frontiers ----------------------------------------------------------------------------------------------------
-
-
-def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, small: bool = False) -> Iterator[Table]:
-    """One table for each network: memory and time of every contestant over plain's."""
-    for family in dict.fromkeys(row["family"] for row in rows):
-        own = [row for row in rows if row["family"] == family]
-        columns = ["way", "memory", "step", "peak", "median step", "on disk", "pinned", "waits", GRADIENTS, ""]
-        made = [frontier_row(row) for row in own]
-        mark_peers(made)
-        for each in made:
-            each.key = f"{SMALL if small else ''}{each.key}"
-        when = {name: own[0][name] for name in ("date", "commit") if name in own[0]}
-        title = f"Training steps: {NETWORKS.get(family, family)}{' (small)' if small else ''}"
-        page = "small" if small else "networks"
-        yield Table(title, columns, made, {**machine, **when}, "frontier", note=size_of(own), page=page)
-
-
-def size_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The network's dimensions as a sentence, where a row tells them."""
-    size: Mapping[str, int] = next((row["setting"]["size"] for row in rows if "setting" in row), {})
-    stages = [str(value) for name, value in size.items() if name.startswith("blocks")]
-    words = [f"stages of {', '.join(stages)} blocks"] if stages else []
-    words += [SIZES.get(name, f"{name} {{}}").format(value) for name, value in size.items() if name[:6] != "blocks"]
-    text = ", ".join(words)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
-def frontier_row(row: Mapping[str, Any]) -> Row:
-    """One contestant's row; dashes where it did not run, and why."""
-    key = f"{row['family']} / {row['name']}"
-    reason = row.get("inapplicable") or (f"failed: {row['error'].splitlines()[-1]}" if "error" in row else None)
-    if reason or row.get("memory_over_plain") is None:
-        return Row(key, [row["name"], *["–"] * 8, reason or "no memory measured"], ours=bool(row.get("ours")))
-    memory, step = float(row["memory_over_plain"]), float(row["step_over_plain"])
-    lower, upper = row["step_seconds_spread"]
-    equal = row["equal_losses"] and row["equal_gradients"]
-    stalled = row.get("stall_seconds_per_step")
-    cells = [
-        row["name"],
-        f"{memory:.2f} ×",
-        f"{step:.2f} ×",
-        format_bytes(int(row["peak_bytes"])),
-        f"{row['step_seconds_median']:.3f} s ({lower:.3f}–{upper:.3f})",
-        format_bytes(int(row["disk_bytes"])) if row.get("disk_bytes") else "–",
-        format_bytes(int(row["pinned_bytes"])) if row.get("pinned_bytes") else "–",
-        "–" if stalled is None else f"{stalled:.3f} s",
-        EQUAL if equal else ("other kernels" if not row.get("equal_expected", True) else UNEQUAL),
-        "",
-    ]
-    return Row(key, cells, ours=bool(row.get("ours")), point=(memory, step))
-
-
-def mark_peers(rows: Sequence[Row]) -> None:
-    """Mark every peer of which no setting of ours needs as little memory and as little time."""
-    ours = [row.point for row in rows if row.ours and row.point]
-    for row in rows:
-        if row.ours or row.point is None or "plain" in row.cells[:2]:
-            continue
-        memory, step = row.point
-        if ours and not any(mine[0] <= memory and mine[1] <= step for mine in ours):
-            row.mark = row.cells[-1] = PEER_BETTER
-
-
-def demo_rows(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows out of what `offload demo --json` prints."""
-    base = content["contestants"][0]
-    names = {"offloaded": "offload, default", "checkpointed": "checkpoint per block"}
-    return [
-        {
-            "family": "gpt, the demo",
-            "name": names.get(each["name"], each["name"]),
-            "ours": each["name"] == "offloaded",
-            "memory_over_plain": each["peak_bytes"] / base["peak_bytes"],
-            "step_over_plain": each["step_seconds_median"] / base["step_seconds_median"],
-            "peak_bytes": each["peak_bytes"],
-            "step_seconds_median": each["step_seconds_median"],
-            "step_seconds_spread": [min(each["step_seconds"][1:]), max(each["step_seconds"][1:])],
-            "disk_bytes": (each["report"] or {}).get("spill_file_bytes"),
-            "stall_seconds_per_step": each["report"]["stall_seconds"] / each["steps"] if each["report"] else None,
-            "equal_losses": each["losses"] == base["losses"],
-            "equal_gradients": each["gradients"] == base["gradients"],
-        }
-        for each in content["contestants"]
-    ]
-
-
-def demo_machine(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine of a demo's run."""
-    first = content["contestants"][0]
-    return {
-        "processor": first["device"],
-        "processors": first["threads"],
-        "device": first["device"] if first["gpu"] else None,
-        "python": first["python"],
-        "torch": first["torch"],
-        "date": content.get("date", "date unknown"),
-        "commit": content.get("commit", "unknown"),
-    }
-
-
-# -- largest ------------------------------------------------------------------------------------------------------
-
-
-def largest_tables(
-    rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, small: bool = False
-) -> Iterator[Table]:
-    """One table for each dimension: the largest of every contestant, and what a sample costs there."""
-    for what in dict.fromkeys(row["what"] for row in rows):
-        own = [row for row in rows if row["what"] == what]
-        base = next((row for row in own if row["name"] == "plain"), {})
-        dimension = what.split(":")[1]
-        cap = format_bytes(int(own[0]["cap_bytes"]))
-        each = {"batch": "sample", "layers": "layer", "resolution": "pixel row"}.get(dimension, dimension)
-        columns = ["way", dimension, "over plain", "step", f"time per {each} over plain", ""]
-        made = [largest_row(row, base) for row in own]
-        if small:
-            for found in made:
-                found.key = SMALL + found.key
-        best = max((row["largest"] for row in own if row.get("ours") and "largest" in row), default=None)
-        for row, found in zip(own, made, strict=True):
-            if best is not None and not row.get("ours") and row.get("largest", 0) > best:
-                found.mark = found.cells[-1] = PEER_BETTER
-        values = {row["name"]: float(row["largest"]) for row in own if "largest" in row}
-        network = NETWORKS.get(what.split(":")[0], what.split(":")[0])
-        most = "most layers" if dimension == "layers" else f"largest {dimension}"
-        title = f"{network}: {most} in {cap.replace('.00', '')}"
-        note = f"Memory over the model is limited to {cap.replace('.00', '')}."
-        yield Table(title, columns, made, machine, "bars", values, note, "largest")
-
-
-def largest_row(row: Mapping[str, Any], base: Mapping[str, Any]) -> Row:
-    """One contestant's row."""
-    key = f"{row['what']} / {row['name']}"
-    if "largest" not in row:
-        reason = row.get("inapplicable") or f"failed: {row['error']}"
-        return Row(key, [row["name"], *["–"] * 4, reason], ours=bool(row.get("ours")))
-    over, cost = "–", "–"
-    if base.get("largest"):
-        over = f"{row['largest'] / base['largest']:.1f} ×"
-        if row.get("step_seconds") and base.get("step_seconds"):
-            each = row["step_seconds"] / row["largest"]
-            cost = f"{each / (base['step_seconds'] / base['largest']):.2f} ×"
-    seconds = f"{row['step_seconds']:.2f} s" if row.get("step_seconds") else "–"
-    return Row(key, [row["name"], str(row["largest"]), over, seconds, cost, row.get("cut_short", "")],
-               ours=bool(row.get("ours")))  # fmt: skip
 
 
 # -- what pytest-benchmark and the suite leave ---------------------------------------------------------------------
@@ -473,6 +261,55 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
         ]
         rows.append(Row(f"slowdown / {name}", [name, *cells], mark))
     return Table("Is max_slowdown kept?", columns, rows, content["machine"], page="targets")
+
+
+def recomputation_table(content: Mapping[str, Any]) -> Table:
+    """Steps within one limit, by swapping alone and with recomputation, over links of several speeds."""
+    columns = [
+        "network, link",
+        "bits",
+        "plain step",
+        "swapping alone",
+        "with recomputation",
+        "spread",
+        "predicted",
+        "swapped",
+        "recomputed",
+        "peak predicted",
+        "",
+    ]
+    rows = []
+    for row in content["rows"]:
+        name = f"{row['network']}, {row['link'] or 'not throttled'}"
+        mark = "" if keeps_goal(row) else NOT_REACHED
+        seconds = row["seconds"]
+        plain = seconds["plain"]["median"]
+        cells = [
+            "equal" if row["bits_equal"] else "DIFFER",
+            format_seconds(plain),
+            f"{1 + row['slowdown_swap']:.2f} ×",
+            f"{1 + row['slowdown_joint']:.2f} ×",
+            f"{seconds['joint']['low'] / plain:.2f}–{seconds['joint']['high'] / plain:.2f}",
+            f"{row['predicted_seconds'] / plain:.2f} ×",
+            format_bytes(row["swapped_bytes"]),
+            f"{format_bytes(row['recomputed_bytes'])} in {format_seconds(row['recompute_seconds'])}",
+            f"{row['predicted_peak_bytes'] / row['unswapped_peak_bytes']:.2f} × "
+            f"{format_bytes(row['unswapped_peak_bytes'])}",
+            mark,
+        ]
+        rows.append(Row(f"recomputation / {name}", [name, *cells], mark))
+    note = (
+        "The limit is a tenth of the way from the lowest feasible limit to the peak without swaps. Step times are "
+        "relative to plain steps, which alternate with the others. The link is throttled by `OFFLOAD_THROTTLE`. The "
+        f"target: recomputation leaves at most a third of the slowdown of swapping alone, or {HIDDEN_SLOWDOWN:.0%}."
+    )
+    title = "Recomputation beside swapping alone"
+    return Table(title, columns, rows, content["machine"], note=note, page="recomputation")
+
+
+def keeps_goal(row: Mapping[str, Any]) -> bool:
+    """Whether recomputation takes at most a third of the slowdown of swapping alone; less than 3 % is noise."""
+    return bool(row["slowdown_joint"] <= max(row["slowdown_swap"] / 3, HIDDEN_SLOWDOWN))
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:

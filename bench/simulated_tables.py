@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from result_tables import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table, mark_peers
+from step_tables import mark_peers
+from table import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table
 
 from offload.units import format_bytes, format_seconds
 

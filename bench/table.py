@@ -1,0 +1,67 @@
+"""What a table of results is: rows, marks, and the machine that they were measured on. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PEER_BETTER = "peer better"
+NOT_REACHED = "not reached"
+UNEQUAL = "OTHER BITS"
+EQUAL = "bit-equal"
+GRADIENTS = "gradients"
+SMALL = "small "  # begins the keys of rows that pytest-benchmark measured, at a small size
+NETWORKS = {"gpt": "GPT", "gpt, the demo": "GPT of the demo", "lstm": "LSTM", "resnet": "ResNet", "unet": "U-Net",
+            "vit": "ViT"}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One line of a table. `key` names it for `why.json`; `point` is memory and step time over plain."""
+
+    key: str
+    cells: list[str]
+    mark: str = ""
+    ours: bool = False
+    point: tuple[float, float] | None = None
+
+
+@dataclass
+class Table:
+    """Rows under one title, and the machine they were measured on."""
+
+    title: str
+    columns: list[str]
+    rows: list[Row]
+    machine: Mapping[str, Any]
+    kind: str = "plain"  # "frontier", "bars" and "simulated" have a picture
+    values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
+    note: str = ""  # stands above the rows
+    page: str = "parts"  # the page of the documentation that it is on
+
+    @property
+    def slug(self) -> str:
+        """The title as a file's name."""
+        whole = f"{self.title} {device_of(self.machine)}"
+        words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in whole)
+        return "-".join(words.lower().split())
+
+
+def device_of(machine: Mapping[str, Any]) -> str:
+    """Where it ran, in two words."""
+    return str(machine.get("device") or machine.get("processor") or "unknown")
+
+
+def about(machine: Mapping[str, Any]) -> str:
+    """Where, when and with what it ran, in one line."""
+    words = [device_of(machine)]
+    if machine.get("device") is None and machine.get("processors"):
+        words.append(f"{machine['processors']} cores")
+    for name, key in (("driver", "driver"), ("Python", "python"), ("torch", "torch")):
+        if machine.get(key):
+            words.append(f"{name} {machine[key]}")
+    words += [str(machine.get("date", "date unknown"))[:10], f"commit {str(machine.get('commit', 'unknown'))[:12]}"]
+    if machine.get("rehearsal"):
+        words.append("A REHEARSAL: sizes are tiny, figures mean nothing")
+    return ", ".join(words)
