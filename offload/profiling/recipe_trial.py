@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload._core import SwappedStorage
+from offload.profiling.workspace import as_words, is_equal_where_written
 from offload.recomputation.measured import MeasuredRecipe, Refusal
 from offload.recomputation.recipe import Recipe
 from offload.recomputation.slicing import NOT_MADE, recipe_of
@@ -139,13 +140,14 @@ class _Trial(Recording):
         else:
             value = self._recorder.value_of(tensor)
             found = recipe_of(value, weighs=True) if value is not None else NOT_MADE
-            refusal = found if isinstance(found, str) else self._try(tensor.untyped_storage(), index, found)
+            refusal = found if isinstance(found, str) else self._try(tensor, index, found)
             if refusal:
                 self.refusals[index] = refusal
 
-    def _try(self, storage: torch.UntypedStorage, index: int, recipe: Recipe) -> Refusal:
+    def _try(self, tensor: torch.Tensor, index: int, recipe: Recipe) -> Refusal:
         """Run a recipe once, compare and time it. Returns why it cannot be used; empty if it can."""
         assert self._recorder is not None
+        storage, is_workspace = tensor.untyped_storage(), tensor.dtype == torch.uint8
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
         missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}
         compared = storage.nbytes() // (1 if storage.nbytes() % 8 else 8)
@@ -160,28 +162,48 @@ class _Trial(Recording):
             storages = {number: held.tensor.untyped_storage() for number, held in recipe.held.items()}
             storages |= {number: slot.record.swap_in()[0] for number, slot in missing.items()}
             storages |= {number: found for number, found in there.items() if found is not None}
-            return self._compare(storage, index, recipe, storages)
+            return self._compare(storage, index, recipe, storages, is_workspace)
         except torch.OutOfMemoryError:
             return "too large to be tried on this device"
         finally:
             for slot in missing.values():
                 slot.record.remove_view()
 
-    def _compare(self, storage: torch.UntypedStorage, index: int, recipe: Recipe, storages: dict[int, Any]) -> Refusal:
+    def _compare(
+        self,
+        storage: torch.UntypedStorage,
+        index: int,
+        recipe: Recipe,
+        storages: dict[int, Any],
+        is_workspace: bool,
+    ) -> Refusal:
         try:
-            same = self._is_same(storage, index, recipe, storages)
+            same = self._is_same(storage, index, recipe, storages, is_workspace)
         except Exception as error:
             if type(error) not in _REFUSALS:
                 raise  # the handler of a signal may raise anywhere
             return f"its operators cannot be run again: {type(error).__name__}"
         return "" if same else "its bytes came out differently"
 
-    def _is_same(self, storage: torch.UntypedStorage, index: int, recipe: Recipe, storages: dict[int, Any]) -> bool:
+    def _is_same(
+        self,
+        storage: torch.UntypedStorage,
+        index: int,
+        recipe: Recipe,
+        storages: dict[int, Any],
+        is_workspace: bool,
+    ) -> bool:
+        read = dict(storages) if is_workspace else {}  # a run takes its storages over
         begin, cpu_begin = self._engine.mark(), time.thread_time()
         made = recipe.run(storages)
         end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
         with undisturbed():
-            same = made.nbytes() == storage.nbytes() and torch.equal(_as_bits(made), _as_bits(storage))
+            same = made.nbytes() == storage.nbytes() and torch.equal(as_words(made), as_words(storage))
+            differs = as_words(made) != as_words(storage) if is_workspace and not same else None
+        del made
+        if differs is not None:
+            same = is_equal_where_written(differs, recipe, read)
+        read.clear()
         if same:
             self._read[index] = recipe.changeable
         if same and self._engine.is_accelerator:
@@ -221,9 +243,3 @@ def _measured(recipe: Recipe, seconds: float, nbytes: int) -> MeasuredRecipe:
         held_bytes=recipe.held_bytes,
         workspace_bytes=max(0, recipe.peak_bytes - nbytes),
     )
-
-
-def _as_bits(storage: torch.UntypedStorage) -> torch.Tensor:
-    # In words where that goes: what compares takes a byte for each element.
-    dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Settings", "in_force", "readers", "restored"]
+__all__ = ["FILL_BYTE", "Settings", "filling", "in_force", "memory_filled", "readers", "restored"]
+
+FILL_BYTE = 0xFF  # with which torch fills new memory of type uint8, see `memory_filled`
 
 Settings = tuple[Any, ...]
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -77,6 +79,23 @@ def in_force(*, is_heavy: bool) -> Settings:
 def readers() -> tuple[Callable[[], Any], ...]:
     """Functions that read the settings, in the order of `in_force`."""
     return tuple(_READ)
+
+
+def filling(settings: Settings) -> Settings:
+    """Return `settings` with deterministic algorithms, with which torch fills new memory (`memory_filled`)."""
+    changed = {torch._C._get_deterministic_algorithms: True, torch._C._get_deterministic_algorithms_warn_only: False}
+    return tuple(changed.get(read, value) for read, value in zip(_READ, settings, strict=False))
+
+
+@contextmanager
+def memory_filled() -> Iterator[None]:
+    """Let torch fill the memory of each new tensor, if algorithms are deterministic: of type uint8 with `FILL_BYTE`."""
+    before = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(before)
 
 
 def _apply(wanted: Settings) -> None:
