@@ -11,6 +11,7 @@ import test_changes
 import test_following
 import test_modes
 import test_values
+import test_workspaces
 import torch
 from forced import Forcing
 
@@ -33,6 +34,10 @@ GUARDS = {
     "bytes that changed are no source": (
         (recipe_trial._Trial, "end", "any(source.is_changed for source in sources)", "False"),
         test_values.test_bytes_that_changed_while_they_were_copied,
+    ),
+    "a word of a workspace that differs was not written": (
+        (recipe_trial, "is_equal_where_written", "(other & (word != _FILL_WORD)).any()", "False"),
+        test_workspaces.test_a_written_word_that_differs_is_refused,
     ),
     "blank memory is no source": (
         (slicing.Cut, "take_in", "value.call.operator.is_blank and not is_written", "False"),
