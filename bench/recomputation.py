@@ -22,7 +22,7 @@ from typing import Any
 
 import machine
 import torch
-from models import CLASSES, FAMILIES, Family, images, loss_of
+from models import CLASSES, FAMILIES, OTHERS, Family, images, loss_of
 from result_file import write_json
 from result_tables import keeps_goal
 from torch import Tensor, nn
@@ -76,9 +76,9 @@ ROWS = [(name, link) for link in LINKS for name in FAMILIES] + [("residual", lin
 class Contestant:
     """One copy of a network, its optimizer and the seconds of its steps."""
 
-    def __init__(self, name: str, size: dict[str, int]) -> None:
+    def __init__(self, network: Family, size: dict[str, int]) -> None:
         torch.manual_seed(0)
-        self.network, self.size = NETWORKS[name], size
+        self.network, self.size = network, size
         self.model = self.network.make(size).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.seconds: list[float] = []
@@ -100,27 +100,29 @@ class Contestant:
         return results
 
 
-def limit_of(name: str, size: dict[str, int]) -> tuple[int, int]:
-    """The memory limit of a row, and the unswapped peak, from a profiled step."""
-    contestant = Contestant(name, size)
+def least_and_peak(network: Family, size: dict[str, int]) -> tuple[int, int]:
+    """The lowest feasible memory limit and the peak without swaps, in bytes, from a profiled step."""
+    contestant = Contestant(network, size)
     with offload.enable(contestant.model, max_slowdown=0, recompute=False, min_tensor_bytes=min_bytes(size)) as handle:
         contestant.step(0)
         contestant.step(1)
         trace = handle.plan.trace  # type: ignore[union-attr]  # the optimizer's state is in it
-    least, peak = least_feasible_limit(trace), max(unswapped_bytes(trace))
-    return int(least + ROOM * (peak - least)), peak
+    return least_feasible_limit(trace), max(unswapped_bytes(trace))
 
 
 def min_bytes(size: dict[str, int]) -> str:
     """The smallest tensors that move."""
-    return "1KiB" if size in [network.tiny for network in NETWORKS.values()] else "1MiB"
+    tiny = [network.tiny for network in (*NETWORKS.values(), *OTHERS.values())]
+    return "1KiB" if size in tiny else "1MiB"
 
 
 def measure(name: str, link: str, size_name: str, settle: int, measured: int) -> dict[str, Any]:
     """One row."""
-    size = getattr(NETWORKS[name], size_name)
-    limit, peak = limit_of(name, size)
-    plain, alone, joint = (Contestant(name, size) for _ in range(3))
+    network = NETWORKS[name]
+    size = getattr(network, size_name)
+    least, peak = least_and_peak(network, size)
+    limit = int(least + ROOM * (peak - least))
+    plain, alone, joint = (Contestant(network, size) for _ in range(3))
     asked = {"memory_limit": limit, "min_tensor_bytes": min_bytes(size)}
     handles = offload.enable(alone.model, **asked, recompute=False), offload.enable(joint.model, **asked)
     equal = True
