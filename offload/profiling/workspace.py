@@ -53,5 +53,5 @@ def is_equal_where_written(differs: torch.Tensor, recipe: Recipe, storages: dict
     if words.dtype != torch.int64:
         return False
     with undisturbed():
-        slices = zip(differs.split(_SLICE_WORDS), words.split(_SLICE_WORDS), strict=True)
+        slices = zip(torch.split(differs, _SLICE_WORDS), torch.split(words, _SLICE_WORDS), strict=True)
         return not any(bool((other & (word != _FILL_WORD)).any()) for other, word in slices)
