@@ -22,7 +22,9 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   const size_t slices = std::max<size_t>((slot->bytes + part_bytes - 1) / part_bytes, 1);
   const EventRef filled = in_slab ? nullptr : parts_.lane_events->take();
   if (filled != nullptr) parts_.lanes->event_arm(filled.get());
-  for (size_t slice = 0; slice < slices; ++slice) {  // if push_back below fails, superfluous tasks find an empty queue
+  // Tasks are queued before the slot: if push_back below fails, there are more tasks than slices, and the last tasks
+  // find an empty queue.
+  for (size_t slice = 0; slice < slices; ++slice) {
     if (in_slab) {
       parts_.lanes->call(pump_lane_, [this, store = parts_.keep()] { pump(); });
     } else {

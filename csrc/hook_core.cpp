@@ -19,7 +19,7 @@ struct HookCore {
   PyObject* counts;    // reason → Count
   PyObject* engine;    // an EngineCore
   PyObject* observer;  // may be null
-  PyObject* reason;    // why the schedule keeps tensors; null without a cursor
+  PyObject* reason;    // why the schedule keeps tensors; null before `follow`, unused without a cursor
   int64_t min_nbytes;
   int64_t packs;
   std::shared_ptr<ScheduleCursor> cursor;
@@ -129,8 +129,8 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
-// Bytes of a strided tensor, by one call in place of three; −1: DLPack cannot describe it, and another kind may be plain
-// all the same.
+// Bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack cannot
+// describe the tensor; it may be strided nevertheless, so the caller uses is_plain.
 int64_t described_bytes(PyObject* tensor) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
   dlpack::Tensor found{};
@@ -229,7 +229,7 @@ PyObject* core_checked(PyObject* self, PyObject* packed) {
   return nullptr;
 }
 
-// The C++ code below throws only std::bad_alloc.
+// The C++ functions that pack and unpack call throw only std::bad_alloc.
 template <PyObject* (*entry)(PyObject*, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
   try {

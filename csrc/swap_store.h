@@ -2,12 +2,16 @@
 //
 // Each ticket has a state machine, which ensures the order of its copies and of the computation around them:
 //
-//   queued → copying_out → out (→ spilling → on_disk → filling) → copying_in → arriving → ready → released
+//   queued → copying_out → out → copying_in → arriving → ready → released
+//   slab tier, with a spill: out → spilling → on_disk → filling → arriving
+//   direct tier: queued → copying_out → on_disk → copying_in → ready, and for a block without an aligned middle
+//   queued → out → copying_in → ready
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
-//   · a copy-in starts after its copy-out (and spill), and after everything that is queued on the compute stream at
-//     prefetch, so that it never overwrites memory that this stream still uses;
+//   · a copy-in starts after its copy-out (a copy-in from the file also after the block has been written to it), and
+//     after everything that is queued on the compute stream at prefetch, so that it never overwrites memory that this
+//     stream still uses;
 //   · swap_in orders the compute stream after the copy-in;
 //   · a slot's memory is reused only after the last copy that uses it has ended.
 //
@@ -15,8 +19,9 @@
 // target has all bytes; in `ready` swap_in has ordered the compute stream after in_event. Direct tier: there is no
 // `arriving`; in `ready` the target has all bytes.
 //
-// Two tiers implement it. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host driver
-// only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in RAM.
+// Two tiers implement the store. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host
+// driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
+// RAM.
 //
 // Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket, one throws. A
 // Ticket may be destroyed at any time and in any state; its destructor does not wait.
@@ -57,7 +62,7 @@ enum class State : uint8_t {
   ready,
   cancelled,  // before the copy-out began: the source has the only copy of the bytes
   failed,     // the copy-out failed: the source has the only copy of the bytes
-  released    // the ticket is gone; the slot is freed once no lane works on it
+  released    // the ticket is gone; the slot is freed once no lane (a stream of the host driver) works on it
 };
 
 const char* state_name(State state);
@@ -161,7 +166,8 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // DriverError), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
   // copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
-  // With true, a copy-out begins when somebody waits for one. The slab tier copies at once all the same.
+  // While true, the direct tier defers copy-outs: when a caller waits for one that has not ended, all deferred ones
+  // begin. The slab tier ignores this.
   virtual void defer_copy_outs(bool) {}
   // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;

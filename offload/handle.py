@@ -96,7 +96,11 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest signature. None before its second step and with `n_tensors`; logged once."""
+        """The plan of the latest input shape.
+
+        None before the second step of that shape, and with `n_tensors` unless ``lb="auto"``. The first time it is None,
+        a warning is logged.
+        """
         planned = self._on_device.latest()
         plan = planned.plan if planned is not None else None
         if plan is None and not self._told_of_plan:
@@ -105,12 +109,12 @@ class Session:
         return plan
 
     def trace(self) -> Trace:
-        """Return the profiled step of the latest signature, with the durations and the link measured since.
+        """Return the profiled step of the latest input shape, with the latest node durations and link speed measured.
 
         Raises
         ------
         RuntimeError
-            No step has been profiled: the first one is not over, or `n_tensors` is given.
+            No step has been profiled: the first one is not over, or `n_tensors` is given without ``lb="auto"``.
         """
         return recorded_trace(self._controller)
 
@@ -195,8 +199,9 @@ class Session:
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
         """If the code inside runs out of memory, explain why: in a note on the exception and on a page.
 
-        `step`, the model's forward, and a load in backward add the note without this. This method also covers the rest
-        of backward and the optimizer. Before Python 3.11 exceptions have no notes; the note is logged instead.
+        An out-of-memory error inside `step`, the model's forward or a load in backward gets the note even without
+        `explain_oom`. This method also covers the rest of backward and the optimizer. Before Python 3.11 exceptions
+        have no notes; the note is logged instead.
 
         Parameters
         ----------
@@ -282,7 +287,7 @@ class Session:
         return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: what the handle is of, and its report."""
+        """Return HTML for a notebook: the repr of the handle, and its report."""
         return f"<div><code>{escape(repr(self))}</code>{self.report()._repr_html_()}</div>"
 
     # -- used inside the package --------------------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from offload.units import check_slowdown, format_bytes, parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
 MAX_SLOWDOWN_DEFAULT = 0.05
-HOST_LIMIT_MIN = 64 << 10  # two slices between disk and device, and a block
+HOST_LIMIT_MIN = 64 << 10  # room for two bounce buffers (file → device) and at least one block
 FREE_DISK_BYTES_MIN = 64 << 20
 
 
 Recompute = Literal["auto", "cheap"]
 Preset = Literal["smallest", "balanced", "fast"]
-FAST_MEMORY_LIMIT = 0.9  # of the device: the rest is for other libraries, and for what the allocator cannot use
+FAST_MEMORY_LIMIT = 0.9  # of the device: the rest is for other libraries and for fragmentation of torch's allocator
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _check_preset(preset: object, goals: Mapping[str, object]) -> None:
         )
     for name, value in goals.items():
         if value is not None:
-            raise ValueError(f"use the preset {preset!r} or {name}, not both: each of them is the goal of the plan")
+            raise ValueError(f"use the preset {preset!r} or {name}, not both: each of them sets the goal of the plan")
 
 
 def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int) -> int:
@@ -168,12 +168,13 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
 def check_optimizers(
     model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, optimizer_state: object
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose state is to leave memory: with `optimizer_state=True` those that are given.
+    """Return the optimizers whose state is swapped: with `optimizer_state=True` those that are given, else none.
 
     Raises
     ------
     ValueError
-        One of them is no optimizer of the model, or `optimizer_state` contradicts; the message says what to write.
+        One of them is not an optimizer of the model or is given twice, or `optimizer_state` is not "auto", True or
+        False, or is True without an optimizer; the message says what to write.
     """
     if not isinstance(optimizer_state, bool) and optimizer_state != "auto":
         raise ValueError(f'optimizer_state takes "auto", True or False, not {optimizer_state!r}')
@@ -216,7 +217,7 @@ def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int
     if device_of(device).is_accelerator and limit < HOST_LIMIT_MIN:
         whose = "this machine and its control group leave" if host_limit is None else "you gave"
         raise ValueError(
-            f"host_limit: {whose} {limit} bytes of host memory to swap into, and the least is {HOST_LIMIT_MIN}; "
+            f"host_limit: {whose} {limit} bytes of host memory to swap into, and at least {HOST_LIMIT_MIN} are needed; "
             'free some, raise the limit of the control group, or write a size that fits, such as host_limit="1GiB"'
         )
     return limit
@@ -272,7 +273,7 @@ def default_spill_dir() -> str:
 
 
 def is_in_memory(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is on a tmpfs: a spill file there frees no memory."""
+    """Return whether a folder is on a tmpfs: a spill file there frees no memory."""
     mounts = []
     for line in _read("/proc/self/mounts").splitlines():
         _, mount_point, kind, *_ = line.split()

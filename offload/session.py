@@ -68,9 +68,9 @@ def enable(
     exclude
         Names of submodules, as in ``model.named_modules()``, whose saved tensors are neither swapped nor recomputed.
     host_limit
-        Maximum host memory that this process pins (GPU only), in bytes or as a string. Default: half of the available
-        RAM or, if less, the unused part of the control group's limit, divided by the number of this job's processes on
-        this machine.
+        Maximum host memory that this process pins (GPU only), in bytes or as a string. Default: the smaller of half of
+        the available RAM and the unused part of the control group's limit. This is divided by the number of this job's
+        processes on this machine.
     spill_dir
         Folder of the spill file. Default: a folder for temporary files on the CPU; no file on a GPU.
     recompute
@@ -131,7 +131,7 @@ def session_of(model: nn.Module) -> Session | None:
 
 
 def watch(session: Session, feed: Feed) -> None:
-    """Add a loader's counts to the session's report."""
+    """Add the counters of a `contrib.Prefetcher` (batches, waits, copied bytes) to the session's report."""
     session._feeds.append(feed)
 
 

@@ -1,6 +1,6 @@
 """The automatic mode: profiles a signature's first step, plans, and replaces plans that measurements contradict.
 
-At the start of each step the session gets its observer here. `phase.py` has the phases.
+At the start of each step the session calls `observer`; the step's hooks report to its result. Phases: `phase.py`.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ class Controller(Protocol):
     """The interface of a controller, as a session uses it."""
 
     def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """The observer of the step that begins now."""
+        """Return the observer of the step that begins now."""
 
     def needs_hooks(self, signature: object) -> bool:
-        """Whether the step that begins now needs hooks. Call `observer` first."""
+        """Return whether the step that begins now needs hooks. Call `observer` first."""
 
     def forget(self, signature: object) -> None:
-        """A step of this signature deviated from the recorded one: record its next step."""
+        """Record the next step of this signature. Called if a step deviated from the recorded one."""
 
     def end_finished_profiles(self) -> None:
         """Stop recording steps that are over."""
 
     def end_profiles(self) -> None:
-        """Stop recording, whether steps are over or not: an optimizer steps, or the session ends."""
+        """Stop recording every step, even one that is not over: an optimizer is about to step, or the session ends."""
 
 
 class PlanController:
     """Chooses what each step does: profile, follow a plan, or swap on demand.
 
-    With `n_tensors` the swapped tensors are chosen by hand, and the planner only decides when each is prefetched.
+    With `n_tensors`, it swaps this number of longest-lived tensors, and only plans when each of them is prefetched.
 
     Parameters
     ----------
     on_recorded
         Called with every step that has been recorded.
     measure_link
-        Measures the link; called for the first plan.
+        Measures the link; called after each profiled step.
     held
-        What is on the device before a step begins.
+        Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial
-        Begins a trial step, or says why none may run.
+        Begins a trial step, or returns the reason why none can run.
     regions
-        The compiled parts of the model.
+        The compiled submodules of the model.
     on_profile
         Called with every profile before it is planned.
     limits
@@ -117,7 +117,7 @@ class PlanController:
     # -- the beginning of a step --------------------------------------------------------------------------------------
 
     def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """A profiler for a signature's first step, an executor of its plan from then on.
+        """Return a profiler for a signature's first step, and an executor of its plan for later ones.
 
         Raises
         ------
@@ -138,7 +138,7 @@ class PlanController:
                     return self._record(state, model, held())
                 return self._borrow(state, signature, larger, model, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
-                return self._record(state, model, held())  # profile again: temporaries may be recorded now
+                return self._record(state, model, held())  # the last profile lacks temporaries; this one may have them
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.regions.repeat_trial(planned)
                 self.forget(signature)
@@ -162,9 +162,9 @@ class PlanController:
             return self._trials.begin_due(state, planned, model) or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
-        """False where the plan swaps nothing, its steps have been measured, and there is no limit to keep.
+        """Return False if the plan moves nothing, its steps are measured, and there is no `memory_limit`; else True.
 
-        With a limit the hooks stay: a step that deviates must be noticed at its first deviation.
+        True even then for one step in `recheck_steps`. With a limit, a deviation must be noticed as soon as it begins.
         """
         with self._lock:
             state = self._states.get(signature)
@@ -197,16 +197,16 @@ class PlanController:
         return state.profiler
 
     def _record_anew(self, state: SignatureState, signature: object, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile again what every signature does: other parts of the model are recomputed as a whole from now on."""
+        """Discard all profiles and profile this step: the set of compiled submodules to recompute has changed."""
         self.end_profiles()
         self._states = OrderedDict([(signature, state)])
         state.planned = state.profiler = None
         return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
-        """Move a planned signature to the phase that its measured steps and the held memory call for."""
+        """Change the phase of a planned signature if measured steps or the memory used before a step require it."""
         limit_bytes = self._options.memory_limit
-        if state.phase is Phase.STEADY and not planned.executors:  # nothing was measured since
+        if state.phase is Phase.STEADY and not planned.executors:  # no measurements are left to read
             if limit_bytes is not None and planned.exceeds(limit_bytes, held()):
                 state.enter(Phase.PLANNING, _MORE_HELD)
             return
@@ -248,7 +248,7 @@ class PlanController:
         self, signature: object, schedule: Schedule | None
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
         assert schedule is not None  # a plan has been made
-        # A weak callback: the controller keeps the last executors, which must not keep the store alive.
+        # A weak callback: a strong one would be a reference cycle, which keeps the engine until garbage collection.
         return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
 
     def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
@@ -273,9 +273,9 @@ class PlanController:
         self._latest = planned
 
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
-        """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
+        """Return the latest planned step with inputs at least as large in every dimension; None if there is none.
 
-        A smaller step on this plan keeps the limit too, and needs no profile, if every step has another length.
+        A smaller step that follows its plan keeps the limit and needs no profile, even if each step has another length.
         """
         planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
         if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):
@@ -330,7 +330,7 @@ class PlanController:
                 profiler.stop()
 
     def end_profiles(self) -> None:
-        """Stop recording, whether steps are over or not: an optimizer steps, or the session ends."""
+        """Stop recording every step, even one that is not over; an optimizer is about to step, or the session ends."""
         for profiler in self._profilers():
             profiler.stop()
 
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # with the optimizer's state, which did not exist before a first step
+        if self._on_profile is not None:  # the optimizer may have created its state during the profiled step
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -365,7 +365,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """The signature that was profiled or planned last, after reading all complete measurements."""
+        """Read all complete measurements; return the planned step that was profiled, planned or followed last."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
@@ -377,7 +377,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The signature with the most planned steps; of several, the one used last."""
+        """The planned step of the signature with the most planned steps; of several, the one used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)
@@ -389,7 +389,7 @@ class PlanController:
 
     @property
     def why_nothing_recomputed(self) -> str:
-        """Why no trial step could run for the signature with the most steps; empty if one has, or none was due."""
+        """Why no trial step could run for the signature with the most steps; empty if one has run or none was due."""
         planned = self.main
         own = planned.recipes.reason if planned is not None and planned.recipes is not None else ""
         return own or self.regions.reason

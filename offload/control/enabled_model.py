@@ -1,6 +1,7 @@
 """A model while offload is enabled on it: each of its training steps runs under hooks for the device it is on.
 
-The model's forward passes through here. A model that is moved is followed to its new device.
+Every call of the model's forward goes through this class. If the model is moved to another device, it gets a new
+`DeviceSession` there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ __all__ = ["EnabledModel", "StepRecorder"]
 
 log = logging.getLogger("offload")
 
-# Makes what belongs to one model on one device: model, device, options, engine, who is told of every recorded step.
+# Makes the session of one model on one device. Arguments: model, device, options, engine, and a callback that gets
+# every recorded step.
 MakeDeviceSession = Callable[[nn.Module, torch.device, Options, Engine, Callable[[StepOrder], None]], DeviceSession]
 
 
@@ -52,32 +54,34 @@ class StepRecorder(Protocol):
     """Records single steps for a timeline."""
 
     def step_hooks(self, policy: Policy) -> StepHooks | None:
-        """Hooks that record the step; None where the recording is over."""
+        """Return hooks that record the step; None if the recording is over."""
 
     def finish(self) -> None:
         """End the recording."""
 
 
 class EnabledModel:
-    """Wraps a model's forward, and knows what is in force on the model's device.
+    """Wraps a model's forward, and holds the `DeviceSession` of the model's device.
 
     Parameters
     ----------
     asked
-        The arguments of `offload.enable`, to be checked again should the model be moved.
+        The arguments of `offload.enable`, to be checked again if the model is moved.
     make_device_session
-        Called for the model's first device, and for every device it is moved to.
+        Called for the model's first device, and for every device that it is moved to.
     is_unused
-        Whether a store is used by no enabled model any more, so that what it keeps is given back.
+        Returns whether no enabled model uses a store any more; if so, the memory and disk space that the store keeps
+        for reuse are freed.
     always
-        Wrap the model also where nothing is to be swapped.
+        Wrap the model even with `n_tensors=0`.
 
     Attributes
     ----------
     step_listeners
         Called with this model whenever a step has begun.
     misplaced, moved
-        In words: where the model is and the engine is not; the latest move that was followed. Empty: nowhere, none.
+        Messages for the report. `misplaced`: the model is on other devices than the engine. `moved`: the last move to a
+        new device that was followed. Either one is empty if there is nothing to say.
     """
 
     def __init__(
@@ -106,13 +110,13 @@ class EnabledModel:
         self._asked = {**asked, "exclude": options.exclude}
         self._make_device_session = make_device_session
         self._is_unused = is_unused
-        self._refused: torch.device | None = None  # where the model is, and no engine could be made
+        self._refused: torch.device | None = None  # the model is on this device, for which no engine could be made
         self._local = threading.local()
         self.on_device = self._session_on(model, device, options, engine)
         self._wrappers: list[weakref.ref[ForwardWrapper]] = []  # the modules hold them
         self.wraps = options.n_tensors != 0 or always
-        self._unwrapped_owner = None if self.wraps else owner  # no module holds it there
-        if self.wraps:  # 0 is a true no-op: nothing is wrapped
+        self._unwrapped_owner = None if self.wraps else owner  # without wrappers, no module keeps the owner alive
+        if self.wraps:  # with n_tensors=0 nothing is wrapped, unless `always` is set
             wrapper = ForwardWrapper(model, self._around_forward)
             self._keep(wrapper, owner)
             for outer in compiled.untraceable_wrappers(model):
@@ -122,12 +126,12 @@ class EnabledModel:
                 self._keep(ForwardWrapper(modules[name], self._around_excluded), owner)
 
     def _keep(self, wrapper: ForwardWrapper, owner: object) -> None:
-        wrapper.owner = owner  # held by the module, not from here: no circle is left when the model goes
+        wrapper.owner = owner  # the module holds the wrapper, this object does not: there is no reference cycle
         self._wrappers.append(weakref.ref(wrapper))
 
     @property
     def owner(self) -> object:
-        """What is kept alive as long as the model is; None once that is disabled."""
+        """The object given as `owner` (the session handle), which lives as long as the model; None after `disable`."""
         return self._owner() if self.is_enabled else None
 
     @property
@@ -136,7 +140,7 @@ class EnabledModel:
         return self._model()
 
     def disable(self) -> None:
-        """Take the wrappers off and wait for the copies under way. Graphs can still be differentiated."""
+        """Remove the wrappers and wait for copies in flight. Graphs can still be differentiated."""
         self.is_enabled = False
         for reference in reversed(self._wrappers):
             wrapper = reference()
@@ -148,18 +152,22 @@ class EnabledModel:
         self.on_device.close(trim=self._is_unused(self.on_device.engine.store))
 
     def _session_on(self, model: nn.Module, device: torch.device, options: Options, engine: Engine) -> DeviceSession:
-        # Weakly: in a circle with it, a disabled session would keep its store until a collection.
+        # A weak callback: a reference cycle would keep a disabled session and its store alive until the garbage
+        # collector runs.
         return self._make_device_session(model, device, options, engine, weak_callback(self._note_compiled))
 
     def applies(self) -> bool:
-        """Whether a forward pass that begins now is a training step to swap in."""
+        """Return whether offload applies to a forward pass that starts now: whether it is a training step."""
         model = self.model
         if not (self.is_enabled and self.wraps and model is not None and model.training and torch.is_grad_enabled()):
             return False
         return not is_tracing() and self._is_in_place(model)
 
     def _is_in_place(self, model: nn.Module) -> bool:
-        """Whether the engine is where the model is, or where parts of it are; it follows a model that was moved."""
+        """Return whether the engine's device holds the model, or a part of it.
+
+        If the whole model was moved to another device, a new session is created there first.
+        """
         device = self.on_device.device
         if not self.misplaced and first_device(model) in (device, None):
             return True
@@ -170,7 +178,7 @@ class EnabledModel:
         return device in devices
 
     def _tell_where(self, devices: set[torch.device]) -> None:
-        """Say, once, that the model is on other devices than the engine's."""
+        """Log, once, that the model is on other devices than the engine's."""
         device, words = self.on_device.device, ""
         if devices != {device}:
             what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
@@ -184,7 +192,10 @@ class EnabledModel:
         self.misplaced = words
 
     def _follow(self, model: nn.Module, device: torch.device) -> bool:
-        """Go on where the model is now, with another engine and new plans. False, and said, where that cannot be."""
+        """Create an engine and a session on the model's new device, and use them from now on.
+
+        Returns False, and logs a warning, if the engine cannot be created on that device.
+        """
         if device == self._refused:
             return False
         before = self.on_device
@@ -202,8 +213,8 @@ class EnabledModel:
         self._refused = None
         self._warn_misplaced("")
         self.moved = (
-            f"the model was moved from {before.device} to {device} after {before.counts.steps} steps there: all "
-            "figures are those since"
+            f"the model was moved from {before.device} to {device} after {before.counts.steps} steps on "
+            f"{before.device}; all figures count from this move"
         )
         log.info("%s", self.moved)
         if self.recording is not None:
@@ -212,25 +223,25 @@ class EnabledModel:
         return True
 
     def current_hooks(self) -> StepHooks | None:
-        """The innermost hooks of this thread, where they are this model's."""
+        """Return the innermost hooks of this thread if they belong to this model; else None."""
         current = innermost_step_hooks()
         return current if current is not None and current.policy is self.on_device else None
 
     def is_removed(self) -> bool:
-        """Whether this thread's innermost hooks of this model have been removed early."""
+        """Return whether this thread's innermost hooks of this model were removed before their step ended."""
         reference: weakref.ref[HookContext] | None = getattr(self._local, "hooks", None)
         hooks = reference() if reference is not None else None
         return hooks is not None and hooks.is_removed
 
     @contextmanager
     def step(self) -> Iterator[StepHooks]:
-        """One forward pass, its hooks on. Backward comes later."""
+        """Run one forward pass in a `with` block with the hooks installed. Backward may run after the block."""
         forward = HookedForward(self)
         try:
             with forward as current:
                 yield current
         finally:
-            forward.__exit__()  # an interrupt may have come as it was about to be left
+            forward.__exit__()  # an interrupt may arrive before the `with` block has called `__exit__`
 
     def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         run_pending_callbacks()
@@ -253,7 +264,10 @@ class EnabledModel:
     def _around_compiled(
         self, wrapper: ForwardWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """Around what torch.compile returned, whose graph shall show the model as it is without the engine."""
+        """Run around the module that torch.compile returned.
+
+        The wrapper of `forward` is removed meanwhile, so that the compiled graph is that of the model without offload.
+        """
         around = self._around_forward(args, kwargs)
         try:
             with around, wrapper.lifted():
@@ -265,10 +279,10 @@ class EnabledModel:
         return self.on_device.excluded()
 
     def attach(self, current: StepHooks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a step: its inputs tell which schedule applies."""
+        """Begin a step: choose its schedule by the shapes of the inputs, and attach the observer to its hooks."""
         here, model = self.on_device, self._model()
         here.engine.collect()
-        for engine in engines():  # they share stores: what one still holds, another may need
+        for engine in engines():  # engines share stores: another one may hold memory that this one needs
             if engine is not here.engine:
                 engine.collect()
         here.counts.steps += 1
@@ -282,7 +296,7 @@ class EnabledModel:
         is_recorded = type(current) is not StepHooks
         if not is_recorded and not here.controller.needs_hooks(signature):
             hooks = current.hooks() if current.hooks is not None else None
-            assert hooks is not None  # they are on: the forward that begins runs within them
+            assert hooks is not None  # they are installed: the forward that begins runs under them
             hooks.remove()
             here.counts.bare_steps += 1
         else:
@@ -317,7 +331,7 @@ class EnabledModel:
 
 
 def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
-    """As `tree_leaves`, which is slow, where most inputs are tensors and no trees."""
+    """Return the same as `tree_leaves`, but fast if every value is a tensor, None or bool; `tree_leaves` is slow."""
     for each in values:
         if not (each is None or isinstance(each, Tensor | bool)):
             leaves: list[Any] = tree_leaves(values)
@@ -326,12 +340,13 @@ def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
 
 
 class HookedForward(HookContext):
-    """One forward pass of a model, its hooks on. Backward comes later.
+    """One forward pass of a model with the hooks installed. Backward may run after it.
 
     Parameters
     ----------
     inputs
-        Of the forward that begins, positional and by name; without them the first forward inside tells its own.
+        The positional and keyword arguments of the forward that begins; if None, the first forward inside the context
+        passes its own.
     """
 
     def __init__(self, enabled: EnabledModel, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> None:
@@ -359,7 +374,7 @@ class HookedForward(HookContext):
         return self._hooks
 
     def __exit__(self, *args: object) -> None:
-        """Take the hooks off. After an interrupt it may be called again; once all is done, that does nothing."""
+        """Remove the hooks. After an interrupt it may be called again; once the hooks are removed, it does nothing."""
         if self._is_over:
             return
         try:

@@ -10,8 +10,9 @@ Given the set, few choices remain:
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its copy-out has ended.
   If a node needs the memory earlier, the head of the queue is released there and compute waits for its copy-out.
 * Prefetches. Copy-ins run in the order of `first_backward`. Each is queued as late as possible: at the last node from
-  which it and all later copy-ins still end in time. From its prefetch node to `first_backward` it needs memory. If
-  memory is not free during all of these nodes, the prefetch is moved to the first later node for which it is.
+  which it and all later copy-ins still end in time. From its prefetch node to `first_backward` it needs memory. If the
+  memory is not free at some of these nodes, the prefetch is moved to the first later node from which it is free until
+  `first_backward`.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
@@ -127,7 +128,7 @@ class Step:
         more_bytes : sequence of int
             Per node, the bytes to add to this step's `unswapped_bytes`; negative where a dropped tensor is freed.
         first_uses : mapping of int to int
-            `first_backward` of the tensors in which it differs.
+            The new `first_backward` of each tensor whose first use changes, by its index in this step.
         """
         step = Step.__new__(Step)
         step.link, step.seconds = self.link, seconds
@@ -271,7 +272,7 @@ class Step:
         free = headroom - self._bytes_by_node(self._release_min[at], released, self._bytes[at])
         order = sorted(indices, key=self.copy_in_rank.__getitem__)
         uses = self._first_backward[order]
-        begin, begins = np.inf, []  # the latest start of each copy-in that causes no stall, last copy-in first
+        begin, begins = np.inf, []  # for each copy-in, the latest start that causes no stall; the last copy-in first
         for i, needed in zip(reversed(order), reversed(ready[uses].tolist()), strict=True):
             begin = (needed if needed < begin else begin) - self.in_seconds[i] * safety_factor
             begins.append(begin)
@@ -333,9 +334,10 @@ class Step:
 
 
 def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """Reserve memory for each tensor in turn: in as many nodes before its use as have room, back to `first` at most.
+    """Reserve memory for each tensor in turn; return the first node at which it is reserved for each tensor.
 
-    Returns the first of these nodes for each tensor.
+    Memory is reserved at consecutive nodes, backwards from the node before the tensor's use, until a node has no room
+    or `first` is reached.
     """
     free_bytes, nodes = free.tolist(), []
     for low, k, needed in zip(first, use, count, strict=True):

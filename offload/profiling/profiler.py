@@ -1,4 +1,6 @@
-"""Records one step, forward and backward: what autograd saves, when backward uses it, and for a plan durations.
+"""Records one step, forward and backward: what autograd saves and when backward uses it.
+
+`Profiler` also measures durations and memory, for a plan.
 
 The first step of each signature is recorded; later steps follow a schedule that is computed from the record.
 """
@@ -138,7 +140,7 @@ class Profile:
     trace
         The trace; `base_bytes` includes the bytes in use before the step.
     gradient_bytes
-        By node: the gradients in `base_bytes` that the step itself had allocated before.
+        For each node: the bytes of gradients in `base_bytes` that this step allocated before the node began.
     members
         Pack indices of each of the trace's tensors, by id.
     held

@@ -17,13 +17,13 @@ _UNSEEN = "written by a kernel that recording does not see"
 
 
 def recipe_of(target: Value, *, weighs: bool = False) -> Recipe | Refusal:
-    """The recipe of a value, or why it has none. `weighs`: with its `peak_bytes`."""
+    """Return the recipe of a value, or why it has none. `weighs`: also compute the recipe's `peak_bytes`."""
     cut = cut_of(target)
     return cut if isinstance(cut, str) else cut.recipe(weighs)
 
 
 def cut_of(target: Value) -> Cut | Refusal:
-    """What the recipe of a value takes, or why it has none."""
+    """Return the calls and sources of a value's recipe, or why it has none."""
     cut = Cut(target)
     return cut.take_in() or cut
 
@@ -39,9 +39,9 @@ class Sources:
         self.indices: dict[int, int] = {}
 
     def add(self, number: int, value: Value, is_saved: bool) -> bool:
-        """Take down where a value's bytes are. Returns whether they are available in backward."""
+        """Store where a value's bytes are. Returns whether they are available in backward."""
         slot = value.slot() if value.slot is not None else None
-        # Bytes that were changed in place may have left after that, or while it happened.
+        # If a tensor was changed in place after its pack, its copy-out may contain the new bytes, or old and new bytes.
         if slot is not None and value.probe is not None and not value.probe.is_changed:
             self.slots[number] = slot, value.probe
         elif value.held is not None and value.held.is_usable(is_saved):
@@ -54,16 +54,16 @@ class Sources:
 
 
 class Cut:
-    """The calls from what backward has to one value.
+    """The operators that compute one value from values that are available in backward.
 
     Attributes
     ----------
     calls
-        By number, which is their order.
+        The calls by their number in the step, which is their order.
     numbers
-        Of the values that they read and make, in the recipe.
+        The recipe's numbers of the values that the calls read and write.
     leaves
-        What is read of what backward has, and whether autograd saves it too.
+        The values that the recipe reads and that are available in backward, each with whether autograd saves it too.
     """
 
     def __init__(self, target: Value) -> None:
@@ -74,7 +74,7 @@ class Cut:
         self._sources = Sources()
 
     def take_in(self) -> Refusal:
-        """Find every call that is needed. Returns why that cannot be; empty where it can."""
+        """Find every call that is needed. Returns why no recipe is possible; empty if one is."""
         if self.target.call is None:
             return NOT_MADE
         pending: list[Call] = [self.target.call]
@@ -131,7 +131,7 @@ class Cut:
         )
 
     def _peak_bytes(self, calls: list[Call], made: dict[int, list[Value]], last_use: dict[Value, int]) -> int:
-        """What the calls have on the device at a time, as if each wrote to memory of its own."""
+        """Return the peak memory of the calls' results, if no two results share memory."""
         now = peak = 0
         for i, call in enumerate(calls):
             now += sum(value.nbytes for value in made.get(call.number, ()))
@@ -157,7 +157,10 @@ class Cut:
 
 
 def _read_by(call: Call) -> list[tuple[Reference, bool, bool]]:
-    """The tensor arguments of a call, each with whether the call writes to it, and whether it only adds it."""
+    """Return the tensor arguments of a call, each with two flags.
+
+    The first: the call writes to the argument. The second: it only adds the argument, so autograd does not save it.
+    """
     if call.read is None:
         ignored, writes, added = call.ignored, call.operator.writes, call.operator.added
         call.read = []

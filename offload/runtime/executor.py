@@ -27,11 +27,11 @@ _DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; 0 means th
 
 
 class StepObserver(Protocol):
-    """What the hooks of a step report to."""
+    """The object that the hooks of a step report to."""
 
     @property
     def cursor(self) -> ScheduleCursor | None:
-        """Decides in C++ what the hooks of kept tensors do; None where each of them asks the observer."""
+        """Decides in C++ what the hooks of kept tensors do. If None, each of these hooks asks the observer."""
 
     @property
     def reason(self) -> str:
@@ -39,49 +39,52 @@ class StepObserver(Protocol):
 
     @property
     def copies(self) -> StepCopies | None:
-        """With it, C++ swaps what the schedule swaps; None where the observer is asked about every swapped tensor."""
+        """If given, C++ swaps the tensors that the schedule swaps. If None, the hooks ask the observer about each."""
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """What drops tensors, or finds out which can be; None where nothing does."""
+        """Drops tensors to be recomputed, or records how tensors can be recomputed; None if the step does neither."""
 
     def watches(self, pack_index: int) -> bool:
-        """Whether the unpack of a tensor that was kept is to be reported."""
+        """Return whether the hook of a kept tensor reports its unpack."""
 
     @property
     def caps_in_flight(self) -> bool:
-        """Whether the engine's limit on sources held for their copy-out applies."""
+        """Whether `Engine.in_flight_bytes_max` applies: the limit on storages kept only until their copy-out ends."""
 
     def begin(self) -> None:
-        """A hook begins; it may wait."""
+        """Called when a hook begins that may wait."""
 
     def pass_by(self, pack_index: int) -> None:
-        """The schedule keeps the tensor of this pack, but the cursor alone cannot advance the schedule here."""
+        """Called if the schedule keeps a tensor, but Python has to act at its pack.
+
+        A release or a prefetch is due at the node that begins, or nodes are timed with device events.
+        """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Why this storage is kept; None: it is swapped."""
+        """Return why this storage is kept; None: it is swapped."""
 
     def need(self, pack_index: int) -> int:
-        """Spill priority: larger if the tensor is needed later."""
+        """Return the spill priority: larger if backward needs the tensor later."""
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """The copy-out of a storage has been started."""
+        """Called when the copy-out of a storage has been queued."""
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Another view was saved; the copy-out of its storage has already started."""
+        """Called when another view is saved of a storage that is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:
-        """The hook of this pack is about to return."""
+        """Called when the hook of this pack is about to return."""
 
     def unpacking(self, pack_index: int) -> None:
-        """Backward asks for the tensor of this pack."""
+        """Called when backward asks for the tensor of this pack."""
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is on the device; the hook is about to return."""
+        """Called when the tensor of this pack is on the device and the hook is about to return."""
 
 
 class SwapOnDemand:
-    """No schedule: everything is swapped out, and swapped in on demand."""
+    """An observer without a schedule: every tensor is swapped out, and swapped in on demand."""
 
     caps_in_flight = True
     cursor = None
@@ -90,17 +93,17 @@ class SwapOnDemand:
     recomputation: Recomputation | None = None
 
     def watches(self, pack_index: int) -> bool:
-        """Nothing is reported."""
+        """Return False: hooks of kept tensors report no unpack."""
         return False
 
     def pass_by(self, pack_index: int) -> None: ...
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Nothing is kept."""
+        """Return None: every tensor is swapped."""
         return None
 
     def need(self, pack_index: int) -> int:
-        """A guess: tensors that are saved later are needed sooner."""
+        """Return a guess: tensors that are saved later are needed sooner."""
         return 2**32 - pack_index
 
     def begin(self) -> None: ...
@@ -113,15 +116,15 @@ class SwapOnDemand:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step really took, in seconds from its beginning."""
+    """Measured durations of a step, in seconds; node starts are relative to the start of the step."""
 
     starts: tuple[float, ...]  # by node
     node_seconds: tuple[float, ...]  # by node, without the time that hooks took
-    waits: dict[int, float]  # by pack index: how long backward waited for it
-    stall_seconds: float  # total time in hooks
-    hook_seconds: float  # CPU time of the hooks, without waits; zero on a CUDA device
+    waits: dict[int, float]  # by pack index: how long backward waited for the tensor
+    stall_seconds: float  # elapsed time of the hooks that swap, prefetch, wait or recompute
+    hook_seconds: float  # CPU time of these hooks; zero on a CUDA device
     step_seconds: float
-    thread_seconds: float | None = None  # CPU time of the thread that ran all of it, hooks included
+    thread_seconds: float | None = None  # CPU time of the step's thread, hooks included; None if several threads ran it
 
 
 class Stopwatch:
@@ -148,7 +151,7 @@ class Stopwatch:
         self.end = self.clock.end
 
     def defer_copy_outs(self) -> None:
-        """Until backward has ended, copy tensors out only while the step waits for them."""
+        """Defer copy-outs until the step waits for one or its backward has ended."""
         self._defers_copy_outs = True
         self._engine.store.defer_copy_outs(True)
 
@@ -162,7 +165,7 @@ class Stopwatch:
         """Record the end of the backward pass, if one is running."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
-            # Weakly: a thread of torch's may hold the callback for a moment after backward has returned.
+            # A weak callback: a thread of torch may hold the callback for a moment after backward has returned.
             call_at_end_of_backward(weak_callback(self._finish))
 
     def _finish(self) -> None:
@@ -173,11 +176,11 @@ class Stopwatch:
 
     @property
     def finished(self) -> bool:
-        """Whether backward has come to its end."""
+        """Whether backward has ended."""
         return self._end is not None
 
     def measured(self, node_count: int) -> Measured | None:
-        """The durations of `node_count` nodes; None if the step has not ended. A node that did not run has 0 s."""
+        """Return the durations of `node_count` nodes, 0 s if one did not run; None if the step has not ended."""
         if self._end is None:
             return None
         found = self.clock.measure(self._end, node_count)
@@ -219,24 +222,24 @@ class ScheduleExecutor:
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
         self.copies = StepCopies(self.cursor, counts.prefetches, counts.prefetches_left)
         self.copies.caps_in_flight = schedule.plan is None
-        self._acted = False  # whether this hook waits or starts a copy; if not, its time counts as computation
+        self._acted = False  # whether the current hook swaps, waits or starts a copy; if not, it counts as computation
 
     @property
     def caps_in_flight(self) -> bool:
-        """False under a plan: its releases bound the copy-outs in flight."""
+        """False while the step follows a plan: the plan's releases limit the copy-outs in flight."""
         return self.schedule.plan is None or not self.on_schedule
 
     def watches(self, pack_index: int) -> bool:
-        """Whether the unpack of a kept tensor advances the schedule."""
+        """Return whether the unpack of a kept tensor advances the schedule."""
         return self.cursor.watches(pack_index)
 
     def begin(self) -> None:
-        """A hook begins; it may wait."""
+        """Start the time of a hook that may wait."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
 
     def pass_by(self, pack_index: int) -> None:
-        """The schedule keeps the tensor of this pack, but the cursor alone cannot advance the schedule here."""
+        """Begin the node after the pack of a kept tensor: do what is due there, or record its start."""
         node = self._node_after_pack.get(pack_index)
         if node is None:
             return
@@ -249,7 +252,7 @@ class ScheduleExecutor:
             self.cursor.node = node
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Why this storage is kept; None: it is swapped, by the schedule or because the step has deviated."""
+        """Return why this storage is kept; None: it is swapped or dropped, by the schedule or after a deviation."""
         if not self.on_schedule:
             return None
         entry = self._swapped_bytes.get(pack_index)
@@ -264,19 +267,19 @@ class ScheduleExecutor:
         return None if pack_index in schedule.swapped or pack_index in schedule.recomputed else self.reason
 
     def need(self, pack_index: int) -> int:
-        """Spill priority: larger if the tensor is needed later."""
+        """Return the spill priority: larger if backward needs the tensor later."""
         entry = self._swapped_bytes.get(pack_index)
         return entry[1] if entry is not None else self.schedule.need(pack_index)
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """The copy-out of a storage has been started."""
+        """Store a storage whose copy-out has been queued, to release and prefetch it when the schedule says so."""
         self.copies.add(pack_index, slot, tensor)
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Another view of a swapped storage was saved: nothing is due."""
+        """Do nothing: the storage of this view is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:
-        """The hook of this pack is about to return: do what is due at the node that now begins."""
+        """Do what is due at the node that begins when the hook of this pack returns."""
         self._acted = pack_index in self._swapped_bytes
         if self.on_schedule:
             node = self._node_after_pack.get(pack_index)
@@ -286,7 +289,7 @@ class ScheduleExecutor:
             self.stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
-        """Backward asks for the tensor of this pack: do what is due at the node that now begins."""
+        """Do what is due at the node that begins when backward asks for the tensor of this pack."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
             if not self.stopwatch.clock.is_listening:
@@ -312,12 +315,12 @@ class ScheduleExecutor:
             self._act(cursor.node)
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is on the device."""
+        """End the time of the hook: the tensor of this pack is on the device."""
         if self._acted and self.stopwatch is not None:
             self.stopwatch.end(pack_index)
 
     def _recomputed(self, nbytes: int, seconds: float) -> None:
-        """A dropped tensor was made again."""
+        """Count a dropped tensor that was recomputed."""
         self.recompute_seconds += seconds
         self._counts.recompute_seconds += seconds
         self._counts.recomputed.tensors += 1
@@ -335,7 +338,7 @@ class ScheduleExecutor:
         self.copies.act(node)
 
     def _start_over(self, node: int, pack_index: int) -> None:
-        """Backward reached an earlier node: a second pass over a retained graph, or another order than recorded."""
+        """Continue at an earlier node: this is a second backward over a retained graph, or in another order."""
         if not self.cursor.has_used(pack_index):
             self._deviate()
         self.cursor.forget_uses()

@@ -22,22 +22,30 @@ from offload.runtime.recomputed_storage import DroppedHandle
 from offload.torch_compat.autograd import innermost_hooks
 from offload.torch_compat.tensors import raise_changed, version_of
 
-# What a graph node holds in a saved tensor's place.
+# The object that a graph node holds instead of a saved tensor.
 Packed = KeptTensor | SwappedView
 
-# Errors after which a tensor stays, PoolExhausted and SpillError among them.
+# Errors of a copy-out after which the tensor is kept; they include PoolExhausted and SpillError.
 _REFUSALS = (MemoryError, OSError, PinningFailed)
 
 
 class HeldStorages(Protocol):
-    """Storages by identity: those of parameters and buffers, and those that were looked for among them in vain."""
+    """Identities of storages.
+
+    Attributes
+    ----------
+    storages
+        The storages of parameters and buffers.
+    not_held
+        Storages that were already found not to be among them.
+    """
 
     storages: frozenset[int]
     not_held: set[int]
 
 
 class Policy(Protocol):
-    """What the hooks ask before they move a tensor; the session implements it."""
+    """The interface that the hooks ask before they move a tensor; `DeviceSession` implements it."""
 
     options: Options
     engine: Engine
@@ -45,25 +53,25 @@ class Policy(Protocol):
 
     @property
     def state(self) -> HeldStorages:
-        """Which storages the model holds."""
+        """The storages that the model holds."""
 
     def supports(self, tensor: Tensor) -> bool:
-        """Whether the engine can move tensors of this kind."""
+        """Return whether the engine can move tensors of this kind."""
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """What else holds this storage, so that swapping it would free nothing; None if no other holder is known."""
+        """Return what else holds this storage, so that swapping would free nothing; None if no holder is known."""
 
     def is_excluded(self) -> bool:
-        """Whether the module that runs in this thread is excluded."""
+        """Return whether the module that runs in this thread is excluded."""
 
     def holds_state(self, storage_id: int) -> bool:
-        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
+        """Return whether a storage belongs to a parameter or a buffer that keeps its memory until backward."""
 
     def has_compiled_parts(self) -> bool:
-        """Whether a part of the model is compiled; it may have become so since the last step."""
+        """Return whether a part of the model is compiled; it may have been compiled since the last step."""
 
     def warn_once(self, error: Exception) -> None:
-        """Say that the store could not take a tensor."""
+        """Log, once per kind of error, that the store could not take a tensor."""
 
     def explain(self, error: BaseException) -> None:
         """Add a note to an out-of-memory `error` that explains it."""
@@ -75,10 +83,10 @@ _ON_DEMAND = SwapOnDemand()
 class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
-    `pack` and `unpack` are those of the base class, in C++. They handle kept tensors, and swapped ones where the step
-    runs as recorded (`csrc/swap_hooks.cpp`). For everything else they call `pack_due`, `pack_candidate`,
-    `unpack_watched`, `unpack_swapped`, `pack_failed`, `unpack_failed` and `refuse`. Before `attach` is
-    called, tensors are swapped, but nothing is prefetched.
+    `pack` and `unpack` are methods of the base class, in C++. They handle kept tensors and, as long as the step runs as
+    recorded, swapped ones (`csrc/swap_hooks.cpp`). For everything else they call `pack_due`, `pack_candidate`,
+    `unpack_watched`, `unpack_swapped`, `pack_failed`, `unpack_failed` and `refuse`. Before `attach` is called, tensors
+    are swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -102,18 +110,18 @@ class StepHooks(HookCore):
         if self._recomputation is not None:
             self._recomputation.begin(self.policy)
         policy = self.policy
-        # What needs Python at every swapped tensor: recipes, and modules to exclude.
+        # Recomputation and `exclude` need Python for every swapped tensor; without them C++ handles swaps.
         is_plain = observer.recomputation is None and not policy.options.exclude
         copies = observer.copies if is_plain else None
         follow(self, observer, observer.cursor, observer.reason, copies, policy.state)
 
     def end_forward(self) -> None:
-        """Nothing is recorded any more."""
+        """Stop recording operators for recomputation."""
         if self._recomputation is not None:
             self._recomputation.end()
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
-        """Report a tensor that the schedule keeps to the observer, which has to act at this pack, and keep it."""
+        """Call the observer, which has to act at this pack, and keep the tensor, as the schedule does."""
         self._observer.pass_by(index)
         return self.keep(tensor, index, self._observer.reason, nbytes)
 
@@ -152,7 +160,7 @@ class StepHooks(HookCore):
         return self.keep(tensor, index, "host limit", nbytes)
 
     def unpack_failed(self, error: Exception) -> None:
-        """Raise what kept a tensor from coming back, with a note where memory ran out."""
+        """Raise the error of a swap-in or a recomputation; if memory ran out, add a note that explains it."""
         try:
             raise error
         except (MemoryError, RuntimeError):
@@ -175,7 +183,7 @@ class StepHooks(HookCore):
         Raises
         ------
         RuntimeError
-            It was changed in place since.
+            The tensor was changed in place after it was saved.
         OSError
             Its bytes could not be read back; a later call tries again.
         """
