@@ -1,1 +1,1 @@
-"""Which schedule a step follows, and whether measured steps agree with its plan."""
+"""Decides what each step does: profile, follow a plan or run a trial; replaces plans that measurements contradict."""

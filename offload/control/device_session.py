@@ -46,17 +46,17 @@ class DeviceSession:
     Parameters
     ----------
     device
-        Where the model is.
+        The device of the model.
     link
-        Measures the link; called at the first plan.
+        Measures the link; called after each profiled step.
     on_recorded
         Called with every step that has been recorded.
     make_trial
-        Begins a trial step of recomputation, or says why none may run.
+        Begins a trial step of recomputation, or returns the reason why none can run.
     on_profile
-        Called with every profile before it is planned; where it is given, every model is profiled.
+        Called with every profile before it is planned; if given, every model is profiled.
     explain
-        Explains an error that says that memory ran out; a path, where one is given, is where to write a page of it.
+        Adds an explanation to an out-of-memory error. If a path is given, it also writes the explanation to this page.
     limits
         Bounds and tolerances of the controller.
     """
@@ -98,19 +98,20 @@ class DeviceSession:
             self.held.on_optimizer_step(self.controller.end_profiles)
 
     def latest(self) -> PlannedStep | None:
-        """The latest signature that was planned, its steps' measurements read; None in the manual mode."""
+        """Read all complete measurements; return the planned step used last. None in the manual mode."""
         if isinstance(self.controller, PlanController):
             return self.controller.latest()
         self.controller.read_measurements()
         return None
 
     def close(self, *, trim: bool) -> None:
-        """Watch nothing any longer, and wait for the copies under way. Its graphs can still be differentiated.
+        """Stop profiling, and wait for copies in flight. Existing graphs can still be differentiated.
 
         Parameters
         ----------
         trim
-            Whether to give back what the store keeps for later; nobody else may be using it.
+            Whether to free the memory and disk space that the store keeps for reuse. No other session may use the
+            store then.
         """
         if self.held is not None:
             self.held.close()
@@ -118,7 +119,7 @@ class DeviceSession:
         if isinstance(self.controller, PlanController):
             self.controller.regions.close()
         if os.getpid() != self._pid:
-            return  # copies and store are those of the process that this one was forked from
+            return  # copies and store belong to the process from which this one was forked
         self.engine.drain()
         if trim:
             self.engine.store.quiesce()
@@ -129,19 +130,19 @@ class DeviceSession:
         """The model, as long as it is alive."""
         return self._model()
 
-    # -- what hooks ask -----------------------------------------------------------------------------------------------
+    # -- called by hooks (`Policy`) -----------------------------------------------------------------------------------
 
     def supports(self, tensor: Tensor) -> bool:
-        """Whether the engine can swap tensors of this kind."""
+        """Return whether the engine can swap tensors of this kind."""
         return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """Who holds this storage anyway: "parameter" (or buffer, or a view of one, as they are now) or "leaf"."""
+        """Return what else holds this storage: "parameter" (or buffer, or a view of one) or "leaf"; None: unknown."""
         if storage_id in self.state.storages:
             return "parameter"
         if tensor.requires_grad:
-            return "leaf" if tensor.is_leaf else None  # somebody wants its gradient, so somebody holds it
-        if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was put in place meanwhile
+            return "leaf" if tensor.is_leaf else None  # the program reads a leaf's gradient, so it holds the leaf
+        if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was added since the last look
             if storage_id in self.state.not_held:
                 return None
             self.state.expire()
@@ -154,38 +155,38 @@ class DeviceSession:
         return None
 
     def holds_state(self, storage_id: int) -> bool:
-        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
+        """Return whether a storage belongs to a parameter or a buffer that keeps its memory until backward."""
         return storage_id in self.state.storages and not self.state.is_sharded
 
     def has_compiled_parts(self) -> bool:
-        """Whether a part of the model is compiled; it may have become so since the last step."""
+        """Return whether a part of the model is compiled; it may have been compiled since the last step."""
         model = self._model()
         return model is not None and has_compiled_parts(model)
 
     def is_excluded(self) -> bool:
-        """Whether the module now running in this thread is one of `exclude`."""
+        """Return whether the module now running in this thread is one of `exclude`."""
         return getattr(self._local, "excluded", 0) > 0
 
     def warn_once(self, error: Exception) -> None:
-        """Say, once per kind of error, that a tensor stays because the store cannot take it."""
+        """Log, once per kind of error, that a tensor stays because the store cannot take it."""
         if type(error) not in self._warned:
             self._warned.add(type(error))
-            log.warning("a tensor stays on the device: %s", str(error))  # not its frames, which hold graphs
+            log.warning("a tensor stays on the device: %s", str(error))  # not `error` itself, whose frames hold graphs
 
     def explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
-        """Note on `error`, where it says that memory ran out, why; and write a page of it where `path` is given."""
+        """Add a note to an out-of-memory `error` that explains it; write a page with the explanation to `path`."""
         self._explain(error, self, path)
 
-    # -- what the session tells ---------------------------------------------------------------------------------------
+    # -- called by the enabled model ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A forward pass begins in this thread, in no excluded module."""
+        """Begin a forward pass in this thread, outside of excluded modules."""
         self._local.excluded = 0
         self.counts.begin_step()
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """A module of `exclude` runs inside, in this thread."""
+        """Mark a block in which a module of `exclude` runs, in this thread."""
         self._local.excluded = getattr(self._local, "excluded", 0) + 1
         try:
             yield
@@ -194,6 +195,6 @@ class DeviceSession:
 
 
 def _is_in_step(session: weakref.ref[DeviceSession]) -> bool:
-    """Whether the innermost saved-tensor hooks of this thread are those of a step of the session."""
+    """Return whether the innermost saved-tensor hooks of this thread are those of a step of the session."""
     current = innermost_step_hooks()
     return current is not None and current.policy is session()

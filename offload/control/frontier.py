@@ -1,6 +1,6 @@
 """Keeps `max_slowdown` (the *promise*) by measurement.
 
-`Frontier` stores how long steps take while no copy runs, and which plans kept the promise.
+`Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
 While a reference step copies, it waits, so that no copy slows its computation (`plan/serial.py`). The durations of its
 nodes show how long the step takes without swapping, on this machine and at this time. The additional time of the plan's
@@ -31,7 +31,7 @@ class TriedPlan:
         Relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
         Seconds of the step beyond the computation of reference steps and the recomputation, waits and hooks that the
-        plan predicts. By so much the copies slowed the computation.
+        plan predicts: the time by which copies slowed the computation.
     """
 
     plan: Plan
@@ -48,15 +48,15 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The duration of a step in seconds, twice: elapsed time, and that without the share of other programs.
+    """The duration of a step in seconds, twice: as elapsed time, and without the time that other programs took.
 
     Attributes
     ----------
     step, computed
         Elapsed seconds of the whole step, and of all its nodes together.
     own_step
-        CPU time of the thread, and its waits times the share of the processor that the thread had while it computed.
-        Equal to `step` if the CPU time is unknown.
+        CPU time of the thread plus a part of its waits: the share of the processor that the thread had while it
+        computed. Equal to `step` if the CPU time is unknown.
     own_computed
         CPU time of the thread without that of hooks. Equal to `computed` if the CPU time is unknown.
     """
@@ -68,12 +68,12 @@ class StepCost:
 
     @classmethod
     def of(cls, measured: Measured) -> StepCost:
-        """The cost of a measured step."""
+        """Return the cost of a measured step."""
         computed, own = sum(measured.node_seconds), measured.thread_seconds
         if own is None:
             return cls(measured.step_seconds, computed, measured.step_seconds, computed)
         own_computed = own - measured.hook_seconds
-        share = min(1.0, own_computed / computed) if computed > 0 else 1.0  # what other programs left
+        share = min(1.0, own_computed / computed) if computed > 0 else 1.0  # of the processor, left by other programs
         waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
         return cls(measured.step_seconds, computed, own + share * waited, own_computed)
 
@@ -93,7 +93,7 @@ class Frontier:
     repeats
         How often the steps of the present plan have been measured again.
     tried
-        Plans that have been judged, in that order.
+        Plans that have been judged, in the order of judging.
     recompute_byte_seconds
         Seconds by which each recomputed byte slows the computation: operators have to be recorded for it.
     fixed_seconds
@@ -127,19 +127,20 @@ class Frontier:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other programs used the processor in reference steps: then CPU times are compared, not elapsed ones.
+        """Whether other programs used the processor in reference steps; CPU times are then compared, not elapsed times.
 
-        A thread that has waited for a copy gets the processor at once, one that only computes has to share it. So,
-        beside other programs, elapsed time would make reference steps seem faster than steps without swapping.
+        The scheduler runs a thread that has just waited for a copy at once; a thread that only computes has to share
+        the processor. So, beside other programs, elapsed times would make reference steps seem faster than steps
+        without swapping.
         """
         shares = [cost.computed / cost.own_computed for _, cost in self.references if cost.own_computed > 0]
         return bool(shares) and median(shares) > 1 + self.limits.sharing
 
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
-        """Whether other programs disturbed the measurement of the present plan.
+        """Return whether other programs disturbed the measurement of the present plan.
 
-        If so, its reference steps took longer than others, or its own steps differ from each other by more than
-        copies can explain.
+        This is so if its reference steps took longer than earlier ones, or if its own steps differ from each other by
+        more than copies can explain.
         """
         compute = self.compute_seconds
         if compute is None or not self.begun or not steps:
@@ -156,7 +157,7 @@ class Frontier:
         return cost.own_step if self.is_shared else cost.step
 
     def node_seconds(self) -> list[float]:
-        """Seconds of each node without swapping."""
+        """Return the seconds of each node without swapping."""
         computed = [self._computed(cost) for _, cost in self.references]
         allowed = max(self._undisturbed(computed))
         rows = [nodes for (nodes, _), seconds in zip(self.references, computed, strict=True) if seconds <= allowed]
@@ -170,13 +171,13 @@ class Frontier:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Whether a settled plan was too slow in all of the last looks, by more than noise explains."""
+        """Return whether a settled plan was too slow in all of the last `looks`, by more than noise explains."""
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
 
     def start_again(self) -> None:
-        """Search anew, with new reference steps: the old measurements are no longer true."""
+        """Search anew with new reference steps: the old measurements no longer hold."""
         self.search_again()
         self.references.clear()
 
@@ -187,20 +188,25 @@ class Frontier:
         self.looks.clear()
 
     def is_due(self, plan_steps: int) -> bool:
-        """Whether the step that begins is to be a reference step, after `plan_steps` steps of the present plan.
+        """Return whether the step that begins is to be a reference step.
 
-        They alternate with steps of the plan, so that other programs slow both kinds alike. A step of the plan comes
-        first: the search for the plan has delayed it already, and a reference step takes longer still.
+        Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. A step of the
+        plan comes first: the search for the plan has delayed it already, and a reference step takes longer still.
+
+        Parameters
+        ----------
+        plan_steps
+            Number of steps of the present plan so far.
         """
         is_known = self.begun > 0 and self.compute_seconds is not None
         return not is_known and self.begun < plan_steps
 
     def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
-        """Those that are not much longer than the shortest: other programs disturbed the rest."""
+        """Return the durations that are not much longer than the shortest: other programs disturbed the rest."""
         return [each for each in seconds if each <= self.limits.uneven * min(seconds)]
 
     def _are_enough(self, seconds: Sequence[float]) -> bool:
-        """Whether there are enough measurements to determine a duration; if they differ much, more are needed."""
+        """Return whether there are enough measurements to determine a duration: more if they differ much."""
         if len(seconds) < self.limits.measurements_before_judging:
             return False
         is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
@@ -230,10 +236,10 @@ class Frontier:
         return replace(link, byte_seconds=byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_slowdown(self, max_slowdown: float) -> float:
-        """The slowdown that the next plan may have by prediction.
+        """Return the predicted slowdown that the next plan may have.
 
-        At first `max_slowdown`, later less, so that noise does not break the promise. If several plans in a row were
-        too slow, it is halved for each after the first; if several were faster than needed, it is doubled.
+        For the first plan this is `max_slowdown`, later less, so that noise does not break the promise. If several
+        plans in a row were too slow, it is halved for each after the first; if several kept the promise, doubled.
         """
         if not self.tried or self.compute_seconds is None:
             return max_slowdown
@@ -243,7 +249,7 @@ class Frontier:
         return max(0.0, wanted) * (0.5 if broken[-1] else 2.0) ** alike
 
     def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
-        """The slowdown of the plan's measured steps, which is also stored in `tried`; None if it is not known yet."""
+        """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet."""
         compute, seconds = self.compute_seconds, [self._step(cost) for cost in steps]
         if compute is None or not self._are_enough(seconds):
             return None
@@ -254,16 +260,16 @@ class Frontier:
         return self.tried[-1].slowdown
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
-        """Why to replace the plan judged last; None if it may stay.
+        """Return why to replace the plan that was judged last; None if it may stay.
 
-        It was too slow, or so fast that another plan could save more memory.
+        It is replaced if it was too slow, or so fast that another plan could save more memory.
 
         Parameters
         ----------
         max_slowdown
-            The promise.
+            The promise: the limit on the slowdown.
         least_peak_bytes
-            The least peak that any plan has.
+            The smallest peak that a plan can have.
         """
         last = self.tried[-1]
         if last.slowdown > max_slowdown:
@@ -278,22 +284,22 @@ class Frontier:
         return None
 
     def slowdown_of(self, plan: Plan) -> float | None:
-        """The slowdown of a plan; None if it has not been judged."""
+        """Return the slowdown of a plan; None if it has not been judged."""
         return next((each.slowdown for each in self.tried if each.plan is plan), None)
 
     def best(self, max_slowdown: float) -> Plan | None:
-        """The plan of least memory among those that kept the promise; None if none did."""
+        """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Estimate what undisturbed reference steps take: a low value, because other programs only make steps longer."""
+    """Estimate the duration of undisturbed steps: a low value, because other programs only make steps longer."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float | None]:
-    """Seconds a, b of the line a + b × bytes through (bytes, seconds), both at least 0; 0 and None without points."""
+    """Fit a line a + b × bytes to points (bytes, seconds). Returns a and b, each at least 0; 0, None without points."""
     if not points:
         return 0.0, None
     middle = sum(size for size, _ in points) / len(points), sum(seconds for _, seconds in points) / len(points)

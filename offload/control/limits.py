@@ -1,6 +1,6 @@
-"""How much the controller may try, and what it takes for a deviation.
+"""Bounds and tolerances of the controllers: numbers of attempts, and differences that count as deviations.
 
-It is a plain table, so that a test can replace it.
+They are a plain table, so that a test can replace it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ class Limits:
     Attributes
     ----------
     signatures
-        Signatures whose plans are kept; beyond it the one unused for longest goes.
+        Number of signatures whose plans are kept; beyond it the one unused for longest is discarded.
     borrow_from
-        Signatures with a plan before a new one may run on the plan of a larger one.
+        Number of signatures with a profile from which on the steps of a new one may follow the plan of a larger one.
     pending_steps
-        Steps that may begin before a profiled one has run its backward; after that nobody watches it any more.
+        Number of steps that may begin before a profiled one has run its backward; then its profile is given up.
     deviations
-        Deviations of a signature from its recorded step before it runs without a plan.
+        Number of deviations from the recorded step after which a signature runs without a plan.
     region_trials
-        Trial steps of compiled submodules: one that deviates from the recorded step is repeated.
+        Number of trial steps of compiled submodules: a trial that deviates from the recorded step is repeated.
     incomplete_profiles
-        Profiles of a signature that may miss its temporaries (another profiler was running) before one is planned with.
+        Number of profiles in a row without the step's temporaries (another profiler was running) after which the last
+        one is used all the same.
     replans
-        New plans for a signature whose steps were measured.
+        Number of new plans for a signature because of measured steps.
     recheck_steps
-        If a plan has no swaps, one step in this many is still checked.
+        If a plan has no swaps, one step in this many runs with hooks and is compared with the recorded step.
     measurements, measurements_before_judging
         Number of measured steps that are kept, and the number that is needed before they are compared with the plan:
         other programs may have slowed a single step.
@@ -40,30 +41,34 @@ class Limits:
     steady_measured_every
         On the CPU, one step in this many is measured once the plan agrees with the measurements.
     manual_measured_steps
-        Steps that are measured in the manual mode; after them one in `recheck_steps`.
+        Number of steps that are measured in the manual mode; after them one in `recheck_steps` is measured.
     tolerance
-        Relative error of a prediction that calls for a new plan.
+        Relative error of a prediction above which a new plan is made.
     faster_link
-        How much faster than planned the link has to be to call for a new plan.
+        Relative difference above which a link that is faster than planned leads to a new plan.
     late_seconds
-        A shorter wait for a tensor is not called late.
+        A tensor is late if a step waits longer for it.
     swap_seconds_max
-        What hooks of a swapped tensor take, at most, for the first plan: those of the profiled step take longer.
+        Upper limit on the time in hooks per swapped tensor that the first plan assumes: hooks of the profiled step take
+        longer than those of later steps.
     exploring
-        How many times `max_slowdown` a first plan may take where none within it moves anything: only steps tell.
+        If no plan within `max_slowdown` moves anything, a first plan may take this many times `max_slowdown`, because
+        the cost of swapping is known only from measured steps.
     sharing
-        Relative difference between the clock and the thread's CPU time that tells of other programs.
+        Relative difference between elapsed time and the thread's CPU time above which other programs share the
+        processor.
     disturbed, uneven, repeats
-        Relative difference between reference steps, and ratio of the median of a plan's steps to the shortest, that
-        tell of a neighbour; and how often a plan is measured again for one.
+        Other programs were busy if the latest reference steps take longer than estimated by more than `disturbed`
+        (relative), or if the median of a plan's steps is more than `uneven` times the shortest. The plan is then
+        measured again, at most `repeats` times.
     aim, spare
-        Of `max_slowdown`: the share that a plan after the first is made for, so that noise does not break the promise;
-        and the share below which a step has time to swap more.
+        Fractions of `max_slowdown`. Plans after the first aim at `aim`, so that noise does not break the promise. A
+        plan whose slowdown is below `spare` is replaced by one that swaps more.
     peak_step
-        Relative difference in memory between a plan that kept `max_slowdown` and one that did not, below which the
-        search between both ends.
+        The search ends if a plan that kept `max_slowdown` needs at most this much more memory (relative) than one that
+        did not.
     noise
-        Relative gain in time or memory that is not worth a trial step, or recomputation.
+        Relative gain in time or memory that is not worth a trial step or recomputation.
     """
 
     signatures: int = 64

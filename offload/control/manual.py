@@ -1,6 +1,6 @@
-"""The manual mode: the first step of a signature is recorded, later ones swap what `n_tensors` and `lb` say.
+"""The manual mode: the first step of a signature is recorded, later ones swap as `n_tensors` and `lb` require.
 
-A session calls it at the beginning of every step.
+A session calls the controller at the beginning of every step.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ __all__ = ["ManualController", "ManualStep"]
 
 @dataclass
 class ManualStep:
-    """One signature: its schedule, and what its steps have really taken.
+    """One signature: its schedule, and the measurements of its steps.
 
     Attributes
     ----------
     limits
         Tolerances, and how many measurements are kept.
     schedule, weights
-        What its steps follow, and its bytes of activations by node.
+        The schedule that its steps follow, and its bytes of activations by node.
     steps
-        Steps that followed it.
+        Number of steps that followed it.
     executors
-        Of steps whose measurements are still to be read.
+        Executors of steps whose measurements have not been read yet.
     step_seconds, compute_seconds, activation_bytes
-        Of the last measured steps: duration, computation in it, most activations in memory.
+        Measured in the last steps: duration of the step, duration of its computation, most activations in memory.
     late
-        Seconds that the last measured step waited, by pack index.
+        Seconds that the last measured step waited for a tensor, by pack index.
     held
-        Pack indices of swapped tensors that somebody else held in it, so that swapping them freed nothing.
+        Pack indices of swapped tensors that other code held in the last measured step, so that swapping them freed
+        nothing.
     """
 
     limits: Limits
@@ -64,7 +65,7 @@ class ManualStep:
         self.activation_bytes = deque(maxlen=self.limits.measurements)
 
     def read_measurements(self, counts: Counts) -> None:
-        """Take in what the last steps took, as far as the device has come, and count it."""
+        """Read the measurements of the last steps that the device has finished, and count them."""
         unread = []
         for executor in self.executors:
             measured = executor.measured(self.schedule.order.node_count)
@@ -112,7 +113,7 @@ class ManualController:
         self.schedules: OrderedDict[object, ManualStep] = OrderedDict()
 
     def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """A recorder for a signature's first step, an executor of its schedule from then on."""
+        """Return a recorder for a signature's first step, and an executor of its schedule for later ones."""
         recorder = self._recorders.get(signature)
         if recorder is not None and recorder.finished:
             del self._recorders[signature]
@@ -132,7 +133,7 @@ class ManualController:
         self.schedules.move_to_end(signature)
         step.read_measurements(self._counts)
         step.steps += 1
-        # Weakly: its last steps are held here, and must not hold the store when the session is gone.
+        # A weak callback: the controller keeps the last executors, which must not keep the store of a session alive.
         about = (step.schedule, self._engine, self._counts, "n_tensors", partial(weak_callback(self.forget), signature))
         if step.steps > self._limits.manual_measured_steps and step.steps % self._limits.recheck_steps:
             self._counts.unmeasured_steps += 1
@@ -142,7 +143,7 @@ class ManualController:
         return executor
 
     def needs_hooks(self, signature: object) -> bool:
-        """Always: the tensors that stay are counted."""
+        """Return True: hooks also count the tensors that stay."""
         return True
 
     def read_measurements(self) -> None:
@@ -152,7 +153,7 @@ class ManualController:
 
     @property
     def main(self) -> ManualStep | None:
-        """What is known of the signature with most steps, the latest where several have as many."""
+        """The signature with the most steps; of several, the one used last."""
         return max(reversed(self.schedules.values()), key=lambda each: each.steps, default=None)
 
     def forget(self, signature: object) -> None:
@@ -160,7 +161,7 @@ class ManualController:
         self.schedules.pop(signature, None)
 
     def end_finished_profiles(self) -> None:
-        """Nothing is watched but the hooks themselves."""
+        """Do nothing: recording needs only the hooks."""
 
     def end_profiles(self) -> None:
-        """Nothing is watched but the hooks themselves."""
+        """Do nothing: recording needs only the hooks."""

@@ -46,13 +46,13 @@ class SignatureState:
     Attributes
     ----------
     phase
-        What its steps do now.
+        The present phase.
     profiler
         The profiler of a step that has been recorded, until its profile is read; None otherwise.
     planned
         The latest profile with its plan and measurements; None before the first profile.
     deviations
-        How often a step has differed from the recorded one.
+        Number of steps that have differed from the recorded one.
     """
 
     phase: Phase = Phase.PROFILING

@@ -1,6 +1,6 @@
 """One signature under a plan: its profile, its plan, and the measurements of its steps.
 
-It only stores figures; the controller decides what to do with them.
+`PlannedStep` only stores figures; the controller decides what to do with them.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ class PlannedStep:
     profile
         Its recorded step.
     link
-        The link to plan with, as calibrated or as the engine's own copies showed it.
+        The link to plan with, as calibrated or as measured on the engine's own copies.
     held
         The most bytes that model, gradients and optimizers took before a step.
     plan, schedule
-        What its steps follow; None until the first plan is made.
+        The plan and the schedule that the steps follow; None until the first plan is made.
     serial
-        What the plan's reference steps follow; None before the first of them.
+        The schedule of the plan's reference steps; None before the first of them.
     signature
-        Of the step: a `Signature`, or another hashable object in tests.
+        The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
         Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
     steps, plan_steps, replans
         Number of steps that followed a plan, and of those that followed the present one; number of new plans after the
         first one.
     frontier
-        Reference steps, and what the plans so far turned out to cost.
+        Reference steps, and the measured slowdown of the plans so far.
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
         Measured in the last steps: the duration of each node, of the step, of the hooks per swapped or dropped tensor,
         of recomputation.
     recompute_factors
-        How many times as long as in the trial step recomputation has taken since, by tensor id.
+        Duration of recomputation in measured steps, divided by that in the trial step, by tensor id.
     costs
-        What the last measured steps took.
+        The durations of the last measured steps.
     starts
         When each node of the last measured step began, in seconds after the first.
     late
-        Seconds that the last measured step waited, by tensor id.
+        Seconds that the last measured step waited for a tensor, by tensor id.
     late_tensors
         Tensors that the last measured step waited for, or needed before their prefetch had begun.
     weights
@@ -80,9 +80,9 @@ class PlannedStep:
     trial
         The trial step that is under way.
     recipes
-        What the trial step has proven; None before it.
+        The results of the trial step; None before its end.
     trial_bytes
-        The most bytes that the trial step may take which a listener has asked for; None if none has, or after it.
+        The most bytes that the trial step requested by a listener may take; None if none was requested, or after it.
     """
 
     limits: Limits
@@ -130,10 +130,10 @@ class PlannedStep:
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
     def trace(self) -> Trace:
-        """The profile's trace with the bytes that are held now, the durations measured since, and proven recipes."""
+        """Return the profile's trace with the bytes held now, the durations measured since, and the proven recipes."""
         trace = self.profile.trace
         profile, held = self.profile, self.held
-        # Where gradients exist already, those that the profiled step allocated are not allocated a second time.
+        # If gradients exist already, the ones that the profiled step allocated are not allocated a second time.
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
         nodes = trace.nodes
@@ -171,7 +171,7 @@ class PlannedStep:
         self.late_tensors = 0
 
     def measure_again(self) -> None:
-        """Measure the present plan anew: a neighbour slowed its steps."""
+        """Measure the present plan anew: other programs slowed its steps."""
         self.frontier.repeats += 1
         self._forget_measured_steps()
 
@@ -188,7 +188,7 @@ class PlannedStep:
         return self.serial
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
-        """Whether the plan would break the limit with what is held now."""
+        """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
         more = most(self.held, held).total - self.held.total
@@ -197,7 +197,7 @@ class PlannedStep:
         return self.plan.peak_bytes + more > limit_bytes
 
     def read_trial(self, counts: Counts, *, cheap: bool) -> None:
-        """Read what the trial step under way has proven, where it is over."""
+        """Read the results of the trial step if it is over."""
         trial = self.trial
         if trial is None or not trial.finished:
             return
@@ -233,7 +233,7 @@ class PlannedStep:
     def _take_in(self, measured: Measured, recompute_seconds: float) -> StepRecord:
         plan = self.plan
         assert plan is not None
-        # Hooks recompute: nodes do not include it, their own time does.
+        # Recomputation runs in hooks, so the durations of nodes do not include it, but the time of hooks does.
         moved = len(plan.swaps) + len(plan.recomputes)
         if moved:
             in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
@@ -274,7 +274,7 @@ class PlannedStep:
         counts.prefetched_late += len(late - executor.missed)
 
     def reasons_to_replan(self, link: Link) -> list[str]:
-        """How the measured steps and the measured `link` differ from the plan, as texts; empty if a plan may stay."""
+        """Return texts on how measured steps and the measured `link` differ from the plan; empty if it may stay."""
         plan = self.plan
         assert plan is not None
         measured = median(self.step_seconds)
@@ -296,7 +296,7 @@ class PlannedStep:
 
 
 def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
-    """The larger of each figure."""
+    """Return the larger of each figure."""
     return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients))
 
 

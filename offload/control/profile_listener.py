@@ -22,17 +22,17 @@ __all__ = ["ProfileListener", "RecordedStep", "tell_profile", "tell_recipes"]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A profiled step, as a listener is told of it.
+    """A profiled step, as passed to a listener.
 
     Attributes
     ----------
     trace
-        The step, with what is held on the device now: the optimizer's state exists if the optimizer has stepped. With
-        recipes after the trial step.
+        The step, with the bytes that are on the device before it now: they include the optimizer's state if the
+        optimizer has stepped. After the trial step, the trace contains recipes.
     link
-        The link.
+        The link to plan with.
     device, device_bytes
-        Where the model is, and the size of that device's memory.
+        The model's device, and the size of its memory.
     host_bytes_max
         Limit on host memory in bytes; 0 on the CPU, where nothing is swapped to it.
     may_try
@@ -40,10 +40,10 @@ class RecordedStep:
     batch
         The first dimension of the model's first input; None if there is none.
     fixed_bytes
-        By node: the bytes in `trace.base_bytes` that do not depend on the batch: parameters, gradients, buffers,
-        optimizer state.
+        For each node: the bytes in `trace.base_bytes` that do not depend on the batch (parameters, gradients, buffers,
+        optimizer state).
     no_recipes
-        Why the trial step could not run; empty if it has, or has not been asked for.
+        Why the trial step could not run; empty if it has run or was not requested.
     """
 
     trace: Trace = field(repr=False)
@@ -57,8 +57,8 @@ class RecordedStep:
     no_recipes: str = ""
 
 
-# Returns the most bytes that a trial step may take, or None for none. It is called
-# again after that step, with the recipes.
+# Returns the most bytes that a trial step may take; None: no trial step. It is called again after the trial step, with
+# the recipes.
 ProfileListener = Callable[[RecordedStep], int | None]
 
 
@@ -89,7 +89,7 @@ def _recorded(planned: PlannedStep, options: Options, device: torch.device, *, m
     input_bytes = signature.input_bytes if isinstance(signature, Signature) else 0
     profile, held = planned.profile, planned.held
     trace = planned.trace()
-    # Gradients that exist before the step are held; others are allocated in its backward pass.
+    # Gradients that exist before the step are in `held`; others are allocated in its backward pass.
     made = [0] * len(trace.nodes) if held.gradients > profile.held.gradients else profile.gradient_bytes
     before = max(0, held.total - input_bytes)
     return RecordedStep(

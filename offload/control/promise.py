@@ -1,4 +1,4 @@
-"""Decides by measured steps whether a signature's plan keeps `max_slowdown`, and when another plan is due."""
+"""Decides from measured steps whether a signature's plan keeps `max_slowdown`, and when another plan is due."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["SlowdownPromise"]
 
 log = logging.getLogger("offload")
 
-_SEARCH_SECONDS = 2.0  # of a search for a plan that may recompute, where a step is small
+_SEARCH_SECONDS = 2.0  # usual duration of a search for a plan that may recompute; shorter steps get a shorter search
 
 
 class SlowdownPromise:
-    """The promise of a session, over the reference steps and plans of its signatures (`Frontier`).
+    """Keeps `max_slowdown` (the promise) for a session, with the reference steps and plans of its signatures.
 
     Parameters
     ----------
     options
-        What the caller asked for.
+        The caller's arguments.
     limits
         Bounds and tolerances.
     engine
-        Has copied. On an accelerator copies do not slow the computation, and only the first steps are measured: there
-        `max_slowdown` is kept as the plan predicts it.
+        The engine whose copies are measured. On an accelerator copies do not slow the computation, and only the first
+        steps are measured, so there `max_slowdown` limits the predicted slowdown.
     """
 
     def __init__(self, options: Options, limits: Limits, engine: Engine) -> None:
@@ -45,17 +45,17 @@ class SlowdownPromise:
         self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
 
     def applies(self, planned: PlannedStep) -> bool:
-        """Whether the plan's steps are to be compared with reference steps."""
+        """Return whether the plan's steps are to be compared with reference steps."""
         plan = planned.plan
         moves = plan is not None and bool(plan.swaps or plan.recomputes)
         return moves and self._on_cpu and self._options.max_slowdown is not None
 
     def is_open(self, planned: PlannedStep) -> bool:
-        """Whether it is not known yet that the plan may stay."""
+        """Return whether the search for a plan that keeps the promise goes on."""
         return self.applies(planned) and not planned.frontier.is_settled
 
     def begin_reference(self, planned: PlannedStep, counts: Counts) -> bool:
-        """Count the step that begins; True where it is to be a reference step."""
+        """Count the step that begins. Returns True if it is to be a reference step."""
         if self._wants_reference(planned):
             planned.frontier.begun += 1
             counts.reference_steps += 1
@@ -64,18 +64,18 @@ class SlowdownPromise:
         return False
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
-        """Until the reference step that it measures has ended, copy out only what the step waits for."""
+        """Defer the copy-outs of the reference step that `stopwatch` measures until the step waits for them."""
         self._reference = stopwatch
         stopwatch.defer_copy_outs()
 
     def end_reference(self) -> None:
-        """Copy out in the background again, where the last reference step never ran its backward."""
+        """Copy out in the background again, also if the last reference step never ran its backward."""
         if self._reference is not None:
             self._reference.end_deferral()
             self._reference = None
 
     def needs_plan(self, planned: PlannedStep) -> bool:
-        """Whether the last steps differ so much that a new plan is due. New plans are limited in number and logged."""
+        """Return whether measured steps differ so much that a new plan is due. New plans are limited and logged."""
         if not planned.is_measured:
             return False
         link = measured_link(self._engine, planned.link)
@@ -100,13 +100,13 @@ class SlowdownPromise:
         return planned.frontier.is_due(planned.plan_steps)
 
     def _is_broken(self, planned: PlannedStep, link: Link) -> bool:
-        """Whether another plan is due, for the link as measured; where none is, the best one so far stays."""
+        """Return whether another plan is due, with the measured link. If the search ends, the best plan is used."""
         frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
         assert plan is not None
         assert allowed is not None
         if frontier.is_settled:
             if frontier.is_broken(allowed):
-                log.info("planning again: beside the last %d reference steps all were too slow", len(frontier.looks))
+                log.info("planning again: steps were too slow beside the last %d reference steps", len(frontier.looks))
                 frontier.start_again()
                 planned.replans = 0
             return not frontier.is_settled
@@ -125,7 +125,7 @@ class SlowdownPromise:
         return True
 
     def plan(self, planned: PlannedStep, device_bytes: int) -> Plan:
-        """The next plan.
+        """Return the next plan.
 
         Raises
         ------
@@ -138,23 +138,23 @@ class SlowdownPromise:
         make = partial(wanted_plan, trace, planned.link, device_bytes=device_bytes, limits=self._limits)
         if allowed is None or not self._on_cpu:
             return make(options=options, held_bytes=held_bytes)
-        # A search is to take no longer than the steps that it delays.
+        # A search is to take no longer than a step.
         effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS)
         frontier.is_settled = False
         wanted = frontier.wanted_slowdown(allowed)
         plan = make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors:
             best = frontier.best(allowed)
-            if best is not None or frontier.tried:  # those that were tried were too slow: nothing else is better
+            if best is not None or frontier.tried:  # no plan that has not been tried is better
                 frontier.is_settled = True
                 return best or plan
-            if planned.replans < self._limits.replans:  # what swapping costs is not known yet
+            if planned.replans < self._limits.replans:  # the cost of swapping has not been measured yet
                 wanted = self._limits.exploring * allowed
                 return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
         return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:
-        """Stay with the plan of least memory that kept the promise, or swap nothing where none did."""
+        """Stay with the plan of least memory that kept the promise, or swap nothing if none did."""
         frontier, limit_bytes = planned.frontier, self._options.memory_limit
         plan = frontier.best(allowed)
         if plan is None:

@@ -99,7 +99,7 @@ class CompiledRegions:
         self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
-        """Make the step that begins a trial of the regions; False if none is tried. The step must swap everything."""
+        """Make the next step a trial of the regions. False if no region is tried. The step must swap everything."""
         options, plan = self._options, planned.plan
         is_wanted = options.recompute == "auto" and options.max_slowdown is None and options.memory_limit is not None
         if self._is_settled or not is_wanted or plan is None:
@@ -125,12 +125,12 @@ class CompiledRegions:
         return self._tried is not None
 
     def end_trial(self) -> None:
-        """Another step begins, so the trial step is over."""
+        """End the trial step, as another step begins."""
         for region in self._regions:
             region.is_trying = False
 
     def repeat_trial(self, planned: PlannedStep) -> None:
-        """Have the trial repeated if this step's was not as recorded: the step is profiled again before that."""
+        """Let the trial be repeated, as its step deviated from the recorded one; the step is profiled again first."""
         if self._tried is planned:
             self._tried, self._is_settled = None, self._trials >= self._limits.region_trials
             self.close()
@@ -227,7 +227,7 @@ def _row(name: str, planned: PlannedStep, input_bytes: int, seconds: float) -> _
 
 
 def _without(trace: Trace, rows: Collection[_Tried]) -> Trace:
-    """The trace of a step in which some regions save only their inputs and run again in backward."""
+    """Return the trace of a step in which some regions save only their inputs and run again in backward."""
     recipes: dict[int, Recompute] = {}
     inputs: list[SavedTensor] = []
     size: Mapping[int, int] = {tensor.id: tensor.bytes for tensor in trace.tensors}

@@ -1,6 +1,6 @@
-"""Which models are enabled in this process, and who listens to their profiles.
+"""The enabled models of this process, and the listener to their profiles.
 
-`enable` adds models to it.
+`enable` adds models to this registry.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from offload.runtime.weak import WeakReferences, run_pending_callbacks
 __all__ = ["enabled_models", "find", "is_unused", "listen_to_profiles", "profile_listener", "register"]
 
 _models: WeakReferences[EnabledModel] = WeakReferences()
-_unwrapped: list[EnabledModel] = []  # nothing of the model refers to these, so they are kept alive here
+_unwrapped: list[EnabledModel] = []  # no wrapper of their models refers to these, so they are kept alive here
 _listener: ProfileListener | None = None
-_listened_to: list[tuple[nn.Module | None, EnabledModel]] = []  # kept alive until nobody listens any more
+_listened_to: list[tuple[nn.Module | None, EnabledModel]] = []  # kept alive until `listen_to_profiles` ends
 
 
 def enabled_models(among: Iterable[EnabledModel] | None = None) -> list[EnabledModel]:
-    """Those that are enabled and whose model is alive."""
+    """Return the entries (`among`: of these) that are enabled and whose model is alive."""
     run_pending_callbacks()
     return [each for each in (_models if among is None else among) if each.is_enabled and each.model is not None]
 
 
 def find(model: nn.Module) -> EnabledModel | None:
-    """The entry of a model that is enabled; None where it is not."""
+    """Return the entry of a model; None if it is not enabled."""
     return next((each for each in enabled_models() if each.model is model), None)
 
 
 def register(enabled: EnabledModel) -> None:
-    """Enter a model that was just enabled."""
+    """Add a model that was just enabled."""
     _models.add(enabled)
     _unwrapped[:] = enabled_models(_unwrapped)
     if not enabled.wraps:
@@ -46,35 +46,35 @@ def register(enabled: EnabledModel) -> None:
 
 
 def is_unused(store: _core.SwapStore) -> bool:
-    """Whether no enabled model uses a store any more."""
+    """Return whether no enabled model uses a store any more."""
     return not any(each.on_device.engine.store is store for each in enabled_models())
 
 
 @atexit.register
 def _end_profiles() -> None:
-    """Torch's profiler, left on by a script that ends within the profiled step, would crash the interpreter's exit."""
+    """Stop torch's profiler: if a script ends within the profiled step, it would crash the interpreter at exit."""
     for each in enabled_models():
         each.on_device.controller.end_profiles()
 
 
 def profile_listener() -> ProfileListener | None:
-    """Who is called with every profile before it is planned."""
+    """Return the function that is called with every profile before it is planned; None if there is none."""
     return _listener
 
 
 @contextmanager
 def listen_to_profiles(listener: ProfileListener) -> Iterator[None]:
-    """Have `listener` called with the profile of every model that is enabled within, before it is planned.
+    """Call `listener` with the profiles of all models enabled in this `with` block, before they are planned.
 
-    Every model is profiled then, also one whose tensors are chosen by hand. At the end the last steps are read too:
-    a script of one step has none after it that would.
+    In the block every model is profiled, even one with `n_tensors`. At its end, the profiles of the last steps are read
+    too: otherwise a profile is read when the next step begins, and a script of one step has no next step.
     """
     global _listener
     before, _listener = _listener, listener
     try:
         yield
         for _, enabled in _listened_to:
-            enabled.on_device.latest()  # disabled or not
+            enabled.on_device.latest()  # also if it is disabled by now
     finally:
         _listener = before
         _listened_to.clear()

@@ -1,4 +1,4 @@
-"""What tells one kind of training step from another.
+"""The signature of a training step: the shapes and kinds of its inputs.
 
 Plans are kept per signature.
 """
@@ -12,15 +12,15 @@ __all__ = ["Signature"]
 
 
 class Signature(NamedTuple):
-    """The shapes and kinds of the model's inputs, and the mode.
+    """The shapes and kinds of the model's inputs, and the modes of torch that are on.
 
     Attributes
     ----------
     shapes
-        Of the tensors among the inputs, in elements.
+        Shapes of the tensors among the inputs, in elements.
     kinds
-        Their dtypes and whether they require gradients; the bools and Nones among the inputs; whether autocast is on;
-        the dispatch modes that are on.
+        Dtypes of these tensors and whether they require gradients; the bools and Nones among the inputs; whether
+        autocast is on; the dispatch modes that are on.
     input_bytes
         Bytes of the input tensors.
     """
@@ -30,7 +30,7 @@ class Signature(NamedTuple):
     input_bytes: int = 0
 
     def is_within(self, other: Signature) -> bool:
-        """Whether the other has inputs of the same kinds, and none is smaller than ours in any dimension."""
+        """Return whether `other` has inputs of the same kinds and at least the same size in every dimension."""
         return self.kinds == other.kinds and all(
             len(own) == len(theirs) and all(map(operator.le, own, theirs))
             for own, theirs in zip(self.shapes, other.shapes, strict=True)

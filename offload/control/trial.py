@@ -1,6 +1,6 @@
 """The trial step: when it is due, and how its recipes are converted for the planner.
 
-It maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
+This module maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class TrialObserver(StepObserver, Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether everything has been tried."""
+        """Whether all recipes have been tried."""
 
     @property
     def is_as_recorded(self) -> bool:
-        """Whether the step saved what the recorded one did."""
+        """Whether the step saved the same tensors as the recorded one."""
 
     def recipes(self) -> Mapping[int, MeasuredRecipe]:
-        """The recipes whose results were bit-identical, by pack index of the entry."""
+        """Return the recipes whose results were bit-identical, by pack index of the entry."""
 
     def refusals(self) -> Mapping[int, str]:
-        """Why other entries have no recipe, by pack index."""
+        """Return why other entries have no recipe, by pack index."""
 
     def measured(self) -> Measured | None:
-        """What the step took; None where it is not over."""
+        """Return the measured durations of the step; None if it is not over."""
 
 
 # Starts the trial step of a recorded step. Arguments: engine, recorded order, `base_bytes` by node, and the most bytes
@@ -65,29 +65,29 @@ class TimedTrial(RecipeTrial):
         self._stopwatch = Stopwatch(engine)
 
     def begin(self) -> None:
-        """A hook begins."""
+        """Start the time of a hook."""
         self._stopwatch.begin()
 
     def packed(self, pack_index: int) -> None:
-        """The hook of this pack is about to return."""
+        """End the time of the hook of this pack."""
         self._stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
-        """Backward asks for the tensor of this pack."""
+        """Start the time of the hook in which backward asks for the tensor of this pack."""
         self._stopwatch.begin()
         self._stopwatch.listen_for_the_end()
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is there."""
+        """End the time of the hook: the tensor of this pack is on the device."""
         self._stopwatch.end(pack_index)
 
     def measured(self) -> Measured | None:
-        """What the step took; None where it is not over."""
+        """Return the measured durations of the step; None if it is not over."""
         return self._stopwatch.measured(1)
 
 
 def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> TrialObserver | str:
-    """Begin a trial step; a string says why none may run."""
+    """Begin a trial step. If none can run, returns a string that says why."""
     if order.compiled_nodes:
         return "torch.compile made a part of the step"
     if not can_record():
@@ -104,13 +104,13 @@ class Recipes:
     recompute
         How tensors are recomputed, by their id in the trace.
     measured
-        What was found of their entries, by pack index.
+        The recipes of the entries, as measured in the trial step, by pack index.
     entries
-        Pack indices of the entries of each of those tensors, by id.
+        Pack indices of the entries of each tensor in `recompute`, by tensor id.
     refusals
         Why other tensors have no recipe, by tensor id.
     reason
-        Why no trial could run; empty if one has.
+        Why no trial could run; empty if one has run.
     """
 
     recompute: Mapping[int, Recompute] = field(default_factory=dict)
@@ -120,25 +120,26 @@ class Recipes:
     reason: str = ""
 
     def held_bytes(self, tensors: Iterable[int]) -> int:
-        """What the recipes of some tensors keep on the device until backward: small tensors and copies of parameters.
+        """Return the bytes that the recipes of some tensors keep on the device until backward.
 
-        The trace does not tell it, so the limit is lowered by it.
+        These are small tensors and copies of parameters. The trace does not contain them, so the limit of the plan is
+        lowered by these bytes.
         """
         chosen = {entry for tensor in tensors for entry in self.entries.get(tensor, ())}
         return sum(self.measured[entry].held_bytes for entry in chosen)
 
     def seconds_of(self, plan: Plan) -> float:
-        """What the recomputations of a plan took in the trial step, in seconds."""
+        """Return how long the recomputations of a plan took in the trial step, in seconds."""
         return sum(self.recompute[row.id].seconds for row in plan.recomputes)
 
     def added_to(
         self, trace: Trace, factors: Mapping[int, float], hook_seconds: float = 0.0, byte_seconds: float = 0.0
     ) -> Trace:
-        """The trace with the recipes of its tensors.
+        """Return the trace with the recipes of its tensors.
 
-        `factors`: by tensor id, how many times as long as in the trial step recomputation takes; where it is not known,
-        the median of those. `hook_seconds`: the time in hooks per dropped tensor; it is added to each recipe.
-        `byte_seconds`: by how much each dropped byte slows the computation.
+        `factors`: duration of recomputation divided by that in the trial step, by tensor id; for other tensors, the
+        median of these. `hook_seconds`: the time in hooks per dropped tensor; it is added to each recipe.
+        `byte_seconds`: seconds by which each dropped byte slows the computation.
         """
         if not self.recompute:
             return trace
@@ -153,7 +154,7 @@ class Recipes:
 
 
 def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
-    """Whether recomputation could improve a swap-only plan: its step time, or with `max_slowdown` its memory."""
+    """Return whether recomputation could improve a swap-only plan: its step time, or with `max_slowdown` its memory."""
     if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
         return False
     if options.max_slowdown is None:
@@ -162,12 +163,12 @@ def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
 
 
 def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, cheap: bool) -> Recipes:
-    """What a finished trial tells of the tensors of a trace.
+    """Convert the results of a finished trial to recipes of a trace's tensors.
 
     Parameters
     ----------
     trial
-        The trial.
+        The finished trial.
     members
         Pack indices of the entries that make up each tensor, by its id.
     cheap
@@ -185,7 +186,7 @@ def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, ch
         elif cheap and any(row.is_heavy for row in rows):
             refusals[tensor] = _HEAVY
         else:
-            # A source without an owner is no tensor of the trace: something else holds it, and it stays.
+            # A source without an owner is not a tensor of the trace: other code holds it, and it stays resident.
             sources = {owner[index] for row in rows for index in row.sources if index in owner} - {tensor}
             seconds = sum(row.seconds for row in rows)
             recompute[tensor] = Recompute(seconds, tuple(sorted(sources)), max(row.workspace_bytes for row in rows))
@@ -197,7 +198,10 @@ def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, ch
 
 
 def _in_circles(recompute: Mapping[int, Recompute]) -> list[int]:
-    """Tensors without whose recipes none leans on itself: a tensor's entries may be another's sources and results."""
+    """Return tensors whose recipes are to be removed so that no recipe depends on itself.
+
+    A cycle is possible because a tensor has several entries: one may be a source of another tensor, another its result.
+    """
     left = {tensor: recipe.inputs for tensor, recipe in recompute.items()}
     found = []
     while True:

@@ -27,7 +27,7 @@ log = logging.getLogger("offload")
 
 
 class Trials:
-    """The trial steps of one model on one device.
+    """Begins the trial steps of one model on one device.
 
     Parameters
     ----------

@@ -36,22 +36,22 @@ def wanted_plan(
     held_bytes: int = 0,
     effort: float = 1.0,
 ) -> Plan:
-    """Plan as the caller asked for. Tensors are recomputed only where that gains more than a measurement's noise.
+    """Return the plan that the caller asked for. It recomputes only if this gains more than the noise of measurements.
 
     Parameters
     ----------
     trace
         The step, with the recipes that the trial step has found.
     link
-        The link.
+        The link to plan with.
     options
-        What the caller asked for.
+        The caller's arguments.
     device_bytes
         Memory of the device.
     limits
-        Its `noise` is the gain that is not worth a change.
+        Tolerances; a gain of `noise` or less is not worth a change.
     held_bytes
-        What recipes keep on the device until backward, at most.
+        The most bytes that recipes keep on the device until backward.
     effort
         The share of the usual time that the search may take.
 
@@ -76,7 +76,7 @@ def wanted_plan(
     if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(
         trace, options.memory_limit or 0, link
     ):
-        return plan  # no swap-only plan can be nearly as fast
+        return plan  # every swap-only plan is slower
     alone = _plan(trace, link, options, recompute=False, effort=effort)
     is_faster = plan.expected_seconds < threshold * alone.expected_seconds and plan.peak_bytes <= max(
         alone.peak_bytes, options.memory_limit or 0
@@ -86,12 +86,12 @@ def wanted_plan(
 
 
 def measured_link(engine: Engine, link: Link) -> Link:
-    """The link with the bandwidths of the engine's own copies; a bandwidth is kept if too little was copied.
+    """Return the link with the bandwidths of the engine's copies; a bandwidth is unchanged if too little was copied.
 
     Parameters
     ----------
     engine
-        Has copied.
+        The engine whose copies are measured.
     link
         The link as known so far.
     """

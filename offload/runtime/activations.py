@@ -1,8 +1,8 @@
-"""How many bytes of activations are in memory while a step runs: as its schedule goes, and with everything kept.
+"""Bytes of activations in memory while a step runs: with its schedule, and if every tensor is kept.
 
-A `MeteredExecutor` also adds up activation bytes at every hook. Activations are tensors saved for
-backward that could be swapped, each from the hook that saves it to the backward node that uses it last. What others
-hold (the batch, parameters) does not count, nor does what no setting swaps.
+A `MeteredExecutor` measures them at every hook. Activations are saved tensors that can be swapped. Each counts from the
+hook that saves it to the last backward node that uses it. Tensors that other code holds (the batch, parameters) do not
+count, nor do tensors that are never swapped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class ActivationBytes:
     Attributes
     ----------
     unswapped
-        With everything kept.
+        Bytes if every tensor is kept.
     kept
-        Of those that the schedule keeps, and of dropped ones until forward needs them no more.
+        Bytes of the tensors that the schedule keeps, and of dropped ones up to their last use in forward.
     planned
-        As the plan has it; by hand nothing.
+        Bytes as predicted by the plan; empty in the manual mode.
     """
 
     unswapped: tuple[int, ...]
@@ -40,9 +40,9 @@ class ActivationBytes:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> ActivationBytes:
-        """Those of a step that follows a plan. What recomputation reads stays, or is back, until then."""
+        """Return the bytes of a step that follows a plan. Sources of recipes are resident until they have been read."""
         planned_swaps = {swap.id: swap for swap in plan.swaps}
-        # In forward nothing tells when a dropped tensor goes: it counts as kept until the plan's last use of it.
+        # The meter cannot see when forward frees a dropped tensor: it counts as kept until its last use in the plan.
         in_forward, in_backward = _recomputed_spans(plan)
         kept, planned = list(in_forward), [*in_forward, *in_backward]
         for tensor in plan.recomputed_trace.tensors:
@@ -59,7 +59,7 @@ class ActivationBytes:
 
     @classmethod
     def of_manual(cls, schedule: Schedule, held: Iterable[int] = ()) -> ActivationBytes:
-        """Those of a schedule by hand; `held` are pack indices of what somebody else holds anyway."""
+        """Return the bytes of a manual schedule. `held`: pack indices of tensors that other code holds too."""
         node_count = schedule.order.node_count
         held = set(held)
         unswapped, kept = [], []
@@ -74,7 +74,7 @@ class ActivationBytes:
 
 
 def unswapped_activations(trace: Trace) -> tuple[int, ...]:
-    """Bytes of activations by node with everything kept."""
+    """Return the bytes of activations by node if every tensor is kept."""
     return _by_node(len(trace.nodes), ((x.packed + 1, x.last_use, x.bytes) for x in trace.tensors))
 
 
@@ -82,7 +82,7 @@ Spans = list[tuple[int, int, int]]
 
 
 def _recomputed_spans(plan: Plan) -> tuple[Spans, Spans]:
-    """Of the tensors that a plan recomputes: from pack to last use in forward; and from the time that they are back."""
+    """Return the spans of recomputed tensors: in forward up to the last use, in backward from the recomputation on."""
     tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
     last_uses = {row.id: tensors[row.id].last_use for row in plan.recomputes}
     for row in plan.recomputes:
@@ -96,7 +96,7 @@ def _recomputed_spans(plan: Plan) -> tuple[Spans, Spans]:
 
 
 def _by_node(node_count: int, spans: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
-    """Bytes by node, of spans (first node, last node, bytes)."""
+    """Return the bytes by node of spans (first node, last node, bytes)."""
     change = [0] * (node_count + 2)
     for first, last, nbytes in spans:
         if first <= last:
@@ -111,14 +111,14 @@ class MeteredExecutor(ScheduleExecutor):
     Parameters
     ----------
     weights
-        What the schedule keeps, by node.
+        Bytes of activations that the schedule keeps, by node.
     finds_held
-        Whether to find the swapped storages that somebody else holds; a plan knows them already.
+        Whether to find the swapped storages that other code holds too; a plan knows them already.
 
     Attributes
     ----------
     held
-        Pack indices of swapped tensors that somebody else holds, so that swapping them freed nothing.
+        Pack indices of swapped tensors that other code holds too, so that swapping them freed nothing.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MeteredExecutor(ScheduleExecutor):
         *,
         finds_held: bool = False,
     ) -> None:
-        # The engine's count does not tell one step's activations from another's.
+        # The engine's gauges do not separate the activations of two steps, so the meter needs a start without any.
         self._meter = ActivationMeter(weights.kept, engine.resident, counts.begun, engine.unswapped.now == 0)
         super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
         self.held: set[int] = set()
@@ -147,17 +147,17 @@ class MeteredExecutor(ScheduleExecutor):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most activation bytes in memory at a time; None where they were not measured."""
+        """Most activation bytes in memory at a time; None if they were not measured."""
         return self._meter.peak_bytes if self._meter.is_on and self.on_schedule else None
 
     def measured(self, node_count: int) -> Measured | None:
-        """What it took; None where it is not over."""
+        """Return the measured durations of the step; None if it is not over."""
         return self._measured(node_count)
 
     def late_packs(self, measured: Measured, least_seconds: float) -> dict[int, float]:
-        """Seconds waited, by first pack index, for tensors that were not there when backward needed them.
+        """Return the seconds that backward waited for late tensors, by first pack index.
 
-        Those are the ones whose prefetch had not begun, and those it waited for longer than `least_seconds`.
+        A tensor is late if its prefetch had not begun, or if backward waited longer than `least_seconds` for it.
         """
         schedule, missed = self.schedule, self.missed
         waited = dict.fromkeys(missed, 0.0)
@@ -168,12 +168,12 @@ class MeteredExecutor(ScheduleExecutor):
         return {index: seconds for index, seconds in waited.items() if seconds > least_seconds or index in missed}
 
     def pass_by(self, pack_index: int) -> None:
-        """A tensor is packed that the schedule keeps, where the cursor alone cannot advance the schedule."""
+        """Begin the node after the pack of a kept tensor, and measure there."""
         super().pass_by(pack_index)
         self._meter_at(pack_index)
 
     def packed(self, pack_index: int) -> None:
-        """The hook of this pack is about to return."""
+        """Do what is due at the node that begins when the hook of this pack returns, and measure there."""
         super().packed(pack_index)
         entry = self.schedule.order.entries.get(pack_index)
         if entry is not None and pack_index in self.schedule.swapped and self.copies.find(pack_index) is None:
@@ -181,7 +181,7 @@ class MeteredExecutor(ScheduleExecutor):
         self._meter_at(pack_index)
 
     def unpacking(self, pack_index: int) -> None:
-        """Backward asks for the tensor of this pack."""
+        """Do what is due when backward asks for the tensor of this pack, and measure there."""
         super().unpacking(pack_index)
         if self.copies.finds_held:
             self.held = self.copies.find_held()

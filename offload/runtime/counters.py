@@ -1,6 +1,6 @@
-"""What hooks count: tensors and bytes swapped and kept, steps, and what each measured step took.
+"""The counts of hooks: tensors and bytes swapped and kept, steps, and the durations of measured steps.
 
-Reports show it.
+Reports show them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
-from offload import _core  # in this form an extension that is not built is said in plain words
+from offload import _core  # in this form, a clear error is raised if the extension is not built
 
 __all__ = ["Count", "Counts", "StepRecord"]
 
@@ -20,15 +20,15 @@ Count = _core.Count
 class StepRecord:
     """One step that was measured, from the beginning of forward to the end of backward."""
 
-    profiled: bool  # a signature's first step, which moves everything and waits for it
+    profiled: bool  # a signature's first step, which swaps every tensor and waits for each copy
     predicted_seconds: float | None
     seconds: float
-    paused_seconds: float  # of it: within the engine, waiting included
-    is_trial: bool = False  # proves how tensors can be recomputed, and computes more for it
+    paused_seconds: float  # the part of `seconds` that was spent in hooks, waits included
+    is_trial: bool = False  # runs recipes to test how tensors can be recomputed
     is_reference: bool = False  # waits while it copies, so that copies do not slow its computation
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """Return the fields as a dictionary."""
         return dict(vars(self))
 
 
@@ -36,23 +36,23 @@ STEP_RECORDS_MAX = 256
 
 
 class Counts(defaultdict[str, Count]):
-    """What a session's hooks met: by reason for what stayed, and what moved."""
+    """Counts of a session: kept tensors by reason (as a dictionary), and swapped and dropped ones as attributes."""
 
     def __init__(self) -> None:
         super().__init__(Count)
         self.swapped = Count()
         self.duplicates = Count()
-        self.dropped = Count()  # in forward, to be made again
-        self.recomputed = Count()  # made again in backward, as often as that was
+        self.dropped = Count()  # in forward, to be recomputed
+        self.recomputed = Count()  # in backward; a tensor that is recomputed twice counts twice
         self.recompute_seconds = 0.0
         self.prefetches = _core.Gauge()
-        self.prefetches_left = _core.Gauge()  # to demand: there was no memory
+        self.prefetches_left = _core.Gauge()  # prefetches skipped for lack of memory; the tensor is loaded on demand
         self.prefetched_late = 0
         self.unmeasured_steps = 0
         self.loaded_late = 0
         self._follows = False
         self._misses_before = 0
-        self.begun = _core.Gauge()  # steps; what measures one of them looks whether another begins
+        self.begun = _core.Gauge()  # steps begun; the meter of a step reads it to see whether another one begins
         self.profiled_steps = 0
         self.trial_steps = 0
         self.reference_steps = 0
@@ -62,7 +62,7 @@ class Counts(defaultdict[str, Count]):
 
     @property
     def steps(self) -> int:
-        """Steps begun."""
+        """Number of steps that have begun."""
         return self.begun.now
 
     @steps.setter
@@ -71,22 +71,23 @@ class Counts(defaultdict[str, Count]):
 
     @property
     def prefetched(self) -> int:
-        """Copy-ins begun ahead of need."""
+        """Number of copy-ins that were started before backward needed the tensor."""
         return self.prefetches.now
 
     @property
     def prefetches_without_memory(self) -> int:
-        """Prefetches that found no memory and were left to demand."""
+        """Number of prefetches skipped for lack of memory; the tensors were loaded on demand."""
         return self.prefetches_left.now
 
     def begin_step(self) -> None:
-        """A forward pass begins: what follows is `in_step`."""
+        """Begin a forward pass: `in_step` counts from here."""
         _core.begin_step((self.swapped, self.dropped, *self.values()))
 
     def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
-        """Of all `misses` so far, those since the last call were late if the step follows a schedule.
+        """Count the misses since the last call as late loads if the step follows a schedule.
 
-        `follows` tells it of the step that now begins; None: the same step goes on.
+        `misses`: all misses so far. `follows`: whether the step that now begins follows a schedule; None: no step
+        begins.
         """
         if self._follows:
             self.loaded_late += misses - self._misses_before
@@ -94,9 +95,9 @@ class Counts(defaultdict[str, Count]):
         self._follows = self._follows if follows is None else follows
 
     def dropped_in_step(self) -> Count:
-        """What has been dropped since the last forward pass began."""
+        """Return the count of tensors dropped since the last forward pass began."""
         return self.dropped.in_step()
 
     def in_step(self) -> tuple[Count, dict[str, Count]]:
-        """What has moved since the last forward pass began, and by reason what has stayed."""
+        """Return the counts since the last forward pass began: swapped tensors, and kept tensors by reason."""
         return self.swapped.in_step(), {reason: count.in_step() for reason, count in self.items()}

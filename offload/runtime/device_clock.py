@@ -1,4 +1,4 @@
-"""When nodes begin and how long hooks hold them up, on a device that computes by itself.
+"""Measures when nodes begin and how long hooks delay them on an accelerator, which computes beside the CPU.
 
 Events are recorded on the device's stream.
 """
@@ -12,13 +12,13 @@ from offload.runtime.engine import Engine
 
 __all__ = ["DeviceClock", "StepTimes"]
 
-# By node: when it could begin to compute, and how long it computed; seconds waited by pack index; seconds in hooks; the
-# step's seconds.
+# In this order: by node, when it could begin to compute; by node, how long it computed; seconds waited for tensors, by
+# pack index; seconds in hooks; seconds of the step.
 StepTimes = tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float]
 
 
 class DeviceClock:
-    """Records what `NodeClock` records, with events on a device's stream. Hooks take no time of the device."""
+    """Records the same as `NodeClock`, with events on a device's stream. Hooks take no time of the device."""
 
     hook_seconds = 0.0
 
@@ -31,25 +31,25 @@ class DeviceClock:
         self._node = 0
 
     def begin(self) -> None:
-        """A hook begins that may wait or start a copy."""
+        """Record the begin of a hook that may wait or start a copy."""
         self._begin = self._engine.mark()
 
     def pass_by(self, node: int) -> None:
-        """A node begins in a hook that neither waits nor starts a copy."""
+        """Record the begin of a node in a hook that neither waits nor starts a copy."""
         self._node = node
         self._nodes.setdefault(node, self._engine.mark())
 
     def arrive(self, node: int) -> None:
-        """A node begins; its start time is that of the current hook."""
+        """Record the begin of a node; its start time is that of the current hook."""
         self._node = node
         self._nodes.setdefault(node, self._begin)
 
     def end(self, pack_index: int | None) -> None:
-        """The hook that began last is about to return."""
+        """Record the end of the hook that began last."""
         self._pauses.append((self._node, pack_index, self._begin, self._engine.mark()))
 
     def measure(self, end: Any, node_count: int) -> StepTimes | None:
-        """The times of the step that ended at the mark `end`; None if the device has not reached this mark yet."""
+        """Return the times of the step that ended at the mark `end`; None if the device has not reached it yet."""
         marks = [*self._nodes.values(), end]
         for _, _, begin, until in self._pauses:
             marks += (begin, until)

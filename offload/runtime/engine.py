@@ -1,7 +1,7 @@
-"""Tensors ↔ bytes: which storage a saved tensor is of, where its bytes are, and which copies are under way.
+"""The engine of one device: the storages of saved tensors, where their bytes are, and the copies in flight.
 
-Hooks hand a saved tensor in, the engine finds its storage, has the swap store copy the bytes out,
-holds the source until the copy has ended, and later puts the same bytes back under the same size, stride and offset.
+Hooks pass a saved tensor to the engine. It finds the tensor's storage and lets the swap store copy the bytes out. It
+keeps the source until the copy has ended, and later restores the tensor with the same bytes, size, stride and offset.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ log = logging.getLogger("offload")
 
 LANE_NICENESS = 0
 
-# What a store adds up over its life; its other figures are those of the moment.
+# Figures that a store adds up over its life; its other figures are present values.
 _SUMS = frozenset(
     f"{direction}_{figure}" for direction in ("out", "in") for figure in ("bytes", "copies", "transfers", "seconds")
 ) | {"stall_seconds", "spilled_bytes", "spill_written_bytes", "spill_read_bytes", "cancelled", "failed"}
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one, with one storage of its own or shared with others of its kind."""
+    """Return whether a tensor is a plain strided one, so that it has a storage (perhaps shared with other tensors)."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     )
 
 
 def _discard(queue: deque[Any], entry: object) -> None:
-    """Remove an entry, unless it is gone: a signal handler in the same thread may have been faster."""
+    """Remove an entry if it is still there: a signal handler in the same thread may have removed it."""
     with contextlib.suppress(ValueError):
         queue.remove(entry)
 
 
 def _new_storage(device: torch.device, nbytes: int, _: int) -> torch.UntypedStorage:
-    # Not torch.empty: that fills its memory where algorithms shall be deterministic.
+    # Not torch.empty: it fills the memory if torch.use_deterministic_algorithms is on.
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
 class Engine(_core.EngineCore):
-    """One device's swap store, seen as storages.
+    """Swaps the storages of one device's tensors with a swap store.
 
     Parameters
     ----------
     store
-        The data plane.
+        The store that copies the bytes.
     device
         ``cpu`` or one accelerator.
     in_flight_bytes_max
-        Sources held at a time for copies that have not ended; beyond it the compute stream waits for the oldest.
+        Limit on the bytes of sources kept until their copy-out ends; beyond it the compute stream waits for the oldest.
     """
 
     def __init__(self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None) -> None:
         self._device = device_of(device)
         self.is_accelerator = self._device.is_accelerator
-        self.resident = _core.Gauge()  # of swapped storages: what is on the device
-        self.unswapped = _core.Gauge()  # the same storages, had they stayed
-        self.dropped = _core.Gauge()  # of tensors to be recomputed: what forward still holds, as far as it is known
+        self.resident = _core.Gauge()  # bytes of swapped storages that are on the device
+        self.unswapped = _core.Gauge()  # bytes that the same storages would have on the device without swapping
+        self.dropped = _core.Gauge()  # bytes of dropped tensors that forward still holds, as of the last `collect`
         there = self._device if self.is_accelerator else None
         super().__init__(
             store,
@@ -85,19 +85,19 @@ class Engine(_core.EngineCore):
         self.store = store
         self.device = device
         self._stats_before = store.stats()
-        self._dropped: deque[RecomputedStorage] = deque()  # whose tensor is still there
+        self._dropped: deque[RecomputedStorage] = deque()  # dropped, but forward still holds the tensor
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
-        self._dead: deque[WeakDroppedHandle] = deque()  # whose graph is gone, and whose record is still to be freed
+        self._dead: deque[WeakDroppedHandle] = deque()  # the graph is freed, the record is still to be freed
         self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
 
     def current_stream(self) -> int:
-        """Handle of the compute stream that the calling thread uses now; 0 on the CPU."""
+        """Return the handle of the compute stream that the calling thread uses now; 0 on the CPU."""
         return self._device.current_stream() if self.is_accelerator else 0
 
     def drop(
         self, tensor: torch.Tensor, key: StorageKey, recipe: Recipe, ran: Callable[[int, float], None]
     ) -> DroppedHandle:
-        """Copy nothing: backward has the recipe make the bytes again. `ran` is told the bytes and seconds each time."""
+        """Drop a storage: backward runs `recipe` to recompute it. Each time, `ran` is called with bytes and seconds."""
         record = RecomputedStorage(self, key, recipe, tensor, ran)
         handle = DroppedHandle(record)
         reference = WeakDroppedHandle(handle, self._dead.append)
@@ -107,27 +107,27 @@ class Engine(_core.EngineCore):
         return handle
 
     def dropped_before(self, key: StorageKey) -> DroppedHandle | None:
-        """What is to be recomputed, where a storage has been dropped already."""
+        """Return the handle of a storage that has been dropped already; None if it has not."""
         reference = self._dropped_handles.get(key)
         return reference() if reference is not None else None
 
     def collect(self) -> None:
-        """Free what no copy touches any more, and what dead graphs held. Waits for nothing."""
+        """Free the sources of ended copies, and the memory of freed graphs, without waiting."""
         super().collect()
         if self._dead or self._dropped:
             self.collect_dropped()
 
     def drain(self) -> None:
-        """Wait until every copy has ended, and free what they and dead graphs held."""
+        """Wait until every copy has ended, and free their sources and the memory of freed graphs."""
         self.collect_dropped()
         super().drain()
 
     def collect_dropped(self) -> None:
-        """Free what dead graphs held of dropped tensors, and bring `dropped` up to date."""
+        """Free the records of dropped tensors whose graph is freed, and update `dropped`."""
         with self._collecting:
             while self._dead:  # a recipe that is freed may have held the last handle of another dropped storage
                 reference = self._dead[0]
-                record = getattr(reference, "record", None)  # none yet where an interrupt came at once
+                record = getattr(reference, "record", None)  # None if an interrupt came before `drop` had set it
                 if record is not None:
                     if self._dropped_handles.get(record.key) is reference:
                         del self._dropped_handles[record.key]
@@ -138,29 +138,29 @@ class Engine(_core.EngineCore):
                     _discard(self._dropped, record)
 
     def mark(self) -> Any:
-        """A point in time: of the clock on the CPU, of the current stream on an accelerator."""
+        """Return a point in time: of the clock on the CPU, of the current stream on an accelerator."""
         return self._device.mark() if self.is_accelerator else time.perf_counter()
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
-        """Seconds from one mark to others; None while the device has not come that far."""
+        """Return the seconds from one mark to others; None if the device has not reached all of them yet."""
         return self._device.seconds_since(first, marks)
 
     @staticmethod
     def watch_storage(tensor: torch.Tensor) -> StorageWatch:
-        """Watch for the moment at which nobody holds the tensor's storage any more."""
+        """Return a watch that shows when the tensor's storage has been freed."""
         return StorageWatch(tensor.untyped_storage())
 
     @staticmethod
     def address_of(tensor: torch.Tensor) -> int:
-        """Where its storage begins, as allocators tell it."""
+        """Return the address of the tensor's storage."""
         return tensor.untyped_storage().data_ptr()
 
     @staticmethod
     def identity(tensor: torch.Tensor) -> int:
-        """What tells its storage from every other one alive: the same for all views."""
+        """Return a number that identifies the tensor's storage among all that are alive; views share it."""
         return storage_identity(tensor.untyped_storage())
 
     def store_stats(self) -> dict[str, float]:
-        """The store's figures; those that add up count from this engine's beginning, as other sessions may share it."""
+        """Return the store's figures. Sums count from the creation of this engine: sessions may share the store."""
         now: dict[str, float] = self.store.stats()
         return {name: value - self._stats_before[name] if name in _SUMS else value for name, value in now.items()}

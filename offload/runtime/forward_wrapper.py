@@ -1,6 +1,6 @@
-"""Stands in for a module's `forward` while it is enabled.
+"""Replaces a module's `forward` while offload is enabled on the model.
 
-Each call of the model goes through it to the session, which installs the hooks.
+Each call of the model goes through the wrapper to the session, which installs the hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.torch_compat.compiled import opaque, untraced, with_traced_frame
 
 
 class ForwardWrapper:
-    """A module's `forward`, with something around it; copies and pickles of the module get the plain one."""
+    """A module's `forward`, run within the context that `around` returns. Copies and pickles get the plain forward."""
 
     def __init__(
         self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]]
@@ -28,10 +28,10 @@ class ForwardWrapper:
         self._module = weakref.ref(module)
         self._around = around
         own = module.__dict__.get("forward")
-        if isinstance(own, ForwardWrapper):  # what `copy.copy` of an enabled module carries
+        if isinstance(own, ForwardWrapper):  # the module is a `copy.copy` of an enabled one
             own.put_back(module)
         elif isinstance(own, types.MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
-            del module.__dict__["forward"]  # what a deep copy of an enabled module carries: the plain one
+            del module.__dict__["forward"]  # the module is a deep copy of an enabled one
         self.owner: object = None  # lives as long as the module
         self._framed: Callable[..., Any] | None = None
         self._is_wanted = True
@@ -49,7 +49,7 @@ class ForwardWrapper:
         if twin is not None:
             return self._inner(*args, **kwargs) if self._was_own else self._inner(twin, *args, **kwargs)
         around = untraced(self._around, args, kwargs)
-        try:  # around the entering too: an interrupt may come when it is done and not yet known to be
+        try:  # around `__enter__` too: an interrupt may arrive after it has finished
             untraced(around.__enter__)
             if self._was_own:
                 result = self._inner(*args, **kwargs)
@@ -60,13 +60,13 @@ class ForwardWrapper:
         except BaseException as error:
             try:
                 untraced(around.__exit__, type(error), error, error.__traceback__)
-            finally:  # what is left already stays so; an interrupt may have come first
+            finally:  # again, as an interrupt may have stopped the first call; a second one does nothing
                 untraced(around.__exit__, type(error), error, error.__traceback__)
             raise
         return result
 
     def _traced(self, module: nn.Module | None) -> Callable[..., Any]:
-        """The class's forward, such that torch.compile compiles it as it would have without this wrapper."""
+        """Return the class's forward in a form that torch.compile compiles as it would without this wrapper."""
         if self._framed is None:
             self._framed = with_traced_frame(self._inner)
         if self._framed is None or getattr(module, "_compiled_call_impl", None) is not None:
@@ -75,10 +75,10 @@ class ForwardWrapper:
 
     @opaque
     def _twin_calling(self) -> nn.Module | None:
-        """The shallow copy that is being called, where it is not the enabled module itself.
+        """Return the shallow copy that is being called; None if it is the enabled module itself.
 
-        `copy.copy` and DataParallel copy a module's dictionary, and this wrapper in it, without asking anybody. Only
-        the frame of the call, a method of the copy, knows which module is meant.
+        `copy.copy` and DataParallel copy a module's dictionary and with it this wrapper. Only the frame of the call, a
+        method of the copy, shows which module is called.
         """
         caller = sys._getframe(2).f_locals.get("self")
         if not isinstance(caller, nn.Module) or caller.__dict__.get("forward") is not self:
@@ -92,27 +92,27 @@ class ForwardWrapper:
 
     @property
     def __code__(self) -> types.CodeType:
-        """The plain forward's: torch.export names the module's inputs after it."""
+        """The code of the plain forward: torch.export names the module's inputs after it."""
         inner = self._inner.func if isinstance(self._inner, functools.partial) else self._inner
         code: types.CodeType = inner.__code__
         return code
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """TorchScript, which compiles a forward's source, asks for this first."""
+        """Raise an error with a remedy: TorchScript, which compiles source, reads this attribute first."""
         raise AttributeError(
             "torch.jit.script compiles source, and offload stands in for this module's forward: call "
             "offload.disable(model) first, or use torch.export.export or torch.jit.trace"
         )
 
     def undo(self) -> None:
-        """Give the module its own `forward` back."""
+        """Restore the module's own `forward`."""
         self._is_wanted = False
         self._take_away()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Show the module as it is without this wrapper: something around the call does the wrapper's work."""
+        """Remove this wrapper from the module for a `with` block, in which other code does the wrapper's work."""
         try:
             self._take_away()
             yield
@@ -127,7 +127,7 @@ class ForwardWrapper:
             self.put_back(module)
 
     def put_back(self, module: nn.Module) -> None:
-        """Put what was there before into a module, the wrapped one or a shallow copy of it."""
+        """Restore the plain `forward` of a module: the wrapped one or a shallow copy of it."""
         if self._was_own:
             module.__dict__["forward"] = self._inner
         else:

@@ -1,6 +1,6 @@
-"""Recomputation within one forward pass: records operators where the schedule needs it, and drops what it says.
+"""Recomputation within one forward pass: records operators in the schedule's windows, and drops tensors.
 
-Hooks tell it of every storage that they swap or keep.
+Hooks call it for every storage that they swap, drop or keep.
 """
 
 from __future__ import annotations
@@ -23,110 +23,110 @@ from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
 
-# What graph nodes hold of a storage whose bytes are out.
+# The object that graph nodes hold for a swapped or dropped storage.
 Handle = SwappedStorage | DroppedHandle
 
 __all__ = ["DroppedTensors", "Recomputation", "Surroundings"]
 
 
 class Surroundings(Protocol):
-    """What is asked about the model."""
+    """The interface for questions about the model; `DeviceSession` implements it."""
 
     options: Options
 
     def holds_state(self, storage_id: int) -> bool:
-        """Whether a storage is of a parameter or a buffer that keeps its memory until backward."""
+        """Return whether a storage belongs to a parameter or a buffer that keeps its memory until backward."""
 
     def has_compiled_parts(self) -> bool:
-        """Whether a part of the model is compiled; it may have become so since the last step."""
+        """Return whether a part of the model is compiled; it may have been compiled since the last step."""
 
 
 class Recomputation(Protocol):
-    """What the hooks of a step tell, so that tensors can be dropped."""
+    """The interface that the hooks of a step call, so that tensors can be dropped or recipes can be found."""
 
     def begin(self, surroundings: Surroundings) -> None:
-        """The forward pass begins in this thread."""
+        """Called when the forward pass begins, in its thread."""
 
     def pause(self) -> None:
-        """A hook begins; what it does is none of the step's own operators."""
+        """Called when a hook begins: its operators are not part of the step."""
 
     def passed(self, index: int, tensor: torch.Tensor) -> None:
-        """The hook that packs `tensor` is about to return."""
+        """Called when the hook that packs `tensor` is about to return."""
 
     def abandon(self) -> None:
-        """The step is not the recorded one: drop nothing more."""
+        """Drop no further tensors: the step differs from the recorded one."""
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
-        """Drop a storage rather than copy it. None: it is swapped."""
+        """Drop a storage and return its handle; None if it is to be swapped instead."""
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
-        """A storage was swapped out; without a slot it stays."""
+        """Called when a storage has been swapped out, dropped or kept. `slot`: its handle; None if it is kept."""
 
     def end(self) -> None:
-        """The forward pass is over, also by an exception; may be called again."""
+        """Called when the forward pass ends or raises an exception; may be called again."""
 
 
 class Recording:
-    """A recorder in its step: on between packs, off in hooks, gone at the end."""
+    """Records the operators of a forward pass: the recorder is on between packs and off in hooks."""
 
     def __init__(self) -> None:
         self._recorder: FollowingRecorder | None = None
         self._was_on = False  # when the hook began
 
     def begin(self, surroundings: Surroundings) -> None:
-        """The forward pass begins in this thread. Nothing is recorded where code of torch.compile runs in between."""
+        """Create the recorder of a forward pass; if a part of the model is compiled, nothing is recorded."""
         if surroundings.has_compiled_parts():
             return
         self._recorder = FollowingRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
 
     def pause(self) -> None:
-        """A hook begins."""
+        """Suspend recording while a hook runs."""
         if self._recorder is not None:
             self._was_on = self._recorder.is_on
             self._recorder.suspend()
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
-        """A storage was swapped out, dropped, or stays. Recipes read whole storages alone."""
+        """Note where a storage's bytes are, if the tensor covers it: recipes read only whole storages."""
         if self._recorder is not None and key[2] == 0 and key[3] == tensor.untyped_storage().nbytes():
             self._recorder.saved(tensor, index, None if slot is None else ref(slot), key[3])
 
     def end(self) -> None:
-        """The forward pass is over."""
+        """Close the recorder at the end of the forward pass."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
 
 
 class DroppedTensors(Recording):
-    """Drops what a schedule says, where this step's own operators make it again from what the trial has found.
+    """Drops the tensors of a schedule if this step's operators give the same recipes as the trial.
 
     Parameters
     ----------
     ran
-        Told the bytes and seconds of every recomputation: a bound method, whose owner is not kept alive.
+        Called with the bytes and seconds of every recomputation: a bound method, whose owner is not kept alive.
     """
 
     def __init__(self, schedule: Schedule, engine: Engine, ran: Callable[[int, float], None]) -> None:
         super().__init__()
         self._schedule = schedule
         self._engine = engine
-        self._ran = weak_callback(ran)  # its owner holds this
+        self._ran = weak_callback(ran)  # the owner of `ran` holds this object
         self._is_open = False
         self._is_abandoned = False
         self._windows = dict(schedule.windows)
-        self._opened = -1  # by which pack the present window was
-        self._template: Template | None = None  # which it follows, perhaps not to its end
+        self._opened = -1  # index of the pack that opened the present window
+        self._template: Template | None = None  # of the present window, if it has one
         self._is_followed = False
 
     def begin(self, surroundings: Surroundings) -> None:
-        """The forward pass begins in this thread, and with it the first window, if it is that early."""
+        """Create the recorder of a forward pass, and open the first window if it begins with the step."""
         super().begin(surroundings)
         if -1 in self._windows and self._recorder is not None:
             self._open(self._recorder, -1)
             self._recorder.resume()
 
     def passed(self, index: int, tensor: torch.Tensor) -> None:
-        """The hook that packs `tensor` is about to return: a window may begin or end."""
+        """Close or open a window at the pack of `tensor`, and resume recording if one is open."""
         recorder = self._recorder
         if recorder is None:
             return
@@ -134,24 +134,24 @@ class DroppedTensors(Recording):
             self._close(recorder)
         if index in self._windows:
             self._open(recorder, index)
-        # An operator that packs a lazily conjugated tensor was called with the mode on, and goes on with another,
-        # which Python does not know: torch fails where the mode is off then.
+        # If an operator that was called with the mode on packs a lazily conjugated tensor, it dispatches to Python once
+        # more after this hook, which fails in torch if the mode is off then.
         is_lazy = tensor.is_conj() or tensor.is_neg()
         if (self._is_open and not self._is_abandoned) or (self._was_on and is_lazy):
             recorder.resume()
 
     def abandon(self) -> None:
-        """The step is not the recorded one: drop nothing more."""
+        """Drop no further tensors: the step differs from the recorded one."""
         self._is_abandoned = True
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
-        """A storage was swapped out, dropped, or stays, perhaps not for the first time. Recipes may read only some."""
+        """Note where a storage's bytes are, if a recipe of the schedule reads it."""
         index = self._schedule.order.duplicates.get(index, index)
         if index in self._schedule.sources:
             super().saved(tensor, index, key, slot)
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
-        """Drop a storage. None where the schedule does not say so, or this step's own recipe does not keep to it."""
+        """Drop a storage and return its handle; None if the schedule swaps it or this step has no matching recipe."""
         known = self._schedule.recipes.get(index)
         if (
             known is None
@@ -183,7 +183,7 @@ class DroppedTensors(Recording):
             return None
         recipe = cut.recipe(weighs=False)
         if recipe.operators != known.operators or not _keeps_to(recipe, known):
-            return None  # nobody has compared what these make
+            return None  # the trial has not compared the result of these operators
         if recorder.window is not None:
             recorder.window.was_cut(index, cut, recipe)
         return recipe
@@ -212,5 +212,5 @@ class DroppedTensors(Recording):
 
 
 def _keeps_to(recipe: Recipe, known: MeasuredRecipe) -> bool:
-    """Whether it keeps no more than the plan counts with."""
+    """Return whether a recipe reads no other sources, and keeps no more bytes, than the plan assumes."""
     return known.sources.issuperset(recipe.sources.values()) and recipe.held_bytes <= known.held_bytes

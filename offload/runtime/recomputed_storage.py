@@ -1,6 +1,6 @@
-"""One dropped storage: nothing holds its bytes, and a recipe makes them again when backward asks.
+"""One dropped storage: its bytes are freed in forward, and a recipe recomputes them when backward needs them.
 
-Graph nodes and views use it as they use a swapped storage.
+Graph nodes and views use a `RecomputedStorage` in the same way as a `SwappedStorage`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ StorageKey = tuple[int, int, int, int, int]
 
 
 class Memory(Protocol):
-    """The device's memory, as the engine keeps it."""
+    """The part of the engine's interface that a recomputed storage uses: the device and its gauges."""
 
     device: torch.device
     resident: Gauge
@@ -32,11 +32,11 @@ class Memory(Protocol):
     dropped: Gauge
 
     def current_stream(self) -> int:
-        """Handle of the compute stream that the calling thread uses now."""
+        """Return the handle of the compute stream that the calling thread uses now."""
 
 
 class DroppedHandle:
-    """What graph nodes hold of a dropped storage, and nothing else does.
+    """The handle of a dropped storage, which only graph nodes hold.
 
     It has no `__del__`, so it cannot be resurrected. A weak reference to it tells the engine that the graph is gone. No
     Python code runs then, because an exception that a signal handler raised in it would be lost.
@@ -49,14 +49,14 @@ class DroppedHandle:
 
 
 class WeakDroppedHandle(weakref.ref[DroppedHandle]):
-    """A weak reference to a handle that still knows the record when the handle is gone."""
+    """A weak reference to a handle that keeps the record after the handle is freed."""
 
     __slots__ = ("record",)
     record: RecomputedStorage
 
 
 class RecomputedStorage:
-    """The bytes of one storage at one version, which are made again."""
+    """The bytes of one storage at one version, which a recipe recomputes."""
 
     __slots__ = (
         "_dropped",
@@ -91,10 +91,10 @@ class RecomputedStorage:
         self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
         self._storage: torch.UntypedStorage | None = None
         self._stream = 0
-        # What the engine's gauges count of it.
+        # The shares of this storage in the engine's gauges.
         self._unswapped = engine.unswapped.share(self.nbytes)
         self._dropped = engine.dropped.share(self.nbytes)
-        self._resident: GaugeShare | None = None  # while there is a `_storage`
+        self._resident: GaugeShare | None = None  # set while `_storage` is
         for slot, _ in recipe.slots.values():
             slot.record.add_view()
 
@@ -102,16 +102,16 @@ class RecomputedStorage:
     ticket = None
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the device without elements."""
+        """Return a tensor on the device without elements."""
         return torch.empty(0, dtype=dtype, device=self._engine.device)
 
     def add_view(self) -> None:
-        """One more asks for the bytes."""
+        """Count one more view of the storage."""
         self.views += 1
         self._views_left += 1
 
     def remove_view(self) -> None:
-        """One less asks for the bytes; they leave again where no other view is in use."""
+        """Count one view less; the bytes are freed if no remaining view has been served since they were computed."""
         with self._lock:
             self.views -= 1
             self._views_left = min(self._views_left, self.views)
@@ -119,14 +119,14 @@ class RecomputedStorage:
                 self._drop_storage()
 
     def prefetch(self) -> bool:
-        """There is no copy to start."""
+        """Return False: there is no copy to start."""
         return False
 
     def wait_copied_out(self) -> None:
-        """There is no copy to wait for."""
+        """Do nothing: there is no copy to wait for."""
 
     def is_gone(self) -> bool:
-        """Whether nobody holds the dropped tensor. The first True subtracts its bytes from `Engine.dropped`."""
+        """Return whether the dropped tensor has been freed. The first True subtracts it from `Engine.dropped`."""
         source = self._source
         if source is not None and source.expired():
             self._dropped.close()
@@ -134,32 +134,32 @@ class RecomputedStorage:
         return self._source is None
 
     def swap_in(self) -> tuple[torch.UntypedStorage, int]:
-        """The bytes on the device: made now, or for an earlier view. One view is served per call.
+        """Return the bytes on the device, recomputed now or for an earlier view, and offset 0. A call serves one view.
 
         Raises
         ------
         RuntimeError
-            A tensor that they are made of was changed in place.
+            A tensor from which they are recomputed was changed in place.
         OSError
-            One could not be read back; a later call tries again.
+            A tensor from which they are recomputed could not be read back; a later call tries again.
         """
         with self._lock:
             stream = self._engine.current_stream()
             if self._storage is not None and self._stream != stream:
-                self._drop_storage()  # made on another stream: its memory belongs to that one
+                self._drop_storage()  # the memory was allocated on another stream
             if self._storage is None:
                 self._storage, self._stream = self._made(), stream
                 self._resident = self._engine.resident.share(self.nbytes)
             storage = self._storage
             self._views_left -= 1
             if self._views_left <= 0:
-                self._views_left = self.views  # a retained graph may come again
+                self._views_left = self.views  # a second backward over a retained graph may ask again
                 self._drop_storage()
             return storage, 0
 
     def _made(self) -> torch.UntypedStorage:
         recipe = self._recipe
-        assert recipe is not None  # a handle is held, so the record is not free
+        assert recipe is not None  # a handle is held, so `free` has not been called
         try:
             storages = recipe.load()
         except ChangedSource as changed:
@@ -173,7 +173,7 @@ class RecomputedStorage:
         self._storage = self._resident = None
 
     def free(self) -> None:
-        """Free memory and sources; the last handle is gone. An interrupted call may be repeated."""
+        """Free memory and sources after the last handle was freed. An interrupted call may be repeated."""
         self._unswapped.close()
         self._dropped.close()
         self._source = None

@@ -1,6 +1,6 @@
-"""What the engine cannot serve: models and surroundings, each refused with what to do instead.
+"""Refuses models that cannot be enabled, and steps in which hooks are forbidden. Each error says what to do instead.
 
-`enable` calls it once; every step asks it whether hooks are allowed.
+`enable` checks the model once; every step checks whether hooks are allowed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FUNCTION_TRANSFORMS = (
 
 
 def check_model(model: object, enabled: Iterable[nn.Module]) -> torch.device:
-    """The device of a model that can be enabled beside those that are.
+    """Return the device of a model, after checking that it can be enabled beside the models that are.
 
     Raises
     ------
     ValueError
-        It cannot; the message says what to do.
+        It cannot be enabled; the message says what to do.
     """
     if not isinstance(model, nn.Module):
         stage = getattr(model, "submod", None)
@@ -70,23 +70,23 @@ def _check_alone(model: nn.Module, enabled: list[nn.Module]) -> None:
 
 
 def first_device(model: nn.Module) -> torch.device | None:
-    """Where one of its parameters or buffers is; None where it has neither. All of them take a hundred times longer."""
+    """Return the device of one parameter or buffer; None if there is none. A hundred times faster than `devices_of`."""
     first = _core.first_tensor(model)
     return first.device if first is not None else None
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
-    """Where its parameters and buffers are."""
+    """Return the devices of all parameters and buffers."""
     return {tensor.device for tensor in chain(model.parameters(), model.buffers())}
 
 
 def check_devices(devices: set[torch.device]) -> torch.device:
-    """The one device that a model is on, where an engine can be.
+    """Return the only element of `devices`, after checking that an engine can be created there; CPU if it is empty.
 
     Raises
     ------
     ValueError
-        It is on several, or on one of another kind; the message says what to do.
+        There are several devices, or the device is neither cpu nor cuda; the message says what to do.
     """
     if not devices:
         return torch.device("cpu")
@@ -99,7 +99,7 @@ def check_devices(devices: set[torch.device]) -> torch.device:
 
 
 def named(devices: set[torch.device]) -> str:
-    """Devices in words."""
+    """Return the names of devices, sorted and separated by commas."""
     return ", ".join(sorted(map(str, devices)))
 
 
@@ -109,7 +109,7 @@ def check_hooks() -> None:
     Raises
     ------
     RuntimeError
-        It does not; the message says what to do.
+        It forbids them; the message says what to do.
     """
     forbidden = hooks_forbidden_reason()
     if forbidden is not None:
@@ -117,12 +117,12 @@ def check_hooks() -> None:
 
 
 def raise_if_forbidden(error: BaseException) -> None:
-    """Where a step failed because something inside forbids hooks, raise an error that says what to do.
+    """Raise an error with a remedy if a step failed because torch.func forbids hooks inside it.
 
     Raises
     ------
     RuntimeError
-        It did.
+        `error` says that torch.func does not support saved-tensor hooks.
     """
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "torch.func" in text and "yet support saved tensor hooks" in text:

@@ -38,7 +38,7 @@ _CONSTANTS = (*_SCALARS, complex, bytes, torch.dtype, torch.device, torch.layout
 
 
 class RegionTrial:
-    """Runs a region twice in one step, compares the results bit for bit, and keeps what it finds.
+    """Runs a region twice in one step, compares the results bit for bit, and stores the verdict.
 
     Parameters
     ----------
@@ -47,16 +47,16 @@ class RegionTrial:
     room_bytes
         Bytes that the second run may use on the device.
     saved_bytes
-        Bytes that the region saves for backward. The second run allocates as much again.
+        Bytes that the region saves for backward. The second run allocates the same number of bytes again.
 
     Attributes
     ----------
     calls
-        How often the region was called in the step.
+        Number of calls of the region in the step.
     refusal
-        Why it is not recomputed; empty if it can be.
+        Why the region is not recomputed; empty if it can be.
     input_bytes
-        Bytes of its input tensors, summed over all calls.
+        Bytes of the region's input tensors, summed over all calls.
     """
 
     def __init__(self, engine: Engine, room_bytes: int, saved_bytes: int) -> None:
@@ -94,11 +94,11 @@ class RegionTrial:
         return result
 
     def is_as_tried(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call may be recomputed: modes as in the trial, no hooks, only tensors and constants as inputs."""
+        """Return whether a call may be recomputed: modes as in the trial, no hooks, inputs tensors and constants."""
         return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
 
     def _watch(self, result: Any, inputs: list[Tensor]) -> None:
-        """Refuse the region if one of its inputs is changed in place before backward reaches the region."""
+        """Register hooks that refuse the region if an input is changed in place before backward reaches the region."""
         watched = [(_version_counter(tensor), version_of(tensor)) for tensor in inputs]
 
         def look(_: Tensor) -> None:
@@ -158,9 +158,9 @@ class Region:
     Attributes
     ----------
     is_checkpointed
-        Whether backward runs it again.
+        Whether backward runs the region again.
     is_trying
-        Whether the current step is its trial.
+        Whether the current step is the region's trial.
     trial
         The current or finished trial; None if there was none.
     """
@@ -256,7 +256,7 @@ class _Snapshot:
         ]
 
     def is_same(self) -> bool:
-        """Whether the region has the same tensors, in the same versions, and the same settings."""
+        """Return whether the region has the same tensors, in the same versions, and the same settings."""
         return self._changed() is None and all(own.get(name) == value for own, name, value in self._settings)
 
     def check(self) -> None:
@@ -275,7 +275,7 @@ class _Snapshot:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Within the context, modules have the settings of the snapshot, such as `training`."""
+        """Give modules the settings of the snapshot, such as `training`, for a `with` block."""
         changed = [(own, name, own[name]) for own, name, value in self._settings if own.get(name, value) != value]
         values = {(id(own), name): value for own, name, value in self._settings}
         try:
@@ -288,7 +288,7 @@ class _Snapshot:
 
 
 def _version_counter(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version counter of `tensor`."""
+    """Return an empty tensor that shares the version counter of `tensor`."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter
     return counter
@@ -304,7 +304,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _random_states(device: torch.device) -> Iterator[tuple[Any, Tensor] | None]:
-    """The default generators of the CPU and the device, with their states."""
+    """Yield the default generators of the CPU and the device, with their states."""
     for kind in {"cpu", device.type}:
         where = device if kind == device.type else torch.device("cpu")
         yield random_state((), {"device": where})
@@ -352,7 +352,7 @@ def _contents(value: Any) -> list[Any]:
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:
-    """Whether both hold the same objects, and equal constants."""
+    """Return whether both hold the same objects, and equal constants."""
     kinds = (*_CONSTANTS, TreeSpec)
     return len(a) == len(b) and all(
         x is y or (type(x) is type(y) and isinstance(x, kinds) and x == y) for x, y in zip(a, b, strict=True)
@@ -360,7 +360,7 @@ def _are_same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _are_plain(values: Any) -> bool:
-    """Whether all values are tensors or constants. Changes of other objects could not be detected."""
+    """Return whether all values are tensors or constants. Changes of other objects could not be detected."""
     return all(isinstance(leaf, Tensor) or type(leaf) in _CONSTANTS for leaf in tree_leaves(values))
 
 

@@ -1,10 +1,10 @@
-"""The schedule of a step: which storages are swapped, and what is due when each node begins.
+"""The schedule of a step: the storages that are swapped, and the releases and prefetches that are due at each node.
 
-Made of a recorded step, from knobs set by hand (`manual_schedule`) or from a plan
-(`planned_schedule`); a `ScheduleExecutor` executes it.
+A schedule is made from a recorded step and either `n_tensors` and `lb` (`manual_schedule`) or a plan
+(`planned_schedule`). A `ScheduleExecutor` executes it.
 
-A step's events are the packs of storages worth moving and the first unpack of every backward node, in the order
-observed. Node 0 begins with the step; every event ends one node and begins the next.
+A step is divided into nodes by its events: the packs of storages that are large enough to swap, and the first unpack of
+every backward node, in the order observed. Node 0 begins with the step; every event ends one node and begins the next.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from offload.recomputation.template import Templates
 
 @dataclass
 class PackEntry:
-    """One pack of the recorded step that the engine copies: a storage, or the span of one that a view covers."""
+    """A storage, or the part of one that a view covers, that the recorded step saved and the engine can copy."""
 
     pack_index: int  # number of the pack that saved it first
     nbytes: int
     packed: int  # node that ended with this pack
-    first_backward: int | None = None  # backward node that asks for it first; None: never asked for
+    first_backward: int | None = None  # first backward node that uses it; None: no node does
     last_use: int | None = None
 
 
 @dataclass
 class StepOrder:
-    """One recorded step: what was saved, and which node asked for it."""
+    """One recorded step: the saved tensors, and the nodes that used them."""
 
     entries: dict[int, PackEntry] = field(default_factory=dict)  # by pack index
     duplicates: dict[int, int] = field(default_factory=dict)  # pack index → pack index of the same storage's entry
     node_after_pack: dict[int, int] = field(default_factory=dict)  # pack index → the node that it begins
-    uses: list[tuple[int, int]] = field(default_factory=list)  # (backward node, pack index), as they came
+    uses: list[tuple[int, int]] = field(default_factory=list)  # (backward node, pack index), in the order of backward
     backward_nodes: list[int] = field(default_factory=list)
-    compiled_nodes: set[int] = field(default_factory=set)  # those of them that are graphs of torch.compile
+    compiled_nodes: set[int] = field(default_factory=set)  # the backward nodes that are graphs of torch.compile
     node_count: int = 1
 
     def entry_of(self, pack_index: int) -> PackEntry | None:
-        """The entry that this pack saved, first or again."""
+        """Return the entry that this pack saved, for the first time or again."""
         return self.entries.get(self.duplicates.get(pack_index, pack_index))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which storages swap, when each must have been copied out and when its copy-in starts."""
+    """The storages that are swapped, and the nodes at which each of them is released and prefetched."""
 
     order: StepOrder
     swapped: frozenset[int]  # pack indices of entries
-    releases: tuple[tuple[int, int], ...]  # (node that waits for its copy-out, pack index), in order
+    releases: tuple[tuple[int, int], ...]  # (node that waits for the copy-out, pack index), in order
     prefetches: tuple[
         tuple[int, int, int], ...
-    ]  # (node at whose start its copy-in begins, first_backward, pack index), in order
-    watched: Mapping[int, int]  # pack index → node, for the packs whose unpack moves the schedule on
+    ]  # (node at whose start the copy-in is queued, first_backward, pack index), in order
+    watched: Mapping[int, int]  # pack index → node, for the packs whose unpack begins a node or uses a moved tensor
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
     is_serial: bool = False  # a reference step: nothing is computed while a copy runs
-    recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and made again
-    recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of those, as the trial found them
+    recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and recomputed
+    recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of `recomputed`, as found by the trial
 
     @cached_property
     def table(self) -> PackTable:
-        """What the hooks of kept tensors look up, by pack index."""
+        """The schedule as rows by pack index, which C++ hooks read."""
         table = PackTable()
         for index, entry in self.order.entries.items():
             if index in self.swapped or index in self.recomputed:
@@ -97,7 +97,7 @@ class Schedule:
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Pack indices between which operators are recorded, in order and apart; -1: the beginning of the step."""
+        """Pairs of pack indices between which operators are recorded; sorted, disjoint. -1: the start of the step."""
         found: list[tuple[int, int]] = []
         for opens, closes in sorted((recipe.opens, index) for index, recipe in self.recipes.items()):
             if found and opens <= found[-1][1]:
@@ -108,12 +108,12 @@ class Schedule:
 
     @cached_property
     def templates(self) -> Templates:
-        """What later steps record less with."""
+        """The templates with which later steps record less."""
         return Templates()
 
     @cached_property
     def _told(self) -> frozenset[int]:
-        """Packs of which Python is told although the tensor stays: they begin a window, or a recipe reads them."""
+        """Packs that C++ reports to Python even if the tensor is kept: they begin a window, or a recipe reads them."""
         return self.sources.union(opens for opens, _ in self.windows)
 
     @cached_property
@@ -123,18 +123,18 @@ class Schedule:
 
     @cached_property
     def swapped_bytes(self) -> Mapping[int, tuple[int, int]]:
-        """Pack index → bytes of a storage that swaps, and its rank for the disk: the larger, the later it is needed."""
+        """Bytes and spill priority (`need`) of each swapped storage, by pack index."""
         return {i: (self.order.entries[i].nbytes, self.need(i)) for i in self.swapped}
 
     def need(self, pack_index: int) -> int:
-        """Rank for the disk: the larger, the later it is needed."""
+        """Return the spill priority: larger if backward needs the tensor later."""
         entry = self.order.entries.get(pack_index)
         if entry is None:
             return 2**32 - pack_index
         return 2**32 if entry.first_backward is None else entry.first_backward
 
     def matches(self, pack_index: int, nbytes: int) -> bool:
-        """Whether the recorded step saved a storage of this size at this point (where borrowed: at least as large)."""
+        """Return whether the recorded step saved a storage of this size (if `borrowed`: at least this size) here."""
         entry = self.order.entries.get(pack_index)
         return entry is not None and (nbytes <= entry.nbytes if self.borrowed else entry.nbytes == nbytes)
 
@@ -147,9 +147,9 @@ def manual_schedule(order: StepOrder, n_tensors: int, lookahead_nodes: int) -> S
     order
         The recorded step.
     n_tensors
-        Storages to swap, longest-lived first.
+        Number of storages to swap, longest-lived first; −1: all.
     lookahead_nodes
-        Backward nodes between the start of a copy-in and its use.
+        Number of backward nodes between the start of a copy-in and the tensor's use.
     """
 
     def lifetime(entry: PackEntry) -> tuple[int, int]:
@@ -181,18 +181,18 @@ def planned_schedule(
     members: Mapping[int, Sequence[int]],
     recipes: Mapping[int, MeasuredRecipe] | None = None,
 ) -> Schedule:
-    """The schedule that a plan means.
+    """Return the schedule that executes a plan.
 
     Parameters
     ----------
     order
         The recorded step.
     plan
-        Its plan; node numbers are those of `order`.
+        The plan of this step; node numbers are those of `order`.
     members
         Pack indices of the entries that make up each tensor of the plan, by the tensor's id.
     recipes
-        What a trial has found, by pack index of the entry.
+        The recipes that a trial has found, by pack index of the entry.
     """
     dropped = frozenset(pack_index for row in plan.recomputes for pack_index in members[row.id])
     return Schedule(
@@ -205,9 +205,9 @@ def planned_schedule(
 
 
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
-    """The schedule of a reference step of a plan: what moves is copied in few groups, and waited for.
+    """Return the schedule of a plan's reference steps: tensors are copied in few groups, and the step waits for each.
 
-    Its nodes take what they take without swapping: no copy runs while they do, and few follow one.
+    Nodes take as long as without swapping: no copy runs beside them, and few of them follow a copy.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def _copies(
 
 
 def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:
-    """The packs to watch: the swapped ones, and the first unpack of each of `nodes`."""
+    """Return the packs to watch: those of swapped tensors, and the first unpack of each of `nodes`."""
     watched: dict[int, int] = {}
     swapped, wanted = set(swapped), set(nodes)
     for node, pack_index in order.uses:

@@ -1,6 +1,6 @@
-"""Which store a session's bytes go to: one per process and device, hence one spill file, as long as wishes agree.
+"""The swap stores of this process: sessions on the same device with the same options share one, and its spill file.
 
-A session asks here for the store of its engine; sessions may share a store.
+A session gets its engine, and with it the store, from here.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _engines: WeakReferences[Engine] = WeakReferences()
 
 
 def make_engine(device: torch.device, options: Options) -> Engine:
-    """An engine of its own over the store that sessions with the same wishes share.
+    """Return a new engine over the store that sessions with the same options share.
 
     Raises
     ------
     OSError
-        The spill file cannot be made.
+        The spill file cannot be created.
     RuntimeError
-        The CUDA driver refuses.
+        A call of the CUDA driver failed.
     """
     limit = options.host_limit if options.host_limit_is_given else 0
-    # The pid: what a forked child inherits is no store to it.
+    # The key contains the pid, because a forked child cannot use the store of its parent.
     folder = os.path.realpath(options.spill_dir) if options.spill_dir else ""
     key = (os.getpid(), str(device), folder, limit, throttle())
     with _lock:
@@ -54,7 +54,7 @@ def make_engine(device: torch.device, options: Options) -> Engine:
 
 
 def make_store(device: torch.device, options: Options) -> _core.SwapStore:
-    """A store that is shared with nobody. Raises what `make_engine` raises."""
+    """Return a store that no other engine uses. Raises the same errors as `make_engine`."""
     lanes = _core.HostDriver(niceness=LANE_NICENESS, bandwidth=throttle())
     if device.type == "cpu":
         return _core.SwapStore.direct(lanes, options.spill_dir)
@@ -62,24 +62,24 @@ def make_store(device: torch.device, options: Options) -> _core.SwapStore:
 
 
 def throttle() -> float:
-    """The most bytes per second that the host driver copies in each direction; 0: as fast as it can.
+    """Return the limit on the bytes per second that the host driver copies in each direction; 0: no limit.
 
     Raises
     ------
     ValueError
-        `OFFLOAD_THROTTLE` is no bandwidth.
+        `OFFLOAD_THROTTLE` is not a bandwidth.
     """
     asked = os.environ.get("OFFLOAD_THROTTLE", "")
     return parse_bandwidth(asked, "OFFLOAD_THROTTLE") if asked else 0.0
 
 
 def engines() -> list[Engine]:
-    """Those that are alive: of enabled models, and of graphs that outlive theirs."""
+    """Return the engines that are alive: of enabled models, and of graphs that outlive their model's session."""
     return list(_engines)
 
 
 @atexit.register
 def _quiesce_at_exit() -> None:
-    """No copy may read a tensor that interpreter shutdown is about to free."""
+    """Wait for all copies before the interpreter frees the tensors that they read."""
     for engine in engines():
         engine.store.quiesce()

@@ -1,8 +1,8 @@
-"""Weak references: callbacks that do not keep their owner alive, and calls to make once an object is gone.
+"""Weak references: callbacks that do not keep their owner alive, and calls that are made after an object is freed.
 
-Python drops an exception that is raised in a weak reference's callback or a finalizer, and the
-handler of a signal, such as Ctrl-C, may raise one in any Python code. So none runs there: the call waits in a queue,
-which C code fills, until the next call into the library.
+Python drops an exception that is raised in a weak reference's callback or a finalizer. A signal handler, such as that
+of Ctrl-C, may raise an exception in any Python code. So no Python code runs in weak references' callbacks: C code puts
+the call into a queue, and the next call into the library makes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Object = TypeVar("Object")
 
 
 def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
-    """A bound method for somebody else to call; nothing happens when its owner is gone."""
+    """Return a function that calls a bound method; it does nothing after the method's owner has been freed."""
     # Not a WeakMethod, which runs Python code when its object dies.
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
@@ -34,7 +34,7 @@ def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class WeakReferences(Generic[Object]):
-    """A set of objects that it does not keep alive."""
+    """A set of weak references: it does not keep its objects alive."""
 
     def __init__(self) -> None:
         self._references: tuple[weakref.ref[Object], ...] = ()
@@ -51,7 +51,7 @@ class WeakReferences(Generic[Object]):
 
 
 class _Death(weakref.ref[Any]):
-    """A weak reference that knows what to call when its object is gone."""
+    """A weak reference with a function to call after its object is freed."""
 
     __slots__ = ("call",)
     call: Callable[[], object]
@@ -62,17 +62,17 @@ _dead: deque[_Death] = deque()
 
 
 def call_when_dead(owner: object, call: Callable[[], object]) -> None:
-    """Have something called after `owner` is gone, by the next `run_pending_callbacks`; an interrupt may repeat it."""
+    """Let the next `run_pending_callbacks` after `owner` is freed call `call`; an interrupt may repeat the call."""
     death = _Death(owner, _dead.append)
     death.call = call
     _awaited[id(death)] = death
 
 
 def run_pending_callbacks() -> None:
-    """Call what waits for objects that are gone."""
+    """Make the calls that wait for objects that are freed by now."""
     while _dead:
         death = _dead[0]
         death.call()
         _awaited.pop(id(death), None)
-        with suppress(ValueError):  # another thread was faster
+        with suppress(ValueError):  # another thread has removed it
             _dead.remove(death)
