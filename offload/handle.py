@@ -85,11 +85,11 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device whose memory is saved: that of the model at its latest training forward."""
+        """The device of the model at its latest training forward."""
         return self._enabled.on_device.device
 
     def report(self) -> Report:
-        """Return what has been swapped since `enable`, and what has not and why."""
+        """Return the report on the tensors that have been swapped since `enable`, and on those kept and why."""
         run_pending_callbacks()
         self._states.look()
         return make_report(self._enabled, self._feeds, self._remarks, self._states.counts)
@@ -146,13 +146,13 @@ class Session:
             A ``SummaryWriter`` of TensorBoard, a run of W&B, or a function that is called with the figures by name and
             the number of the step.
         commit
-            W&B: False: the figures go with your loop's next ``run.log``. True: they are sent on their own; use it if
-            your loop logs nothing.
+            For W&B. False: the figures are sent with your loop's next ``run.log``. True: they are sent at once; use it
+            if your loop logs nothing.
 
         Raises
         ------
         TypeError
-            `target` is none of these.
+            `target` is not one of these.
 
         Examples
         --------
@@ -168,13 +168,13 @@ class Session:
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
-        """Cover everything that autograd saves inside, the loss as well as the model's forward.
+        """Apply offload to everything that autograd saves in a `with` block: the loss as well as the model's forward.
 
         Parameters
         ----------
         *inputs
-            The batch. Give it if the step calls parts of the model and not the model itself: the schedule is then
-            chosen by the shapes of these tensors. Otherwise the first forward inside the block determines it.
+            The batch. Give it if the step calls parts of the model and not the model itself: the plan is then chosen by
+            the shapes of these tensors. Otherwise it is chosen by the inputs of the first forward in the block.
 
         Examples
         --------
@@ -197,7 +197,7 @@ class Session:
 
     @contextmanager
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-        """If the code inside runs out of memory, explain why: in a note on the exception and on a page.
+        """Explain an out-of-memory error of the code in a `with` block: in a note on the exception and on a page.
 
         An out-of-memory error inside `step`, the model's forward or a load in backward gets the note even without
         `explain_oom`. This method also covers the rest of backward and the optimizer. Before Python 3.11 exceptions
@@ -206,7 +206,7 @@ class Session:
         Parameters
         ----------
         path
-            Where to write the page, self-contained HTML. Default: none.
+            File to which the page, self-contained HTML, is written. Default: no page is written.
 
         Examples
         --------
@@ -241,7 +241,7 @@ class Session:
         Raises
         ------
         ValueError
-            The path has another ending, or a recording is under way.
+            The path has another ending, or a step is being recorded already.
         OSError
             The file cannot be written.
 

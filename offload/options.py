@@ -77,7 +77,7 @@ def check_options(
     if preset is not None:
         goals = {"memory_limit": memory_limit, "max_slowdown": max_slowdown, "n_tensors": n_tensors}
         _check_preset(preset, goals)
-    # What the presets mean. "balanced" is the default.
+    # Replace a preset by its goal. "balanced" is the default.
     if preset == "fast":
         memory_limit = FAST_MEMORY_LIMIT
     elif preset != "smallest" and memory_limit is None and max_slowdown is None and n_tensors is None:

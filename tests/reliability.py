@@ -1,12 +1,12 @@
-"""Run the campaigns and write what they found: docs/reliability.json and docs/reliability.md.
+"""Run the campaigns and write their results: docs/reliability.json and docs/reliability.md.
 
     python tests/reliability.py                 all parts, in the size of a CI run
     python tests/reliability.py --long          all parts, in full
-    python tests/reliability.py --long seeds-2  some parts: whatever is named here or in --list
-    python tests/reliability.py --table         only the page, from the JSON as it stands
+    python tests/reliability.py --long seeds-2  the parts that are named; --list prints the names
+    python tests/reliability.py --table         only the page, from the present JSON
 
-In full some parts are cut into shares, so that each command ends within minutes. Every part is recorded as it ends: one
-that is interrupted loses itself alone.
+With --long some parts are cut into shares, so that each command ends within minutes. Every share is recorded when it
+ends, so an interruption loses only the share that runs.
 """
 
 import argparse
@@ -42,7 +42,7 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True)
 class Part:
-    """A selection of tests; `long`: what is added in full, `shares`: into how many commands that is cut."""
+    """A selection of tests. `long`: arguments added with --long. `shares`: number of commands that it is cut into."""
 
     what: str
     selection: tuple[str, ...]
@@ -64,7 +64,7 @@ PARTS = {
 
 
 def names(is_long: bool) -> dict[str, tuple[str, int, int]]:
-    """What may be asked for, parts or shares of them; each with its part, which share it is and of how many."""
+    """Return the parts or shares that can be named, each with its part, the number of the share and of all shares."""
     found = {}
     for name, part in PARTS.items():
         shares = part.shares if is_long else 1
@@ -74,7 +74,7 @@ def names(is_long: bool) -> dict[str, tuple[str, int, int]]:
 
 
 def command_of(name: str, share: int, shares: int, is_long: bool, counted: Path) -> list[str]:
-    """What runs one share of a part; it leaves what it counted in `counted`."""
+    """Return the command that runs one share of a part and writes its counts to `counted`."""
     if name == "mutants":
         return [sys.executable, "-m", "campaign.mutants", str(counted)]
     part = PARTS[name]
@@ -89,7 +89,7 @@ def command_of(name: str, share: int, shares: int, is_long: bool, counted: Path)
 
 
 def run_share(label: str, is_long: bool) -> int:
-    """Run one share of a part and record what it counted. Returns 0 where all passed."""
+    """Run one share of a part and record its counts. Returns 0 if all tests passed."""
     name, share, shares = names(is_long)[label]
     counted = JSON.with_suffix(f".{label}")
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -109,19 +109,19 @@ def run_share(label: str, is_long: bool) -> int:
 
 
 def read() -> dict:
-    """What has been found so far."""
+    """Return the results so far."""
     return json.loads(JSON.read_text()) if JSON.exists() else {}
 
 
 def write(found: dict) -> None:
-    """In one step: whoever is interrupted leaves the old file or the new one."""
+    """Write the results in one step, so that an interruption leaves either the old file or the new one."""
     whole = JSON.with_suffix(".part")
     whole.write_text(json.dumps(found, indent=2, ensure_ascii=False, sort_keys=True) + "\n")
     whole.replace(JSON)
 
 
 def figures(parts: dict[str, dict]) -> dict[str, str]:
-    """The figures by name, as the page shows them; what has not been run says so."""
+    """Return the figures by name, as the page shows them; "not run" for parts that have not been run."""
     counts, seeds, databases, passed = Counter(), Counter(), {}, Counter()
     for about in parts.values():
         counts.update(about.get("figures", {}).get("campaigns", {}))
@@ -145,14 +145,14 @@ def figures(parts: dict[str, dict]) -> dict[str, str]:
 
 
 def number(value: object) -> str:
-    """A count for the page."""
+    """Return a count as text for the page."""
     return NOT_RUN if value is None else f"{value:,}"
 
 
 INTRODUCTION = """# Reliability
 
 Six claims, and how each is tested. All tests run without a GPU: on the CPU, on a simulated accelerator and on a
-simulated CUDA driver. **Nothing here has run on a GPU yet.** Tests that failed in the runs behind this page: {failed}.
+simulated CUDA driver. **Nothing here has run on a GPU yet.** Number of tests that failed in these runs: {failed}.
 """
 CLAIMS = (
     (
@@ -237,7 +237,7 @@ page.
 
 
 def claims(found: dict[str, str]) -> Iterator[str]:
-    """The six claims with their figures."""
+    """Yield the lines of the six claims with their figures."""
     for place, (claim, proof, counted) in enumerate(CLAIMS, start=1):
         yield from (f"## {place}. {claim}", "", proof, "", "| what was run | how many |", "|---|---:|")
         yield from (f"| {words[0].upper()}{words[1:]} | {found[name]} |" for words, name in counted)
@@ -245,7 +245,7 @@ def claims(found: dict[str, str]) -> Iterator[str]:
 
 
 def page(parts: dict[str, dict]) -> str:
-    """The Markdown page."""
+    """Return the Markdown page."""
     found = figures(parts)
     lines = [INTRODUCTION.format(failed=found["failed"]), *claims(found), RERUN]
     lines += ["| part | tests passed | failed | time | size |", "|---|---:|---:|---:|---|"]
@@ -276,17 +276,17 @@ def page(parts: dict[str, dict]) -> str:
 
 
 def noticed_by(mutant: dict) -> str:
-    """The tests that failed without a guard, without folders and variants."""
+    """Return the tests that failed without a guard, as text without "tests/" and variants."""
     tests = dict.fromkeys(re.sub(r"^tests/|\[.*", "", test) for test in mutant["caught_by"])
     return ", ".join(f"`{test}`" for test in tests) if mutant["caught"] else "**no test**"
 
 
 def main() -> int:
-    """Run what was asked for, and write the page."""
+    """Run the parts that were named, or all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="parts or shares of them (default: all)")
     parser.add_argument("--long", action="store_true", help="run the campaigns in full")
-    parser.add_argument("--list", action="store_true", help="only say which parts there are")
+    parser.add_argument("--list", action="store_true", help="only print the names of the parts")
     parser.add_argument("--table", action="store_true", help="only write the page, from docs/reliability.json")
     options = parser.parse_args()
     known = names(options.long)

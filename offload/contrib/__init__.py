@@ -1,8 +1,8 @@
-"""Conveniences for those whose framework does not have them: they are no part of the engine.
+"""Conveniences for training loops without a framework; the engine does not use them.
 
-`GradAccumulator` and `Prefetcher` are for training loops of one's own, `LMSCallback` for users of TensorFlow Large
-Model Support. With accelerate, Lightning or a Trainer, use its own gradient accumulation; if loading is slow,
-`num_workers` and `pin_memory` of the DataLoader.
+`GradAccumulator` and `Prefetcher` are for your own training loop, `LMSCallback` for users of TensorFlow Large Model
+Support. With accelerate, Lightning or a Trainer, use its own gradient accumulation. If loading is slow, set
+`num_workers` and `pin_memory` of the DataLoader first.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 class GradAccumulator(Optimizer):
     """Wraps an optimizer and steps it only at every N-th call of `step`.
 
-    N batches form a group. The gradient of a group is that of the mean over all its items, also if its batches differ
-    in size: four batches of 16 give the same gradient as one batch of 64, within float rounding. Batch statistics, as
-    in BatchNorm, are an exception.
+    N batches form a group. The gradient of a group is that of the mean over all its items, even if its batches differ
+    in size: four batches of 16 give the same gradient as one batch of 64, within float rounding. Layers that use batch
+    statistics, such as BatchNorm, are an exception.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class GradAccumulator(Optimizer):
         self.scaler = scaler
         self.grad_norm: Tensor | None = None
         self._stepped = False
-        self._calls = 0  # of `step` in this group
+        self._calls = 0  # calls of `step` in this group
         self._items = 0
         self._items_expected = 0  # items of the group if all its batches had the size of the first one
         self._is_scaled = False
@@ -106,7 +106,9 @@ class GradAccumulator(Optimizer):
             `items` is not a positive integer, or `scale` was already called before this `step`.
         """
         if isinstance(items, bool) or not isinstance(items, int) or items < 1:
-            raise ValueError(f"items must be the count that the loss is the mean of, at least 1, not {items!r}")
+            raise ValueError(
+                f"items must be the number of items that the loss is the mean of, at least 1, not {items!r}"
+            )
         if self._is_scaled:
             raise RuntimeError(
                 "scale() twice before step(): add the losses of one batch and scale their sum; after a batch "
@@ -210,17 +212,17 @@ class GradAccumulator(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """That of the wrapped optimizer."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """That of the wrapped optimizer."""
+        """The default options of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Copies the next batch to the device while the step on the current batch computes.
 
-It does not use the engine, which swaps saved tensors only.
+`Prefetcher` does not use the engine, which swaps only saved tensors.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ class Prefetcher(Generic[Batch]):
 
 
 class Parcel:
-    """A batch whose copy is under way: its tensors on the device, and the event of the copy's end."""
+    """A batch whose copy is in flight: its tensors on the device, and the event that completes when the copy ends."""
 
     def __init__(self, batch: Any, stream: torch.Stream, arrived: torch.Event) -> None:
         self.batch = batch
-        self.stream = stream  # the compute stream that the tensors belong to
+        self.stream = stream  # the compute stream on which the tensors were allocated
         self.arrived = arrived
 
 
@@ -179,8 +179,8 @@ class Conveyor:
     def send(self, batch: Any) -> Parcel:
         """Queue the copy of a batch."""
         compute = self._torch.current_stream(self._device)
-        # Uses torch's cache of pinned memory, not the engine's slabs. It keeps a block until the copy that reads it has
-        # ended. Its rounding to powers of two wastes little memory here, because batches have one size.
+        # Uses torch's cache of pinned memory, not the engine's slabs. The cache keeps a block until the copy that reads
+        # it has ended. Its rounding to powers of two wastes little memory here, because batches have one size.
         staged = tree_map(self._stage, batch)
         targets = tree_map(self._target, staged)
         self._stream.wait_stream(compute)
@@ -188,7 +188,7 @@ class Conveyor:
             arrived = self._torch.Event(enable_timing=True)
             try:
                 tree_map(self._copy, targets, staged)
-            finally:  # also if a copy could not be queued: the copies before it are under way
+            finally:  # also if a copy could not be queued: the copies before it are in flight
                 arrived.record(self._stream)
                 self._on_the_way = Parcel(targets, compute, arrived)
         return self._on_the_way
@@ -210,7 +210,7 @@ class Conveyor:
         return parcel.batch
 
     def close(self) -> None:
-        """Make the compute stream wait for a batch that was not received: its copy must not write to freed memory."""
+        """Make the compute stream wait for a batch that was not received, so that no copy writes to freed memory."""
         if self._on_the_way is not None:
             self._on_the_way.stream.wait_event(self._on_the_way.arrived)
             self._on_the_way = None

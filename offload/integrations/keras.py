@@ -23,7 +23,7 @@ STATE_REMARK = "optimizer_state=True has no effect: the state of Keras's own opt
 
 
 class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
-    """Enables offload during `model.fit`. The model is restored when `fit` ends, also with an exception.
+    """Enables offload during `model.fit`. The model is restored when `fit` ends or raises an exception.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     RuntimeError
         Keras runs on another backend than torch.
     TypeError
-        An option is none of `offload.enable`'s.
+        An option is not an argument of `offload.enable`.
 
     Notes
     -----
@@ -100,7 +100,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _nothing() -> None:
-    """Stands for a dead weak reference."""
+    """Return None, like a dead weak reference."""
 
 
 def _as_module(model: Any) -> nn.Module:

@@ -1,6 +1,6 @@
 """Lightning: a callback for `Trainer.fit`.
 
-In all its loops Lightning runs the user's step through `strategy.training_step`; the callback wraps that method.
+All loops of Lightning run the user's step through `strategy.training_step`; the callback wraps that method.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from offload.integrations.switch import CallWrapper, Switched
 
 
 class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
-    """Enables offload during `Trainer.fit`. Everything is restored when `fit` ends, also with an exception.
+    """Enables offload during `Trainer.fit`. Everything is restored when `fit` ends or raises an exception.
 
     Works with automatic and manual optimization, `accumulate_grad_batches` and the DDP strategy. The trainer's loggers
-    get memory at the peak, memory saved, time stalled and slowdown of each step; its progress bar the first and the
-    last.
+    get four figures of each step: memory at the peak, memory saved, time stalled and slowdown. Its progress bar shows
+    memory at the peak and slowdown.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     Raises
     ------
     TypeError
-        An option is none of `offload.enable`'s.
+        An option is not an argument of `offload.enable`.
 
     Examples
     --------

@@ -59,7 +59,7 @@ class Switch:
         return self.handle.report()
 
     def metrics(self) -> dict[str, float]:
-        """Return figures of the latest step by name, for the framework's own logging; none before a step is over."""
+        """Return figures of the latest step by name, for the framework's logging; empty before a step is over."""
         return self._metrics.read(self.handle._enabled) if self.is_on else {}
 
     def turn_on(self, model: nn.Module, optimizers: Sequence[Any] = ()) -> Session:
@@ -68,7 +68,7 @@ class Switch:
         Parameters
         ----------
         optimizers
-            The framework's, or accelerate's wrappers of them. Used with `optimizer_state=True`.
+            The framework's optimizers, or accelerate's wrappers of them. Used with `optimizer_state=True`.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class CallWrapper:
 
 
 def nothing_around(args: tuple[Any, ...]) -> AbstractContextManager[None]:
-    """Return an empty context, for a call whose exceptions are the only interest."""
+    """Return an empty context, for calls that are wrapped only to notice their exceptions."""
     return nullcontext()
 
 
@@ -175,7 +175,7 @@ class Switched:
         return self._switch.report()
 
     def undo(self) -> None:
-        """Remove all wrappers and disable offload. Does nothing if that has been done."""
+        """Remove all wrappers and disable offload. A second call does nothing."""
         for wrapper in self._wrappers:
             wrapper.undo()
         self._wrappers.clear()

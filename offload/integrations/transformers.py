@@ -1,4 +1,4 @@
-"""Trainers of transformers and those derived from them, such as TRL's: a mixin, and a callback that needs no subclass.
+"""Trainers of transformers, and subclasses such as TRL's: a mixin, and a callback that needs no subclass.
 
 The Trainer computes its loss inside `compute_loss_context_manager`, which the mixin extends.
 """
@@ -18,15 +18,15 @@ from offload.integrations.switch import CallWrapper, Switch, Switched, nothing_a
 from offload.session import remark
 
 CHECKPOINTING_REMARK = (
-    "gradient checkpointing is on: what its blocks compute is recomputed and not saved, so that only the rest is "
-    "swapped; without it (gradient_checkpointing=False) there is more to swap and nothing to recompute"
+    "gradient checkpointing is on: tensors inside its blocks are recomputed instead of saved, so only the others are "
+    "swapped; without it (gradient_checkpointing=False) more can be swapped, and checkpointing recomputes nothing"
 )
 
 
 class OffloadTrainerMixin:
     """Enables offload in a Trainer for the duration of `train`.
 
-    Put it before the Trainer in the list of bases. Offload is disabled when `train` ends, also with an exception.
+    Put it before the Trainer in the list of bases. Offload is disabled when `train` ends or raises an exception.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class OffloadTrainerMixin:
             self._offload.turn_off()
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """Return the Trainer's own context with a step of the engine inside."""
+        """Return the Trainer's own context, with offload applied to the step inside."""
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
         if self._is_training_run and torch.is_grad_enabled():
             # Not earlier, because `train` itself may create, move and wrap the model.
@@ -153,7 +153,7 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         self.undo()
 
     def undo(self) -> None:
-        """Unwrap the Trainer and disable offload. Does nothing if that has been done."""
+        """Unwrap the Trainer and disable offload. A second call does nothing."""
         super().undo()
         self._state = None
 
@@ -170,13 +170,13 @@ def turn_on(switch: Switch, model: nn.Module, args: Any, optimizer: Any) -> Sess
 
 
 def add_metrics(logs: dict[str, float], switch: Switch) -> None:
-    """Add the figures of the latest step to what a Trainer logs of training, which has the loss."""
+    """Add the figures of the latest step to `logs` if it contains the loss, so that it is about training."""
     if "loss" in logs:
         logs.update({name: round(value, 3) for name, value in switch.metrics().items()})
 
 
 def show_progress(trainer: Any, handle: Session) -> None:
-    """Show the handle's figures behind the Trainer's progress bar, if it has one."""
+    """Show the handle's figures after the Trainer's progress bar, if it has one."""
     for callback in trainer.callback_handler.callbacks:
         bar = getattr(callback, "training_bar", None)
         if bar is not None and hasattr(bar, "set_postfix"):
@@ -184,7 +184,7 @@ def show_progress(trainer: Any, handle: Session) -> None:
 
 
 def refuse_other_offloading(args: Any) -> None:
-    """Check that nothing else swaps the same tensors.
+    """Check that the Trainer does not swap the same tensors itself.
 
     Raises
     ------

@@ -132,7 +132,7 @@ def test_gradient_checkpointing_composes_and_is_said(how, tmp_path):
     swapped, handle = train(tmp_path, how, gradient_checkpointing=True)
     assert_same(swapped, plain)
     assert handle.report().swapped.tensors > 0
-    assert "gradient checkpointing is on: what its blocks compute is recomputed" in str(handle.report())
+    assert "gradient checkpointing is on: tensors inside its blocks are recomputed" in str(handle.report())
 
 
 @pytest.mark.parametrize("how", ["mixin", "callback"])
