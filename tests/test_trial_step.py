@@ -242,7 +242,7 @@ def test_a_tensor_has_a_recipe_if_all_of_its_entries_have_one():
     found = Found({0: recipe(1.0), 1: recipe(2.0, 0, 9, workspace_bytes=5), 3: recipe(1.0)}, {2: "it is random"})
     recipes = recipes_of(found, {0: (0,), 1: (1, 3), 2: (2, 4), 5: (5,)}, cheap=False)
     assert recipes.recompute == {0: Recompute(1.0, ()), 1: Recompute(3.0, (0,), 5)}
-    assert recipes.refusals == {2: "it is random", 5: "the trial step did not see how it is made"}
+    assert recipes.refusals == {2: "it is random", 5: "the trial step did not record how it is computed"}
 
 
 def test_entries_that_are_made_of_each_others_tensors_make_no_circle():

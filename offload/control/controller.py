@@ -317,8 +317,8 @@ class PlanController:
             state.deviations += 1
             if state.deviations >= self._limits.deviations:
                 if state.deviations == self._limits.deviations:
-                    log.info("steps with equal inputs keep differing: they swap on demand, unplanned")
-                state.enter(Phase.ON_DEMAND, "steps deviate from the recorded one again and again")
+                    log.info("steps with equal inputs keep differing: they swap on demand, without a plan")
+                state.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
 
     def _profilers(self) -> Iterator[Profiler]:
         return (state.profiler for state in list(self._states.values()) if state.profiler is not None)

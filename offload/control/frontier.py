@@ -101,8 +101,8 @@ class Frontier:
     is_settled
         Whether the search is over: the present plan stays.
     looks
-        After the search: for each of the last reference steps, the slowdown of the latest measured steps of the plan,
-        relative to it (a *look*).
+        After the search: for each of the last reference steps, the slowdown of the plan's latest measured steps,
+        relative to this reference step.
     """
 
     limits: Limits

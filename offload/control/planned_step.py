@@ -78,7 +78,7 @@ class PlannedStep:
     refusal
         The error that says why no plan keeps the limit; None if one does.
     trial
-        The trial step that is under way.
+        The trial step that is in progress; None if there is none.
     recipes
         The results of the trial step; None before its end.
     trial_bytes
@@ -283,7 +283,7 @@ class PlannedStep:
         if abs(measured - plan.expected_seconds) > self.limits.tolerance * plan.expected_seconds:
             reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.expected_seconds)}")
         if abs(compute - plan.compute_seconds) > self.limits.tolerance * plan.compute_seconds:
-            reasons.append(f"its computation {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
+            reasons.append(f"computation took {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
         for name, found, known in (
             ("copy-out", link.out_bandwidth, self.link.out_bandwidth),
             ("copy-in", link.in_bandwidth, self.link.in_bandwidth),

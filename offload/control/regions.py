@@ -32,7 +32,7 @@ __all__ = ["CompiledRegions"]
 log = logging.getLogger("offload")
 
 _CHOICES = 6  # plans computed: with 1/6 of the regions recomputed, 2/6, ..., all
-_NOT_WORTH_IT = "torch.compile made a part of the step, and no compiled part is worth running again"
+_NOT_WORTH_IT = "torch.compile made a part of the step, and running a compiled part again would not make it faster"
 _RATIO = 1.5  # seconds per byte are rounded to powers of this; regions with the same result count as equal
 
 
@@ -173,7 +173,7 @@ class CompiledRegions:
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
             return False
-        log.info("no compiled part is recomputed: the plan with them is no faster")
+        log.info("compiled parts are not recomputed: the plan that does so is not faster")
         self.before, self.reason = None, _NOT_WORTH_IT
         self.close()
         return True

@@ -27,7 +27,7 @@ from offload.torch_compat.dispatch import can_record
 __all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
 
 _HEAVY = 'it takes a matrix product, a convolution or attention, and recompute="cheap" leaves those out'
-_UNKNOWN = "the trial step did not see how it is made"
+_UNKNOWN = "the trial step did not record how it is computed"
 _CIRCLE = "its recipe depends on itself"
 
 
@@ -91,7 +91,7 @@ def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limi
     if order.compiled_nodes:
         return "torch.compile made a part of the step"
     if not can_record():
-        return f"torch {torch.__version__} cannot record operators beside compiled code; use a newer one"
+        return f"torch {torch.__version__} cannot record operators together with compiled code; use a newer one"
     return TimedTrial(engine, order, base_bytes, limit_bytes)
 
 

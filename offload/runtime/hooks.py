@@ -144,7 +144,7 @@ class StepHooks(HookCore):
         try:
             packed = self._keep_after(error, tensor, index, nbytes)
         finally:
-            del error  # whose traceback has this frame: a cycle would keep the graph
+            del error  # its traceback refers to this frame: a reference cycle would keep the graph
         self._observer.packed(index)
         return packed
 
@@ -153,7 +153,7 @@ class StepHooks(HookCore):
             try:
                 raise error
             finally:
-                del error  # whose traceback has this frame: a cycle would keep the graph
+                del error  # its traceback refers to this frame: a reference cycle would keep the graph
         self.policy.warn_once(error)
         if isinstance(error, PinningFailed):
             return self.keep(tensor, index, "pinning failed", nbytes)
@@ -167,7 +167,7 @@ class StepHooks(HookCore):
             self.policy.explain(error)
             raise
         finally:
-            del error  # whose traceback has this frame: a cycle would keep the graph
+            del error  # its traceback refers to this frame: a reference cycle would keep the graph
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
         """Report the unpack of a kept tensor to the observer, and return the tensor."""

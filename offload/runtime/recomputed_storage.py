@@ -38,8 +38,8 @@ class Memory(Protocol):
 class DroppedHandle:
     """The handle of a dropped storage, which only graph nodes hold.
 
-    It has no `__del__`, so it cannot be resurrected. A weak reference to it tells the engine that the graph is gone. No
-    Python code runs then, because an exception that a signal handler raised in it would be lost.
+    It has no `__del__`, so it cannot be resurrected. A weak reference to it shows the engine that the graph is freed.
+    The weak reference's callback is not Python code, because an exception of a signal handler in it would be lost.
     """
 
     __slots__ = ("__weakref__", "record")

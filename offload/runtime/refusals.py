@@ -58,14 +58,14 @@ def _check_alone(model: nn.Module, enabled: list[nn.Module]) -> None:
         if any(part is other for other in enabled):
             raise ValueError(
                 f"offload is already enabled on {name!r}, a part of this model, and one engine serves all of it; "
-                "call offload.disable on the part first, or leave it at the part"
+                "call offload.disable on the part first, or do not enable the whole"
             )
     for other in enabled:
         for name, part in other.named_modules():
             if part is model:
                 raise ValueError(
                     f"offload is already enabled on a {type(other).__name__} that this model is a part of ({name!r}), "
-                    "and one engine serves all of it; call offload.disable on the whole first, or leave it at the whole"
+                    "and one engine serves all of it; call offload.disable on the whole first, or do not enable the part"
                 )
 
 

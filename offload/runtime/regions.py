@@ -83,7 +83,7 @@ class RegionTrial:
             is_held = _are_same(_python_state(part, args, kwargs), held)
             self.refusal = _why_not(part, before, [map(version_of, inputs), versions], is_held=is_held)
         if not self.refusal and not _are_plain((args, kwargs, result)):
-            self.refusal = "it is given, or returns, an object that is neither a tensor nor a constant"
+            self.refusal = "it takes or returns an object that is neither a tensor nor a constant"
         output_bytes = sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         if not self.refusal and self._saved_bytes + output_bytes > self._room_bytes:
             self.refusal = "memory_limit leaves no room to try it"
@@ -125,7 +125,7 @@ class RegionTrial:
                 stack.enter_context(saved_tensors_hooks(_forget, _forgotten))
                 again = inner(*args, **kwargs)
             self._marks.append((begin, self._engine.mark()))
-            return "" if _have_same_bits(result, again) else "run again, it gave other bits"
+            return "" if _have_same_bits(result, again) else "its second run gave other bits"
         except _REFUSALS as error:
             return f"it failed when run again: {error}"
 

@@ -81,7 +81,7 @@ def test_a_region_that_gives_other_bits(tmp_path):
     with enabled(model, tmp_path) as handle:
         train(model, 4)
         assert not handle._controller.regions.chosen
-        assert set(handle._controller.regions.refusals.values()) == {"run again, it gave other bits"}
+        assert set(handle._controller.regions.refusals.values()) == {"its second run gave other bits"}
 
 
 def keep_a_loss(block, x):
