@@ -65,7 +65,8 @@ def _check_alone(model: nn.Module, enabled: list[nn.Module]) -> None:
             if part is model:
                 raise ValueError(
                     f"offload is already enabled on a {type(other).__name__} that this model is a part of ({name!r}), "
-                    "and one engine serves all of it; call offload.disable on the whole first, or do not enable the part"
+                    "and one engine serves all of it; call offload.disable on the whole first, or do not enable the "
+                    "part"
                 )
 
 
