@@ -27,7 +27,7 @@ log = logging.getLogger("offload")
 
 
 class Phase(enum.Enum):
-    """What the steps of a signature do."""
+    """The phases of a signature: the kind of steps that it runs."""
 
     # One step is recorded. Steps that begin before its backward has ended swap every tensor and load it on demand.
     PROFILING = "profiling"

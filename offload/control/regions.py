@@ -41,7 +41,7 @@ class _Tried:
     """A region that passed its trial."""
 
     name: str
-    tensors: tuple[int, ...]  # ids in the trace of what it saves
+    tensors: tuple[int, ...]  # ids in the trace of the tensors that it saves
     saved_bytes: int
     input_bytes: int
     seconds: float  # of its second run

@@ -76,7 +76,7 @@ def wanted_plan(
     if options.max_slowdown is None and plan.expected_seconds < threshold * cut_bound(
         trace, options.memory_limit or 0, link
     ):
-        return plan  # every swap-only plan is slower
+        return plan  # every swap-only plan is slower by more than noise
     alone = _plan(trace, link, options, recompute=False, effort=effort)
     is_faster = plan.expected_seconds < threshold * alone.expected_seconds and plan.peak_bytes <= max(
         alone.peak_bytes, options.memory_limit or 0

@@ -101,7 +101,7 @@ class ForwardWrapper:
     def __globals__(self) -> dict[str, Any]:
         """Raise an error with a remedy: TorchScript, which compiles source, reads this attribute first."""
         raise AttributeError(
-            "torch.jit.script compiles source, and offload stands in for this module's forward: call "
+            "torch.jit.script compiles source, and offload replaces this module's forward: call "
             "offload.disable(model) first, or use torch.export.export or torch.jit.trace"
         )
 
