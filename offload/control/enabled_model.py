@@ -194,7 +194,7 @@ class EnabledModel:
     def _follow(self, model: nn.Module, device: torch.device) -> bool:
         """Create an engine and a session on the model's new device, and use them from now on.
 
-        Returns False, and logs a warning, if the engine cannot be created on that device.
+        Returns False if offload cannot be enabled on that device; the reason is logged once.
         """
         if device == self._refused:
             return False

@@ -21,7 +21,8 @@ class Limits:
     borrow_from
         Number of signatures with a profile from which on the steps of a new one may follow the plan of a larger one.
     pending_steps
-        Number of steps that may begin before a profiled one has run its backward; then its profile is given up.
+        Number of further steps to be profiled that may begin before a profiled one has run its backward; then its
+        profile is given up.
     deviations
         Number of deviations from the recorded step after which a signature runs without a plan.
     region_trials
@@ -32,7 +33,8 @@ class Limits:
     replans
         Number of new plans for a signature because of measured steps.
     recheck_steps
-        If a plan has no swaps, one step in this many runs with hooks and is compared with the recorded step.
+        If a plan neither swaps nor recomputes, one step in this many runs with hooks and is compared with the recorded
+        step.
     measurements, measurements_before_judging
         Number of measured steps that are kept, and the number that is needed before they are compared with the plan:
         other programs may have slowed a single step.

@@ -3,7 +3,7 @@
 A signature is the kind of a step: the shapes and dtypes of its inputs (`signature.py`). The controller changes its
 phase, always through `SignatureState.enter`.
 
-    PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED for a plan without swaps and no memory limit
+    PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED if the plan moves nothing and there is no memory limit
         ▲          ▲  │  ▲         │            │
         │      TRIAL ◀┘  └─────────┴────────────┘   if measured steps differ from the plan, or more memory is in use
         └── from any phase, if a step differs from the recorded one; if this happens too often, to ON_DEMAND
@@ -35,7 +35,7 @@ class Phase(enum.Enum):
     TRIAL = "trial"  # one step runs every recipe once; steps that begin before it has ended follow the plan
     MEASURING = "measuring"  # the first steps of a plan are measured
     STEADY = "steady"  # measurements agree with the plan, or the limit on new plans is reached
-    UNHOOKED = "unhooked"  # the plan swaps nothing: only one step in `recheck_steps` has hooks
+    UNHOOKED = "unhooked"  # the plan neither swaps nor recomputes: only one step in `recheck_steps` has hooks
     ON_DEMAND = "on demand"  # steps differ too often to plan: they swap every tensor and load it on demand
 
 
