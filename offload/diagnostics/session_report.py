@@ -97,7 +97,7 @@ def tier(here: DeviceSession) -> str:
 def recorded_trace(controller: ManualController | PlanController) -> Trace:
     """Return the latest profiled step with the link that was measured; see `Session.trace`."""
     if not isinstance(controller, PlanController):
-        raise RuntimeError("n_tensors is the manual mode and profiles nothing; for a trace, enable without it")
+        raise RuntimeError('n_tensors profiles nothing; for a trace, add lb="auto" or enable without n_tensors')
     planned = controller.latest()
     if planned is None:
         raise RuntimeError("no step has been profiled yet: run one forward and backward pass in training mode first")
