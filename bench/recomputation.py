@@ -87,6 +87,7 @@ class Contestant:
     def step(self, number: int) -> list[Tensor]:
         """Train one step; the loss, the gradients and the buffers."""
         x, y = self.network.draw(self.size, torch.Generator().manual_seed(number))
+        torch.manual_seed(number)  # dropout drops the same for every contestant
         begin, used = time.perf_counter(), time.thread_time()
         loss = loss_of(self.model(x), y)
         loss.backward()
