@@ -18,6 +18,8 @@ from offload.units import format_bytes, format_seconds
 
 SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
 HIDDEN_SLOWDOWN = 0.03  # less is noise
+NOISE = 0.01  # of a ratio of step times
+SHARE_FRONTIER = 1 / 0.9  # of the least growth: more is far from the frontier
 GROUPS = {
     "copies of the slab tier, cpu": (
         "Copies to pinned memory, imitated on the CPU",
@@ -89,6 +91,8 @@ def read(path: Path) -> list[Table]:
         return [predictions_table(content)]
     if content.get("format") == "offload-slowdown/1":
         return [slowdown_table(content)]
+    if content.get("format") == "offload-sweep/1":
+        return [sweep_table(content)]
     if content.get("format") == "offload-recomputation/1":
         return [recomputation_table(content)]
     if content.get("format") == "offload-simulated/1":
@@ -261,6 +265,42 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
         ]
         rows.append(Row(f"slowdown / {name}", [name, *cells], mark))
     return Table("Is max_slowdown kept?", columns, rows, content["machine"], page="targets")
+
+
+def sweep_table(content: Mapping[str, Any]) -> Table:
+    """What `max_slowdown` chose, beside the plans of a sweep over memory limits."""
+    columns = ["network", "bits", "plain step", "max_slowdown chose", "least growth within it", "sweep", ""]
+    rows = []
+    for row in content["rows"]:
+        chosen, best = row["chosen"], least_kept(row)
+        is_far = best is not None and chosen["growth"] > SHARE_FRONTIER * best["growth"]
+        mark = NOT_REACHED if is_far or not is_kept(chosen, row) else ""
+        cells = [
+            "equal" if row["bits_equal"] else "DIFFER",
+            format_seconds(row["plain_seconds"]),
+            f"{chosen['growth']:.2f} × at {chosen['ratio']:.2f} ×",
+            "none" if best is None else f"{best['growth']:.2f} × at {best['ratio']:.2f} ×",
+            ", ".join(f"{each['growth']:.2f} × at {each['ratio']:.2f} ×" for each in row["points"].values()),
+            mark,
+        ]
+        rows.append(Row(f"sweep / {row['family']}", [row["family"], *cells], mark))
+    note = (
+        "*Growth* is the predicted peak of tensors above what is in memory before the step, relative to the same "
+        "without swaps. The target: the slowdown is kept within 1 % of noise, and no plan of the sweep that keeps it "
+        "has 10 % less growth."
+    )
+    return Table("max_slowdown and the frontier", columns, rows, content["machine"], note=note, page="targets")
+
+
+def is_kept(point: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether the step time of a point of a sweep is within the row's `max_slowdown`."""
+    return bool(point["ratio"] <= 1 + row["max_slowdown"] + NOISE)
+
+
+def least_kept(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The point of least memory that is within `max_slowdown`; None if there is none."""
+    kept = [each for each in row["points"].values() if is_kept(each, row)]
+    return min(kept, key=lambda each: float(each["growth"]), default=None)
 
 
 def recomputation_table(content: Mapping[str, Any]) -> Table:

@@ -26,6 +26,7 @@ from contest import spread
 from models import FAMILIES, OTHERS, family_of
 from recomputation import Contestant, least_and_peak, min_bytes
 from result_file import write_json
+from result_tables import least_kept
 
 import offload
 from offload.devices import allocator
@@ -35,7 +36,6 @@ from offload.units import format_seconds
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
 SETTLE_STEPS = 24
 MEASURED_STEPS = 15
-NOISE = 0.01
 MAX_SLOWDOWN = 0.05
 
 
@@ -84,12 +84,6 @@ def point(plan: Plan | None, seconds: Sequence[float], plain: Sequence[float]) -
         "swaps": len(plan.swaps),
         "recomputes": len(plan.recomputes),
     }
-
-
-def least_kept(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The point of least memory that is within `max_slowdown`; None if there is none."""
-    kept = [each for each in row["points"].values() if each["ratio"] <= 1 + row["max_slowdown"] + NOISE]
-    return min(kept, key=lambda each: float(each["growth"]), default=None)
 
 
 def line(row: dict[str, Any]) -> str:
