@@ -1,4 +1,4 @@
-// Linux AIO as far as the spill file needs it: transfers that are submitted together and waited for one by one.
+// The part of Linux AIO that the spill file uses: transfers are submitted together and waited for one by one.
 #pragma once
 
 #include <linux/aio_abi.h>
@@ -14,7 +14,7 @@
 
 namespace offload {
 
-// One kernel AIO context, used by one thread. A context that the kernel refuses leaves valid() false.
+// One kernel AIO context, used by one thread. If the kernel refuses to create it, valid() is false.
 class AioQueue {
  public:
   AioQueue() {
@@ -28,7 +28,7 @@ class AioQueue {
 
   bool valid() const { return context_ != 0; }
 
-  // Submits all in one system call; returns how many of them the kernel took, the first ones.
+  // Submits `count` transfers in one system call. Returns how many the kernel has accepted: these are the first ones.
   size_t submit(int descriptor, const FileTransfer* transfers, size_t count, size_t first_slot) {
     std::array<iocb*, FileIo::kSlots> list{};
     for (size_t each = 0; each < count; ++each) {

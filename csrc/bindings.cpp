@@ -1,4 +1,4 @@
-// The Python face of the data plane, offload._core. Addresses and streams are integers here; only engine.py makes them.
+// The Python bindings of the data plane, offload._core. Addresses and streams are integers; engine.py provides them.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -65,7 +65,7 @@ py::dict to_dict(const StoreStats& stats) {
 
 PyObject *pool_exhausted, *driver_error, *pinning_failed, *spill_error;
 
-// Instances carry their numbers: PoolExhausted .asked_bytes .free_bytes .max_bytes; DriverError .call .code;
+// The Python exceptions have attributes: PoolExhausted .asked_bytes .free_bytes .max_bytes; DriverError .call .code;
 // SpillError the OSError fields and .offset.
 void translate(std::exception_ptr thrown) {
   try {
@@ -145,7 +145,7 @@ void register_store(py::module_& module) {
       .def(
           "swap_out",
           [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need) {
-            py::object handle = py::cast(Ticket());  // first: a copy that has begun must not want memory for it
+            py::object handle = py::cast(Ticket());  // created first: if it fails, no copy has begun
             Ticket& ticket = handle.cast<Ticket&>();
             const GilRelease release;
             ticket = store.swap_out(pointer(source), bytes, pointer(compute), need);
@@ -153,7 +153,7 @@ void register_store(py::module_& module) {
           },
           py::arg("source"), py::arg("bytes"), py::arg("compute"), py::arg("need") = 0)
       .def("quiesce", &SwapStore::quiesce, ReleaseGil())
-      // A forked child may have inherited a locked mutex: it is refused before it waits for one.
+      // A forked child may have inherited a locked mutex: it gets an error before it could wait for one.
       .def(
           "trim",
           [](SwapStore& store) {

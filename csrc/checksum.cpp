@@ -72,7 +72,7 @@ uint64_t word_at(const uint8_t* data) {
 
 #if defined(__x86_64__)
 #define OFFLOAD_CRC_TARGET __attribute__((target("sse4.2")))
-using Register = uint64_t;  // what the instruction takes and returns
+using Register = uint64_t;  // type of the instruction's operand and result
 OFFLOAD_CRC_TARGET inline Register add_word(Register crc, uint64_t word) { return _mm_crc32_u64(crc, word); }
 OFFLOAD_CRC_TARGET inline Register add_byte(Register crc, uint8_t byte) {
   return _mm_crc32_u8(static_cast<uint32_t>(crc), byte);
@@ -80,7 +80,7 @@ OFFLOAD_CRC_TARGET inline Register add_byte(Register crc, uint8_t byte) {
 #else
 #define OFFLOAD_CRC_TARGET
 using Register = uint32_t;
-// In assembly: compilers differ in when they offer the intrinsics to a function of a baseline build.
+// Assembly, because compilers differ in whether a build for the baseline processor may use the intrinsics.
 inline Register add_word(Register crc, uint64_t word) {
   asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
   return crc;
@@ -125,7 +125,7 @@ OFFLOAD_CRC_TARGET uint32_t lanes_update(uint32_t start, const uint8_t* data, si
 
 #if defined(__x86_64__)
 
-// Multiplies a 128-bit remainder by x^bits: a reflected 64 × 64 product comes out multiplied by x, hence the − 1.
+// Factors that multiply a 128-bit remainder by x^bits. A reflected 64 × 64 product already includes a factor x: so − 1.
 constexpr long long fold_low(size_t bits) { return static_cast<long long>(uint64_t{power_of_x(bits + 64 - 1)} << 32); }
 constexpr long long fold_high(size_t bits) { return static_cast<long long>(uint64_t{power_of_x(bits - 1)} << 32); }
 
@@ -139,7 +139,7 @@ __attribute__((target("avx2"))) inline __m256i load(const uint8_t* data) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
 }
 
-// Eight 128-bit remainders, 128 bytes a turn: limited by memory where the machine has it.
+// Folds into eight 128-bit remainders, 128 bytes per iteration: as fast as memory.
 __attribute__((target("sse4.2,pclmul,avx2,vpclmulqdq"))) uint32_t folding_update(uint32_t start, const uint8_t* data,
                                                                                  size_t bytes) {
   if (bytes < 256) return lanes_update(start, data, bytes);

@@ -1,8 +1,8 @@
 // CRC32C (Castagnoli) of the bytes that go to disk, verified when they are read back.
 //
-// x86-64: wide carry-less folding where the processor has it, close to memory speed. Elsewhere on x86-64, and on
+// x86-64 processors with vpclmulqdq: wide carry-less folding, close to memory speed. Other x86-64 processors, and
 // aarch64: three interleaved streams of the crc32 instruction. Without that instruction: tables. The value is the same
-// on every machine. Pure; thread safe.
+// on every machine. Thread safe; no state.
 #pragma once
 
 #include <cstddef>

@@ -22,7 +22,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   const size_t slices = std::max<size_t>((slot->bytes + part_bytes - 1) / part_bytes, 1);
   const EventRef filled = in_slab ? nullptr : parts_.lane_events->take();
   if (filled != nullptr) parts_.lanes->event_arm(filled.get());
-  // Tasks are queued before the slot: if push_back below fails, there are more tasks than slices, and the last tasks
+  // The tasks are queued before the slot: if push_back below fails, there are more tasks than slices, and the last ones
   // find an empty queue.
   for (size_t slice = 0; slice < slices; ++slice) {
     if (in_slab) {
@@ -41,7 +41,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 
-// Makes the copy-in stream wait until compute no longer uses the target's memory, and until the copy-out has ended.
+// Makes the copy-in stream wait until the compute stream no longer uses the target's memory and the copy-out has ended.
 void CopyInQueue::await_target(const SlabSlot& slot) {
   OFFLOAD_EDGE("copy-in waits for compute", parts_.device->stream_wait(parts_.in_stream, slot.target_free.get()));
   OFFLOAD_EDGE("copy-in waits for its copy-out", parts_.device->stream_wait(parts_.in_stream, slot.out_event.get()));
@@ -62,7 +62,7 @@ void CopyInQueue::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   end(slot);
 }
 
-// Ends a copy-in of which every slice has been issued: sets its event, counts it and logs it.
+// Ends a copy-in after its last slice has been issued: sets its event, counts it and logs it.
 void CopyInQueue::end(SlabSlot& slot) {
   slot.in_event = slot.in->end;
   ++parts_.stats.in_copies;
@@ -166,7 +166,7 @@ void CopyInQueue::fill() {
   } catch (...) {
     const std::exception_ptr failure = std::current_exception();
     if (lock.owns_lock()) lock.unlock();
-    // Earlier slices may still write to the target, which its owner may free once it learns of the failure.
+    // Earlier slices may still write to the target; the caller may free the target once it sees the failure.
     OFFLOAD_EDGE("failure is reported after earlier slices have ended", parts_.settle(parts_.in_stream));
     lock.lock();
     slot->failure = failure;

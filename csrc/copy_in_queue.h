@@ -3,7 +3,7 @@
 //
 // Each task on a lane issues one slice of the first block, or several small blocks as one transfer, so that an urgent
 // block can overtake the rest of a large one. Callers hold the store's lock. If a lane task gets std::bad_alloc, only
-// the blocks that it works on fail; lane tasks throw only DriverError.
+// the blocks of that task fail; lane tasks throw only DriverError.
 #pragma once
 
 #include <array>
@@ -21,10 +21,10 @@ class CopyInQueue {
 
   // Queues a slot. If it throws (DriverError, std::bad_alloc), the slot is not queued.
   void push(const SlabRef& slot, Stream compute);
-  // Issues the slot's copy-in ahead of all others for which no caller waits. Returns when it has been issued or has
+  // Issues the slot's copy-in before all copy-ins for which no caller waits. Returns when it has been issued or has
   // failed. Releases the lock while it waits for the disk.
   void issue(const SlabRef& slot, std::unique_lock<std::mutex>& lock);
-  // Removes a slot that is being released. Returns true if the fill lane is reading for it; that lane then frees it.
+  // Removes a slot that is being released. Returns true if the fill lane is reading its bytes; that lane then frees it.
   bool cancel(const SlabSlot& slot);
   // Waits until both lanes have run all their tasks. Call it without the lock.
   void drain();
@@ -46,11 +46,11 @@ class CopyInQueue {
 
   SlabParts& parts_;
   size_t next_bounce_ = 0;
-  std::array<EventRef, 2> last_reads_;  // of each bounce buffer: its last copy to the device
+  std::array<EventRef, 2> last_reads_;  // for each bounce buffer: the end of its last copy to the device
   std::deque<SlabRef> from_slab_;
-  std::deque<SlabRef> from_disk_;  // first those for which a caller waits
-  size_t urgent_count_ = 0;
-  const SlabSlot* filling_ = nullptr;  // the slot that the fill lane is reading for
+  std::deque<SlabRef> from_disk_;      // the slots for which a caller waits come first
+  size_t urgent_count_ = 0;            // number of these
+  const SlabSlot* filling_ = nullptr;  // the slot whose bytes the fill lane is reading
   InFlight in_flight_;
   const OwnedStream pump_lane_;  // slab → copy-in stream, slice by slice
   const OwnedStream fill_lane_;  // file → bounce → copy-in stream

@@ -8,7 +8,7 @@ namespace offload {
 namespace {
 
 constexpr int kAnchorAttempts = 3;
-constexpr double kAnchorSecondsMax = 10;  // CUDA returns milliseconds as a float: within 1 µs up to here
+constexpr double kAnchorSecondsMax = 10;  // CUDA returns milliseconds as a float, exact to 1 µs up to this time
 
 }  // namespace
 
@@ -21,7 +21,8 @@ double now_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// On an idle stream the event completes between the two readings of the clock; the closest pair is the most precise.
+// On an idle stream the event completes between two readings of the clock. The attempt with the smallest gap between
+// these readings is the most precise.
 std::shared_ptr<const Anchor> Anchor::measure(Driver& device, EventPool& events) {
   const OwnedStream stream(device);
   auto best = std::make_shared<Anchor>();
@@ -73,7 +74,7 @@ std::vector<CopyEntry> CopyLog::take() {
     };
     each.entry.begin_seconds = seconds(each.begin);
     each.entry.end_seconds = seconds(each.end);
-    each.begin = nullptr;  // complete: the next call returns it if the device fails at a later one
+    each.begin = nullptr;  // complete: if the device fails at a later entry, the next call returns this one
   }
   const auto ended = std::stable_partition(pending_.begin(), pending_.end(),
                                            [](const Pending& each) { return each.begin != nullptr; });

@@ -9,7 +9,7 @@ namespace offload {
 
 void CopyOutQueue::push(const SlabRef& slot) {
   if (bytes_ + slot->bytes > parts_.slice_bytes) issue();
-  slot->produced = parts_.events->record(slot->compute);  // under the lock: slots and events have the same order
+  slot->produced = parts_.events->record(slot->compute);  // recorded under the lock: events are in the order of slots
   if (parts_.is_small(*slot) && !feed_queued_) {
     parts_.lanes->call(lane_, [this, store = parts_.keep()] { feed(); });
     feed_queued_ = true;

@@ -6,7 +6,7 @@
 // a large block is queued, when they would exceed a slice, when the pool is full, and when wait_out or prefetch needs
 // one of them.
 //
-// Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks that it works on fail; lane tasks
+// Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks
 // throw only DriverError.
 #pragma once
 
@@ -22,8 +22,8 @@ class CopyOutQueue {
   CopyOutQueue(SlabParts& parts, Spiller& spiller)
       : parts_(parts), spiller_(spiller), in_flight_(parts), lane_(*parts.lanes) {}
 
-  // Queues a slot whose block is allocated. A large one is issued at once; if that fails, its state is `failed` on
-  // return. Throws DriverError or std::bad_alloc before anything is queued.
+  // Queues a slot whose block is allocated. A large block is issued at once; if this fails, the slot's state is
+  // `failed` on return. Throws DriverError or std::bad_alloc before anything is queued.
   void push(const SlabRef& slot);
   // Issues everything queued.
   void issue();

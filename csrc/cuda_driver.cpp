@@ -26,9 +26,9 @@ using cuda::Entry;
 using cuda::Result;
 using cuda::result_text;
 
-// Host memory is pinned in chunks, as one call on a very large range can fail where several smaller ones succeed. CUDA
-// does not promise a copy whose host range spans two registrations, so copies are cut where registrations are: at
-// multiples of this address, which needs no look-up.
+// Host memory is pinned in chunks, because one call for a very large range can fail although several smaller ones
+// succeed. CUDA does not guarantee a copy whose host range spans two registrations. So chunks end at addresses that are
+// multiples of this size, and copies are divided there too, without looking up the registrations.
 constexpr size_t kRegisterChunkBytes = size_t{1} << 30;
 
 size_t bytes_to_chunk_end(const void* host) {
@@ -101,7 +101,7 @@ class CudaDriver final : public Driver {
 
   Event event_create() override {
     cuda::EventHandle event = nullptr;
-    // Blocking, because worker threads wait on events and must not spin on the training's cores.
+    // Blocking: worker threads wait on events and must not spin on the cores that training uses.
     call(api_.cuEventCreate, &event, unsigned{cuda::kEventBlockingSync});
     return event;
   }
@@ -187,7 +187,7 @@ class CudaDriver final : public Driver {
   }
 
   bool host_unregister(void* address) noexcept override {
-    if (in_forked_child()) return false;  // before the lock, likewise
+    if (in_forked_child()) return false;  // before the lock, as in require_same_process
     std::byte* const base = static_cast<std::byte*>(address);
     size_t bytes = 0;
     {
@@ -220,7 +220,7 @@ class CudaDriver final : public Driver {
     if (in_forked_child()) throw DriverError(call_name, cuda::kNotInitialized, cuda::kForkRemedy);
   }
 
-  // Retained at the first call that needs it: reading only the driver's name needs no device memory.
+  // The primary context, retained at the first call that needs it: a retained context takes device memory.
   cuda::ContextHandle context() {
     cuda::ContextHandle context = context_.load(std::memory_order_acquire);
     if (context != nullptr) return context;
@@ -233,7 +233,7 @@ class CudaDriver final : public Driver {
     return context;
   }
 
-  // False: the driver does not have this call, or not for this device; nothing has been queued.
+  // Returns false, with nothing queued, if the driver does not have this call, or not for this device or stream.
   template <typename HostBytes>
   bool try_batch(const Copy* copies, size_t count, Stream stream, HostBytes bytes_to_end) {
     require_same_process(api_.cuMemcpyBatchAsync.name);
@@ -275,7 +275,7 @@ class CudaDriver final : public Driver {
     check(api_, entry, attempt(entry, arguments...));
   }
 
-  // For destroying objects: what cannot be released any more (lost context, forked child) is leaked.
+  // Destroys objects. An object that can no longer be released (lost context, forked child) is leaked.
   template <typename Signature, typename... Arguments>
   bool call_noexcept(const Entry<Signature>& entry, Arguments... arguments) noexcept {
     try {
@@ -306,7 +306,7 @@ class CudaDriver final : public Driver {
   const Process owner_;
   std::atomic<cuda::ContextHandle> context_{nullptr};
   std::atomic<bool> batch_unsupported_{false};
-  std::mutex mutex_;                                     // the retain, and the map below
+  std::mutex mutex_;                                     // guards retaining the context, and the map below
   std::map<const std::byte*, size_t> registered_bytes_;  // by base address
 };
 

@@ -56,7 +56,7 @@ Api load_api(const char* library_name) {
 int initialized_device_count(const Api& api) {
   const Result result = api.cuInit.function(0);
   if (result == kNotInitialized) {
-    // What libcuda answers in the child of a process that had initialized it.
+    // libcuda returns this in a forked child if the parent had initialized CUDA.
     throw DriverError(api.cuInit.name, result, result_text(api, result) + "; " + kForkRemedy);
   }
   check(api, api.cuInit, result);

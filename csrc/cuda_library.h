@@ -1,4 +1,4 @@
-// libcuda, opened at run time: the table of its entry points, and what its result codes mean.
+// libcuda, opened at run time: the table of its entry points, and the texts of its result codes.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace offload::cuda {
 inline constexpr const char* kForkRemedy =
     "CUDA does not survive a fork; use the spawn start method (multiprocessing.set_start_method(\"spawn\"))";
 
-// "CUDA_ERROR_… (…)", or that it has no name.
+// Returns "CUDA_ERROR_… (…)", or "error without a name".
 std::string result_text(const Api& api, Result result);
 
 template <typename Signature>
@@ -19,7 +19,7 @@ void check(const Api& api, const Entry<Signature>& entry, Result result) {
   if (result != kSuccess) throw DriverError(entry.name, result, result_text(api, result));
 }
 
-// Throws DriverError where `library_name` cannot be opened or a required entry point is missing.
+// Throws DriverError if `library_name` cannot be opened or a required entry point is missing.
 Api load_api(const char* library_name);
 
 // Initializes CUDA, without creating a context. Throws DriverError.

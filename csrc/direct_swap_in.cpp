@@ -20,7 +20,7 @@ void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::share
   const size_t alignment = file_.alignment_bytes();
   if ((reinterpret_cast<uintptr_t>(target) - reinterpret_cast<uintptr_t>(slot->source)) % alignment != 0)
     throw std::invalid_argument("the target's address must be congruent to the source's modulo alignment_bytes");
-  // The copy-out must have ended. This rarely waits: while it is in flight, the caller still has the source.
+  // The copy-out must have ended. This rarely waits: while the copy-out is in flight, the caller can use the source.
   if (!out_done(*slot)) {
     issue_out(*slot);
     device_->event_synchronize(slot->out_event.get());
@@ -40,7 +40,8 @@ void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::share
   const EventRef in_event = events_->take();
   lanes_->event_arm(in_event.get());
   // Each task reads one slice of the block that is most urgent at that time, so that an urgent block overtakes others.
-  // The tasks are queued before the block; if there is no memory to queue it, superfluous tasks find an empty queue.
+  // The tasks are queued before the block: if push_back fails, there are more tasks than slices, and the last ones find
+  // an empty queue.
   auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
   for (size_t at = 0; at < slot->middle_bytes; at += slice_bytes_) lanes_->call(in_lane_, [store] { store->read(); });
   incoming_.push_back(slot);
@@ -52,8 +53,8 @@ void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::share
   slot->urgent = false;
 }
 
-// Reads a slice of the first block for which a caller waits, else of the first block. If it is small, reads all of it
-// and the small blocks directly behind it that are as urgent.
+// Reads a slice of the first block for which a caller waits, or, if there is none, of the first block. If this block is
+// small, reads all of it, and the small blocks directly behind it that are as urgent.
 void DirectStore::read() {
   Ref first;
   Refs run;

@@ -34,7 +34,7 @@ SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, ui
   } else {
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
-    if (!defers_) call_write_out();  // if push_back below fails, the task finds an empty queue
+    if (!defers_) call_write_out();  // queued before the block: if push_back below fails, the task has nothing to write
     outgoing_.push_back(slot);
     if (defers_) ++deferred_;
   }
@@ -46,7 +46,8 @@ void DirectStore::call_write_out() {
   lanes_->call(out_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
 }
 
-// Caller holds the lock. One that was cancelled meanwhile leaves a task that finds fewer blocks, or none.
+// Caller holds the lock. For each block that was cancelled meanwhile, one task too many is queued; it finds an empty
+// queue.
 void DirectStore::issue_deferred() {
   for (; deferred_ > 0; --deferred_) call_write_out();
 }
@@ -121,7 +122,8 @@ void DirectStore::write_large(DirectSlot& slot) {
   end_out(slot, extent, crc, failure, begin_seconds);
 }
 
-// Writes several small blocks together. If allocating space or memory for all of them fails, each is written alone.
+// Writes several small blocks together. If disk space or memory for all of them cannot be allocated, each is written
+// alone.
 void DirectStore::write_small(const Refs& slots) {
   const double begin_seconds = now_seconds();
   std::vector<uint64_t> bytes;

@@ -2,9 +2,9 @@
 //
 // direct_tier.cpp has the copy-outs and the slots, direct_swap_in.cpp the copy-ins; each direction has a lane (a stream
 // of the host driver). The out lane writes the queued blocks in order. The in lane reads first the blocks for which a
-// caller waits. Both transfer small blocks that follow each other in the queue together.
+// caller waits. Both lanes join adjacent small blocks of their queue into one transfer.
 //
-// If a lane task gets std::bad_alloc, only the blocks that it works on fail; lane tasks never throw.
+// If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks never throw.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 namespace offload {
 
 struct DirectSlot final : Slot {
-  size_t head_bytes = 0;    // before the first aligned address
-  size_t middle_bytes = 0;  // on disk
-  std::vector<char> ends;   // head, then tail
+  size_t head_bytes = 0;    // bytes before the first aligned address
+  size_t middle_bytes = 0;  // bytes that go to disk
+  std::vector<char> ends;   // the bytes of the head, then those of the tail
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
@@ -79,10 +79,10 @@ class DirectStore final : public SwapStore {
 
   const size_t slice_bytes_;
   SpillFile file_;
-  Queue outgoing_;  // copy-outs not begun
+  Queue outgoing_;  // copy-outs that have not begun
   bool defers_ = false;
-  size_t deferred_ = 0;  // copy-outs queued without a task on the lane
-  Queue incoming_;  // copy-ins not finished
+  size_t deferred_ = 0;  // number of copy-outs in the queue that have no task on the lane yet
+  Queue incoming_;  // copy-ins that have not finished
   // Last, so that they are destroyed first. No task is left by then, because every task on a lane holds a reference to
   // the store.
   const OwnedStream out_lane_;

@@ -1,8 +1,8 @@
-// What is used of DLPack 1.x, the C interface by which tensors pass between libraries: torch 2.10 and later offer it as
-// Tensor.__dlpack_c_exchange_api__. A tensor's address and shape are read, and a tensor made of our memory, without a
-// Python call.
+// The part of DLPack 1.x that is used here. DLPack is a C interface for passing tensors between libraries; torch 2.10
+// and later provide it as Tensor.__dlpack_c_exchange_api__. With it, C++ reads a tensor's address and shape, and
+// creates a tensor over existing memory, without a Python call.
 //
-// The layouts are the standard's own (dmlc/dlpack, dlpack.h) and are stable within a major version.
+// The layouts are those of the standard (dmlc/dlpack, dlpack.h) and are stable within a major version.
 #pragma once
 
 #include <cstdint>
@@ -50,12 +50,12 @@ struct ExchangeApi {
   ExchangeApi* older;
   int (*allocate)(Tensor*, Managed**, void*, void (*)(void*, const char*, const char*));
   int (*to_managed)(void* object, Managed** made);
-  int (*to_object)(Managed* given, void** made);  // takes `given` over
-  int (*describe)(void* object, Tensor* described);  // may be null; the description is the object's own
+  int (*to_object)(Managed* given, void** made);  // takes ownership of `given`
+  int (*describe)(void* object, Tensor* described);  // may be null; its pointers refer to memory of `object`
   int (*current_stream)(int32_t device_type, int32_t ordinal, void** stream);
 };
 
-// Null where torch has none.
+// Null if this torch does not provide the interface.
 inline const ExchangeApi* api = nullptr;
 
 }  // namespace offload::dlpack

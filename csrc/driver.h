@@ -1,14 +1,15 @@
-// The table of primitives that the data plane is written against.
+// The table of driver primitives that all other code of the data plane uses.
 //
-// Two providers: cuda_driver.cpp (the GPU, through libcuda) and host_driver.{h,cpp} (worker threads; the "device" is
-// RAM). Everything above this line of the data path (pool, store) is the same code on both.
+// It has two implementations: cuda_driver.cpp (the GPU, through libcuda) and host_driver.{h,cpp} (worker threads; the
+// "device" is RAM). The code above the driver (pool, store) is the same for both.
 //
-// Streams run their operations in order; different streams are ordered by events alone. A *compute* stream belongs to
+// A stream runs its operations in order; different streams are ordered only by events. A *compute* stream belongs to
 // the framework: its handle is passed in, never created or destroyed here. On the host driver the compute stream is
-// the calling thread itself (handle nullptr): recording there completes at once and waiting there blocks the caller.
+// the calling thread itself (handle nullptr): an event recorded there completes at once, and stream_wait blocks the
+// caller.
 //
 // Thread safety: every method may be called from any thread. Errors: DriverError, never a bare code. Handles are
-// opaque; destroying one that still has work queued is allowed and takes effect when that work has ended.
+// opaque. A handle may be destroyed while its work is queued; this takes effect when that work has ended.
 #pragma once
 
 #include <cstddef>
@@ -52,28 +53,28 @@ class Driver {
   virtual Event event_create() = 0;
   virtual void event_destroy(Event event) noexcept = 0;
   virtual void event_record(Event event, Stream stream) = 0;
-  // An event never recorded counts as done.
+  // Returns true for an event that was never recorded.
   virtual bool event_done(Event event) = 0;
   virtual void event_synchronize(Event event) = 0;
-  // Milliseconds between two completed records.
+  // Returns the milliseconds between two completed records.
   virtual double event_elapsed_ms(Event from, Event to) = 0;
 
   // Asynchronous copies, ordered by `stream`. `host` lies in memory given to host_register.
   virtual void copy_out(void* host, const void* device, size_t bytes, Stream stream) = 0;
   virtual void copy_in(void* device, const void* host, size_t bytes, Stream stream) = 0;
 
-  // The same for several blocks that do not overlap, in any order. If it throws, any of them may have been queued:
-  // synchronize the stream before using the result.
+  // The same for several blocks that do not overlap, in any order. If this throws, any of the copies may have been
+  // queued: synchronize the stream before the memory is used.
   virtual void copy_out_batch(const Copy* copies, size_t count, Stream stream) = 0;
   virtual void copy_in_batch(const Copy* copies, size_t count, Stream stream) = 0;
 
-  // Pins a page-aligned range for DMA (on the host driver: nothing to do).
+  // Pins a page-aligned range for DMA. The host driver does nothing.
   virtual void host_register(void* address, size_t bytes) = 0;
-  // False if the driver refuses: the range is still pinned then, and must stay mapped.
+  // Returns false if the driver refuses: the range is then still pinned and must stay mapped.
   virtual bool host_unregister(void* address) noexcept = 0;
 
   virtual DeviceMemory device_memory() = 0;
-  // The NUMA node nearest to the device; -1 if there is no choice. Never an error.
+  // Returns the NUMA node nearest to the device; -1 if it is unknown or there is only one. Never throws.
   virtual int numa_node() noexcept { return -1; }
 };
 
@@ -93,21 +94,21 @@ class OwnedStream {
   const Stream stream_;
 };
 
-// The GPU's provider. Opens libcuda.so.1 (or `library`, for tests) at the first call; retains `device`'s primary
-// context and pushes and pops it around every call. Throws DriverError where there is no driver, no such device, or a
-// required symbol is missing.
+// Makes the driver of a GPU. Opens libcuda.so.1 (or `library`, for tests). The driver retains the primary context of
+// `device` at the first call that needs it, and makes it current around every call. Throws DriverError if there is no
+// CUDA driver or no such device, or if a required symbol is missing.
 std::shared_ptr<Driver> make_cuda_driver(int device, const char* library = "libcuda.so.1");
 
-// Number of CUDA devices, without creating a context; 0 where there is no driver.
+// Returns the number of CUDA devices, without creating a context; 0 if there is no CUDA driver.
 int cuda_device_count(const char* library = "libcuda.so.1") noexcept;
 
 struct DriverSymbol {
   const char* name;
-  bool required;  // without one of these there is no engine on the GPU; without another, its feature is missing
+  bool required;  // if it is missing: true: the GPU cannot be used; false: one feature is missing
   bool found;
 };
 
-// The entry points that the engine wants of `library`, for diagnoses. Empty where it cannot be opened.
+// Returns the entry points of `library` that the engine uses, for diagnosis. Empty if the library cannot be opened.
 std::vector<DriverSymbol> cuda_symbols(const char* library = "libcuda.so.1");
 
 }  // namespace offload

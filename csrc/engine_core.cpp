@@ -87,7 +87,7 @@ bool read_key(PyObject* tuple, SavedKey* key) {
   return !PyErr_Occurred();
 }
 
-// Collects what the copy-out needs before it starts: here Python code may run, and anything may fail.
+// Prepares everything that the copy-out needs. Only before the copy starts may Python code run, and may anything fail.
 bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* saved) {
   SwappedState& state = swapped(saved);
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
@@ -98,7 +98,7 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* sa
   if (PyErr_Occurred()) return false;
   auto copy_out = std::make_shared<CopyOut>();
   if (!current_stream(*books, &copy_out->stream)) return false;
-  // record_stream: no effect on a block of this stream; a block of another stream must live until the copy has read it.
+  // record_stream has no effect on memory of this stream; memory of another stream must live until the copy has ended.
   if (books->record_use && !OFFLOAD_BROKEN("record_stream on sources") &&
       !Owned(PyObject_CallFunctionObjArgs(books->record_use.get(), tensor, nullptr)))
     return false;
@@ -122,12 +122,12 @@ void start_copy(const Books& books, PyObject* saved, uint64_t need, Ticket* tick
     *ticket = books.store->swap_out(reinterpret_cast<const void*>(state.source_address),
                                     static_cast<size_t>(state.key.nbytes), state.copy_out->stream, need);
   } catch (const abi::__forced_unwind&) {
-    Py_INCREF(saved);  // the interpreter is shutting down, but the copy still runs: its source is never freed
+    Py_INCREF(saved);  // leaked: the interpreter is shutting down, and the copy may still read the source
     throw;
   }
 }
 
-// No Python code runs between the start of the copy and the entry that holds its source.
+// No Python code runs between the start of the copy and the creation of the entry that holds its source.
 void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   SwappedState& state = swapped(saved);
   const auto ticket = std::make_shared<Ticket>();
@@ -295,9 +295,10 @@ PyCFunction fast(Function* function) {
 
 PyMethodDef engine_methods[] = {
     {"look", fast(engine_look), METH_FASTCALL,
-     "look(tensor, nbytes): (key, its SwappedStorage or None); (None, None) if it cannot be swapped."},
+     "look(tensor, nbytes): the tensor's key, and its SwappedStorage or None; (None, None) if it cannot be swapped."},
     {"swap_out", fast(engine_swap_out), METH_FASTCALL, "swap_out(tensor, key, need): start the copy-out."},
-    {"collect", on_books<collect>, METH_NOARGS, "collect(): free what no copy uses any more, without waiting."},
+    {"collect", on_books<collect>, METH_NOARGS,
+     "collect(): free the sources and targets that no copy uses any more, without waiting."},
     {"limit_in_flight", on_books<limit_in_flight>, METH_NOARGS,
      "limit_in_flight(): wait until at most in_flight_bytes_max bytes of sources are held."},
     {"drain", on_books<drain>, METH_NOARGS, "drain(): wait for all copies, and free their sources and targets."},
@@ -343,7 +344,7 @@ PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const 
 
 std::shared_ptr<Books> books_of_engine(PyObject* engine) {
   if (PyObject_TypeCheck(engine, engine_type)) return books_of(engine) != nullptr ? as_engine(engine)->books : nullptr;
-  PyErr_SetString(PyExc_TypeError, "an EngineCore is wanted");
+  PyErr_SetString(PyExc_TypeError, "expected an EngineCore");
   return nullptr;
 }
 

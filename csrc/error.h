@@ -1,4 +1,4 @@
-// Typed errors of the data plane. bindings.cpp alone maps them to Python:
+// Typed errors of the data plane. Only bindings.cpp maps them to Python:
 //   PoolExhausted → offload.PoolExhausted (a MemoryError)   DriverError, PinningFailed → RuntimeError
 //   SpillError    → OSError(errno, text, path)              std::invalid_argument → ValueError
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace offload {
 
-// The slab pool cannot serve a request within its cap. Carries the numbers so that callers can fall back.
+// The slab pool has too little free memory for a request. The attributes give the numbers.
 class PoolExhausted : public std::runtime_error {
  public:
   PoolExhausted(size_t asked, size_t free, size_t max)
@@ -39,13 +39,13 @@ class DriverError : public std::runtime_error {
   const int code;
 };
 
-// Host memory cannot be pinned. The device itself works, so a caller can go on without the memory.
+// Host memory cannot be pinned. The device itself works, so the caller can continue without pinned memory.
 class PinningFailed : public DriverError {
  public:
   explicit PinningFailed(const DriverError& cause) : DriverError(cause) {}
 };
 
-// File I/O failed: errno, path, and the offset in the file at which it did (-1: not tied to an offset).
+// File I/O failed. Has errno, the path, and the offset in the file (-1: the error has no offset).
 class SpillError : public std::runtime_error {
  public:
   SpillError(int number, std::string file, int64_t at, const std::string& detail)

@@ -1,6 +1,7 @@
-// Recycles a driver's events: creating one is a driver call, and a step needs several per swapped tensor.
+// Reuses a driver's events: creating an event is a driver call, and a step needs several events per swapped tensor.
 //
-// An EventRef is shared by all that wait for the same point; the last one returns the event to the pool. Thread safe.
+// All waits for the same point of a stream share one EventRef. Destroying its last copy returns the event to the pool.
+// Thread safe.
 #pragma once
 
 #include <memory>
@@ -40,7 +41,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
     return {event, [pool = shared_from_this()](Event used) { pool->give_back(used); }};
   }
 
-  // An event that completes when the work now queued on `stream` has ended.
+  // Returns an event that completes when the work now queued on `stream` has ended.
   EventRef record(Stream stream) {
     EventRef event = take();
     driver_->event_record(event.get(), stream);

@@ -16,7 +16,7 @@ void ExtentMap::insert(uint64_t offset, uint64_t bytes) {
   free_bytes_ += bytes;
 }
 
-// Needs no memory.
+// Allocates no memory.
 void ExtentMap::change(Range range, uint64_t offset, uint64_t bytes) {
   auto by_length = by_length_.extract({range->second, range->first});
   auto by_offset = by_offset_.extract(range);

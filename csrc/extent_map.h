@@ -1,7 +1,7 @@
-// Which ranges of one linear space (a slab's bytes, a file's bytes) are free. Best fit with coalescing neighbours.
+// Allocates ranges of a linear space (the bytes of a slab or of a file): best fit, and adjacent free ranges are joined.
 //
-// Bookkeeping only: touches none of that memory. Not thread safe; its owner locks. All offsets and lengths are
-// multiples of the granule given at construction; requests are rounded up to it, never to a power of two.
+// It only stores which ranges are free, and never accesses the space itself. Not thread safe; its owner locks. All
+// offsets and lengths are multiples of the granule given at construction, to which requests are rounded up.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ class ExtentMap {
   void grow(uint64_t offset, uint64_t bytes);
   // Allocates from the smallest free range that fits `bytes` rounded up. Returns the offset; nullopt if none fits.
   std::optional<uint64_t> allocate(uint64_t bytes);
-  // Frees what allocate returned; `bytes` is the same request. May throw std::bad_alloc if neither neighbour is free:
-  // nothing has changed then.
+  // Frees a range that allocate returned for `bytes`. May throw std::bad_alloc if neither adjacent range is free; then
+  // nothing has changed.
   void release(uint64_t offset, uint64_t bytes);
 
   // Removes the free range that ends at `end` from the space. Returns its length, 0 if there is none.

@@ -10,7 +10,7 @@
 namespace offload {
 namespace {
 
-// One for each lane thread: setting one up costs a system call, and lanes live as long as the store.
+// Each lane thread has one queue for its lifetime, because creating a queue takes a system call.
 AioQueue& aio_queue_of_this_thread() {
   thread_local AioQueue queue;
   return queue;
@@ -21,7 +21,7 @@ AioQueue& aio_queue_of_this_thread() {
 int FileIo::allocate(int descriptor, uint64_t offset, uint64_t bytes) {
   const int error_number = posix_fallocate(descriptor, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   if (error_number != EINVAL && error_number != EOPNOTSUPP) return error_number;
-  // The file system has no such call: it leaves holes, and a full disk shows when they are written.
+  // The file system cannot allocate in advance: the file gets holes, and a full disk is noticed only at the write.
   return ftruncate(descriptor, static_cast<off_t>(offset + bytes)) == 0 ? 0 : errno;
 }
 

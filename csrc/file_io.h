@@ -1,7 +1,7 @@
-// The system calls under the spill file: its growth, and transfers of bytes one by one or several at a time.
+// The system calls of the spill file: its growth, and transfers of bytes, one by one or several at a time.
 //
-// Virtual, so that a test can put faults between the spill file and the kernel (tests/faults). Thread safe: transfers
-// that have been started belong to the calling thread, which has an AIO context of its own.
+// The methods are virtual, so that a test can inject faults (tests/faults). Thread safe: started transfers belong to
+// the calling thread, which has its own AIO context.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct FileTransfer {
 
 class FileIo {
  public:
-  static constexpr size_t kSlots = 32;  // transfers that a thread may have started
+  static constexpr size_t kSlots = 32;  // most transfers that a thread may have in flight
 
   FileIo() = default;
   virtual ~FileIo() = default;
@@ -29,12 +29,12 @@ class FileIo {
   virtual int allocate(int descriptor, uint64_t offset, uint64_t bytes);
   // Returns the bytes moved, or −errno.
   virtual int64_t transfer(int descriptor, const FileTransfer& transfer);
-  // Starts `count` transfers in the slots from `slot` on. Returns how many have been started, the first ones; 0 where
-  // the kernel has no AIO.
+  // Starts `count` transfers in the slots from `slot` on. Returns how many have been started: these are the first ones.
+  // Returns 0 if the kernel has no AIO.
   virtual size_t start(int descriptor, const FileTransfer* transfers, size_t count, size_t slot);
-  // Waits for the transfer that has been started in `slot`. Returns the bytes moved, or −errno.
+  // Waits for the transfer that was started in `slot`. Returns the bytes moved, or −errno.
   virtual int64_t wait(int descriptor, const FileTransfer& transfer, size_t slot);
-  // Waits for all that this thread has started: afterwards the kernel no longer touches the caller's memory.
+  // Waits for all transfers that this thread has started: the kernel then no longer accesses the caller's memory.
   virtual void drain() noexcept;
 };
 

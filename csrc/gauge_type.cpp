@@ -10,7 +10,8 @@ struct GaugeObject {
   Gauge gauge;
 };
 
-// A part of what a gauge counts. Counted while the object exists, so that no interrupt comes between the two.
+// A share adds its count to a gauge while it exists. Freeing it subtracts the count, so an interrupt cannot leave the
+// gauge too high.
 struct ShareObject {
   PyObject_HEAD
   PyObject* gauge;  // null: closed
@@ -70,15 +71,17 @@ PyMemberDef gauge_members[] = {{"now", T_LONGLONG, kGauge + static_cast<Py_ssize
                                {"peak", T_LONGLONG, kGauge + static_cast<Py_ssize_t>(offsetof(Gauge, peak)), READONLY,
                                 nullptr},
                                {nullptr, 0, 0, 0, nullptr}};
-PyMethodDef gauge_methods[] = {{"add", gauge_add, METH_O, "add(more): count more, or, negative, less."},
-                               {"share", gauge_share, METH_O, "share(more): count more until the result is closed or freed."},
-                               {nullptr, nullptr, 0, nullptr}};
+PyMethodDef gauge_methods[] = {
+    {"add", gauge_add, METH_O, "add(more): add a number, which may be negative."},
+    {"share", gauge_share, METH_O, "share(more): add a number until the result is closed or freed."},
+    {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef share_methods[] = {{"close", share_close, METH_NOARGS, "close(): count it no longer; may be called again."},
-                               {nullptr, nullptr, 0, nullptr}};
+PyMethodDef share_methods[] = {
+    {"close", share_close, METH_NOARGS, "close(): subtract the share's number; a second call does nothing."},
+    {nullptr, nullptr, 0, nullptr}};
 
 bool add_share_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A part of what a gauge counts.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A number that a gauge includes while this exists.")},
                                 {Py_tp_methods, share_methods},
                                 {Py_tp_dealloc, slot(share_dealloc)},
                                 {0, nullptr}};
@@ -91,7 +94,7 @@ bool add_share_type(PyObject* module) {
 }  // namespace
 
 bool add_gauge_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A figure at one moment, and the most it ever was.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A number and its maximum so far.")},
                                 {Py_tp_members, gauge_members},
                                 {Py_tp_methods, gauge_methods},
                                 {Py_tp_new, slot(PyType_GenericNew)},
@@ -104,7 +107,7 @@ bool add_gauge_type(PyObject* module) {
 
 std::shared_ptr<Gauge> gauge_of(PyObject* object) {
   if (Py_TYPE(object) != gauge_type) {
-    PyErr_SetString(PyExc_TypeError, "a Gauge is wanted");
+    PyErr_SetString(PyExc_TypeError, "expected a Gauge");
     return nullptr;
   }
   Py_INCREF(object);

@@ -10,10 +10,10 @@
 
 namespace offload {
 
-// Creates the types Gauge and GaugeShare. False: a Python error.
+// Creates the types Gauge and GaugeShare. Returns false if there is a Python error.
 bool add_gauge_type(PyObject* module);
-// The gauge of a Python object; keeps the object alive. Null: a Python error (not a Gauge). The last reference must be
-// released with the GIL held.
+// Returns the gauge of a Python object, and keeps the object alive. Null: a Python error (not a Gauge). The last
+// reference must be released with the GIL held.
 std::shared_ptr<Gauge> gauge_of(PyObject* object);
 
 }  // namespace offload

@@ -1,4 +1,4 @@
-// Python bindings of what the hooks share with C++: counts, the compiled schedule, and the position of a step in it.
+// Python bindings of the data that the hooks share with C++: counts, the compiled schedule, a step's position in it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -208,7 +208,7 @@ py::object shared(const py::kwargs& given, const char* name) {
   return given[name];
 }
 
-// Each reference is kept for good.
+// Returns a reference that is never released.
 PyObject* kept(const py::kwargs& given, const char* name) { return shared(given, name).release().ptr(); }
 
 PyObject* descriptor(const py::kwargs& given, const char* name) {
@@ -258,7 +258,7 @@ void set_tensor_interface(const py::kwargs& given) {
   tensors = found;
 }
 
-// Null where it is of another major version.
+// Returns null if the interface has another major version.
 const dlpack::ExchangeApi* api_of(const py::object& capsule) {
   void* const found = PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName);
   if (found == nullptr) throw py::error_already_set();

@@ -24,7 +24,7 @@ struct HookCore {
   int64_t packs;
   std::shared_ptr<ScheduleCursor> cursor;
   CachedCount small, parameter, planned;
-  std::unique_ptr<SwapHooks> swaps;  // null: Python decides what swaps
+  std::unique_ptr<SwapHooks> swaps;  // null: Python decides which tensors are swapped
 };
 
 PyTypeObject* core_type = nullptr;
@@ -36,7 +36,7 @@ struct Names {
 
 HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
 
-// Returns the tensor of a record after autograd's check that it was not changed in place.
+// Returns the tensor of a record. Raises autograd's error if it was changed in place.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
   if (kept->tensor == nullptr) {
@@ -55,7 +55,7 @@ PyObject* checked(PyObject* core, PyObject* packed) {
   return kept->tensor;
 }
 
-// Whether __init__ has run and the tensor interface is set. False: a Python error.
+// Returns whether __init__ has run and the tensor interface is set. False: a Python error.
 bool is_ready(const HookCore* core) {
   if (core->counts != nullptr && tensors.tensor_type != nullptr) return true;
   PyErr_SetString(PyExc_RuntimeError, "HookCore.__init__ or set_tensor_interface was not called");
@@ -64,7 +64,7 @@ bool is_ready(const HookCore* core) {
 
 // -- keep -------------------------------------------------------------------------------------------------------------
 
-// Whether the unpack of this tensor must be reported; −1: a Python error.
+// Returns whether the unpack of this tensor must be reported; −1: a Python error.
 int is_watched(HookCore* core, int64_t index) {
   if (core->cursor != nullptr) return core->cursor->watches(index);
   if (core->observer == nullptr) return 0;
@@ -78,7 +78,7 @@ PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
   if (watched < 0) return nullptr;
   Owned version(get(tensors.version, tensor));
   if (!version) return nullptr;
-  // A leaf is not detached: autograd saves the leaf itself too, and it has no history.
+  // A leaf is not detached: it has no history, and autograd too saves the leaf itself.
   const int is_leaf = is_true(get(tensors.is_leaf, tensor));
   if (is_leaf < 0) return nullptr;
   if (is_leaf) Py_INCREF(tensor);
@@ -99,7 +99,7 @@ PyObject* keep(HookCore* core, PyObject* tensor, int64_t index, CachedCount& cac
   return record_of(core, tensor, index);
 }
 
-// keep(tensor, index, reason, nbytes): count a kept tensor, and return the object that the graph node holds.
+// keep(tensor, index, reason, nbytes): count a kept tensor, and return the object that the autograd node holds.
 PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (!is_ready(as_core(self))) return nullptr;
   if (count != 4) {
@@ -129,8 +129,8 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
-// Bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack cannot
-// describe the tensor; it may be strided nevertheless, so the caller uses is_plain.
+// Returns the bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack
+// cannot describe the tensor; it may be strided nevertheless, so the caller uses is_plain.
 int64_t described_bytes(PyObject* tensor) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
   dlpack::Tensor found{};
@@ -144,7 +144,7 @@ int64_t described_bytes(PyObject* tensor) {
   return nbytes;
 }
 
-// Whether the engine supports tensors of this kind; −1: a Python error.
+// Returns whether a tensor is strided and not nested, as the engine requires; −1: a Python error.
 int is_plain(PyObject* tensor) {
   const Owned layout(get(tensors.layout, tensor));
   if (!layout) return -1;
@@ -240,13 +240,13 @@ PyObject* guarded(PyObject* self, PyObject* argument) {
 }
 
 PyMethodDef core_methods[] = {
-    {"pack", guarded<core_pack>, METH_O, "pack(tensor): return the object that the graph node holds instead."},
+    {"pack", guarded<core_pack>, METH_O, "pack(tensor): return the object that the autograd node holds instead."},
     {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): return the tensor that was packed."},
     {"checked", core_checked, METH_O, "checked(kept): return its tensor; an error if it was changed in place."},
     {"count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_count)), METH_FASTCALL,
      "count(counted, nbytes): count one tensor."},
     {"keep", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_keep)), METH_FASTCALL,
-     "keep(tensor, index, reason, nbytes): count a kept tensor; return what the graph node holds."},
+     "keep(tensor, index, reason, nbytes): count a kept tensor; return the object that the autograd node holds."},
     {nullptr, nullptr, 0, nullptr}};
 
 // -- HookCore ---------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ int core_traverse(PyObject* self, visitproc visit, void* arg) {
 int core_clear(PyObject* self) {
   HookCore* const core = as_core(self);
   core->swaps = nullptr;
-  Py_CLEAR(core->observer);  // the only member that refers back to it; pack and unpack need the others
+  Py_CLEAR(core->observer);  // the only member that refers back to this object; pack and unpack need the others
   return 0;
 }
 

@@ -1,7 +1,8 @@
-// A piece of plain RAM that a direct copy-in fills: the memory behind a reloaded CPU tensor.
+// A block of RAM that a direct copy-in fills: the memory behind a reloaded CPU tensor.
 //
-// Comes from the process's own malloc, so that a recycling allocator recycles it, at an address with a given residue
-// modulo the spill file's alignment. Shared by the tensor and by the copy under way, whichever lasts longer.
+// It is allocated by the process's malloc, so that an allocator that reuses freed memory also reuses this block. Its
+// address has a given residue modulo the spill file's alignment. The tensor and the copy in flight share the block; it
+// is freed when both have released it.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +20,7 @@ class HostBlock {
   HostBlock(size_t block_bytes, size_t alignment_bytes, size_t residue) : bytes_(block_bytes) {
     void* base = nullptr;
     if (posix_memalign(&base, std::max(alignment_bytes, sizeof(void*)), block_bytes + residue)) throw std::bad_alloc();
-    // Not a block that begins on a huge page: that would not fit where another of its size has been freed.
+    // The block does not begin at a huge page: such a block would not fit into the space of a freed block of its size.
     ask_for_huge_pages(static_cast<char*>(base), block_bytes + residue);
     base_ = static_cast<char*>(base);
     data_ = base_ + residue;

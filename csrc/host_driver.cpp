@@ -58,8 +58,8 @@ Stream HostDriver::stream_create() {
     std::lock_guard lock(mutex_);
     streams_.push_back(stream);
   }
-  // Detached: a worker owns its driver and its stream and ends when the stream is closed and drained, so that no
-  // destructor has to join it.
+  // Detached: a worker holds references to its driver and its stream, and ends when the stream is closed and drained.
+  // So no destructor has to join it.
   if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream).detach();
   return stream.get();
 }
@@ -70,7 +70,8 @@ void HostDriver::stream_destroy(Stream stream) noexcept {
   auto* host_stream = static_cast<HostStream*>(stream);
   host_stream->closing = true;
   host_stream->wake.notify_one();
-  if (host_stream->queue.empty() && !host_stream->running)  // without a worker this is its last reference
+  // Without a worker (stepped mode), the list holds the last reference to the stream.
+  if (host_stream->queue.empty() && !host_stream->running)
     streams_.erase(std::remove_if(streams_.begin(), streams_.end(),
                                   [&](const StreamRef& each) { return each.get() == host_stream; }),
                    streams_.end());
@@ -93,9 +94,9 @@ void HostDriver::run_head(std::unique_lock<std::mutex>& lock, HostStream& stream
     try {
       head.work();
     } catch (const DriverError&) {
-      // The device's context is lost: callers get the error from their own calls; the lane goes on.
+      // The device's context is lost: callers get the error from their own calls; the lane continues.
     }
-    head.work = nullptr;  // what it captured may call back into this driver on destruction
+    head.work = nullptr;  // without the lock: destroying the captured objects may call this driver
     lock.lock();
     stream.running = false;
   }

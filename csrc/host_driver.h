@@ -1,13 +1,13 @@
-// The host provider of driver.h: a stream is a worker thread, an event a condition, the device is RAM.
+// The driver of driver.h for the host: a stream is a worker thread, an event is a condition, the device is RAM.
 //
-// It is also the engine's supply of *lanes*: streams that run host work (file I/O, feeding a GPU's copy stream), so
-// that everything asynchronous in the data plane passes through one queue type whatever the device is. The compute
-// stream (nullptr) is the calling thread.
+// Its streams are also the engine's *lanes*, on every device: they run work of the host (file I/O, issuing copies on a
+// GPU's copy stream). So all asynchronous work of the data plane uses one type of queue. The compute stream (nullptr)
+// is the calling thread.
 //
-// Three schedules. `threads` is production. The other two make this driver the device of the tests, which is why they
-// are part of it: the code under test is the code that runs, down to its queues. `delays` sleeps a seeded random time
-// before operations. `stepped` has no threads: a thread that waits runs the next runnable operation, chosen by the
-// seed, so that every failure replays.
+// A driver has one of three schedules. Training uses `threads`. The other two are for tests that use this driver as the
+// device; they are part of it so that tests run the same code, including its queues. `delays` sleeps for a seeded
+// random time before operations. `stepped` has no threads: a thread that waits runs the next runnable operation, chosen
+// with the seed, so that every failure can be reproduced.
 #pragma once
 
 #include <condition_variable>
@@ -28,8 +28,8 @@ enum class LaneOrder { threads, delays, stepped };
 
 class HostDriver final : public Driver, public std::enable_shared_from_this<HostDriver> {
  public:
-  // Lanes run at `niceness` relative to the process (0…19), so that copies do not steal the training's cores.
-  // `bandwidth` in bytes per second, unless 0, is the most that each lane copies: a slow link, for measurements.
+  // Lanes run at `niceness` relative to the process (0…19), so that copies do not take processor time from training.
+  // `bandwidth` limits each lane, in bytes per second, to simulate a slow link; 0: no limit.
   static std::shared_ptr<HostDriver> create(LaneOrder order = LaneOrder::threads, uint64_t seed = 0, int niceness = 0,
                                             double bandwidth = 0);
 
@@ -60,12 +60,13 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
 
   // Queues host work on a lane. `work` must not throw.
   void call(Stream lane, std::function<void()> work);
-  // For work on a lane: sleeps until a copy of `bytes` that began at `begin_seconds` would have ended at `bandwidth`.
+  // Sleeps, on a lane, until a copy of `bytes` that began at `begin_seconds` would have ended at `bandwidth`.
   void pace(double begin_seconds, size_t bytes) const;
-  // An event that work fires by hand: pending from arm to fire.
+  // For an event that code completes itself: the event is pending from event_arm to event_fire.
   void event_arm(Event event);
   void event_fire(Event event);
-  // Under `stepped`: runs a few operations, as lanes might have by now. Otherwise does nothing. Callers hold no lock.
+  // With `stepped`: runs a few operations, as the lanes of other schedules might have done by now. Otherwise does
+  // nothing. Callers hold no lock.
   void run_some();
 
  private:
@@ -76,7 +77,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   };
   using PointRef = std::shared_ptr<Point>;
   struct HostEvent {
-    PointRef recorded;  // null: never
+    PointRef recorded;  // the last record; null if there is none
   };
   struct Operation {
     PointRef wait_for;
@@ -84,7 +85,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   };
   struct HostStream {
     std::deque<Operation> queue;
-    std::condition_variable wake;  // its worker alone sleeps here
+    std::condition_variable wake;  // only the stream's worker waits for it
     bool running = false;
     bool closing = false;
   };
@@ -108,7 +109,7 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   const double bandwidth_;
   const Process owner_;
   std::mutex mutex_;
-  std::condition_variable changed_;  // callers that wait for an event or for a stream to drain
+  std::condition_variable changed_;  // for callers that wait for an event, or until a stream is drained
   std::mt19937_64 random_;
   std::vector<StreamRef> streams_;
 };

@@ -1,5 +1,5 @@
-// Asks the kernel for huge pages within a piece of memory: direct I/O and the driver pin page by page, and there are
-// 512 times fewer huge ones.
+// Asks the kernel for huge pages in a range of memory: direct I/O and the driver pin each page, and a huge page
+// replaces 512 small ones.
 #pragma once
 
 #include <sys/mman.h>
@@ -14,7 +14,7 @@ inline void ask_for_huge_pages(char* begin, size_t bytes) noexcept {
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + bytes) / kHugePageBytes * kHugePageBytes;
   if (first < end)
-    static_cast<void>(  // a kernel may refuse: no harm done
+    static_cast<void>(  // if the kernel refuses, the pages stay small
         madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE));
 }
 

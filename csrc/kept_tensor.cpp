@@ -38,7 +38,7 @@ PyMemberDef kept_members[] = {{"tensor", T_OBJECT_EX, offsetof(KeptTensor, tenso
 }  // namespace
 
 bool add_kept_type(PyObject* module) {
-  static PyType_Slot kept_slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor that stays.")},
+  static PyType_Slot kept_slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor that is kept.")},
                                      {Py_tp_members, kept_members},
                                      {Py_tp_traverse, slot(kept_traverse)},
                                      {Py_tp_clear, slot(kept_clear)},

@@ -1,8 +1,8 @@
-// Names for the guards of the data plane, so that tests can leave each one out and show that it is missed.
+// Names of the guards of the data plane. Tests disable one guard at a time and show that the code fails without it.
 //
-// In every normal build OFFLOAD_EDGE is its statement and OFFLOAD_BROKEN is false: nothing of this file is compiled in.
-// With CMake's -DOFFLOAD_MUTANTS=ON (tests/campaign alone) the guard that break_edge() names is left out at run time;
-// freed pool blocks and extents are poisoned, and the spill file grows in small steps.
+// In normal builds OFFLOAD_EDGE is its statement and OFFLOAD_BROKEN is false: nothing of this file is compiled. With
+// CMake's -DOFFLOAD_MUTANTS=ON (only in tests/campaign), break_edge() disables the named guard at run time, freed pool
+// blocks and extents are overwritten, and the spill file grows in small steps.
 #pragma once
 
 #ifdef OFFLOAD_MUTANTS
@@ -20,7 +20,7 @@ constexpr unsigned char kPoison = 0xDB;
 
 inline std::atomic<const std::string*> broken_edge{nullptr};
 
-// Empty: none. Leaks the name, as lanes may still read it.
+// Disables the guard `name`; an empty name enables all. The name is leaked, because lanes may still read it.
 inline void break_edge(const std::string& name) { broken_edge = name.empty() ? nullptr : new std::string(name); }
 
 inline bool is_broken(const char* edge) {
@@ -28,7 +28,7 @@ inline bool is_broken(const char* edge) {
   return broken != nullptr && *broken == edge;
 }
 
-// Overwrites part of a file, whole pages: no read may count on what was there.
+// Overwrites whole pages of a file, so that a read that relies on the old bytes fails.
 inline void scribble(int descriptor, uint64_t offset, uint64_t bytes) {
   alignas(4096) static const auto junk = [] {
     std::array<unsigned char, 4096> page;

@@ -6,7 +6,7 @@
 namespace offload {
 namespace {
 
-// The processor's own clock is a system call: of many hooks it is read in some.
+// Reading the thread's CPU time takes a system call. So it is read in the first hooks of a step, then in one of eight.
 constexpr int64_t kHooksTimed = 16;
 constexpr int64_t kTimedEvery = 8;
 

@@ -11,7 +11,7 @@
 namespace offload {
 namespace {
 
-constexpr int kPreferred = 1;  // MPOL_PREFERRED of numaif.h, which is in a package of its own
+constexpr int kPreferred = 1;  // MPOL_PREFERRED of numaif.h, a header of a separate package
 constexpr int kNodesMax = 1024;
 constexpr int kBitsPerWord = static_cast<int>(8 * sizeof(unsigned long));
 
@@ -32,7 +32,7 @@ void prefer_numa_node(void* data, size_t bytes, int node) noexcept {
   if (node < 0) return;
   std::array<unsigned long, kNodesMax / kBitsPerWord> mask{};
   mask[static_cast<size_t>(node / kBitsPerWord)] = 1UL << (node % kBitsPerWord);
-  // A refusal (a container may forbid it) leaves the pages where they would have been.
+  // The call may be refused, for example in a container. Then the kernel chooses the node, as without this call.
   static_cast<void>(
       syscall(SYS_mbind, data, bytes, kPreferred, mask.data(), static_cast<unsigned long>(kNodesMax), 0U));
 }

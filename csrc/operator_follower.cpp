@@ -27,7 +27,8 @@ Follower* follower_of(PyObject* self) { return reinterpret_cast<Follower*>(self)
 
 // -- results ----------------------------------------------------------------------------------------------------------
 
-// The result at a place; null without an error where it is no new storage that recipes can read.
+// Returns the result at `place`, and the key of its storage. Null without an error: it is not a plain tensor on a new
+// storage, so no recipe can read it.
 Owned made_at(Follower* self, PyObject* result, int64_t place, Owned* key) {
   const bool is_many = PyTuple_Check(result) || PyList_Check(result);
   if (is_many && place >= PySequence_Fast_GET_SIZE(result)) return Owned();
@@ -35,7 +36,7 @@ Owned made_at(Follower* self, PyObject* result, int64_t place, Owned* key) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(made.get())) != tensors.tensor_type) return Owned();
   *key = key_of(made.get());
   if (!*key) return Owned();
-  // A known storage: the operator returned a view that its schema does not declare.
+  // If the storage is known, the operator has returned a view that its schema does not declare.
   const int is_known = PyDict_Contains(self->values, key->get());
   if (is_known != 0 || is_true(PyObject_CallOneArg(tensors.is_inference, made.get())) != 0) return Owned();
   return made;
@@ -59,7 +60,7 @@ Match bind_result(Follower* self, PyObject* result, const Made& made) {
   return bind(self, made.label, key.get(), version, watch.get()) ? Match::same : Match::failed;
 }
 
-// An argument that the operator has written: it was compared, so that its storage has a value.
+// Binds an argument that the operator has written. The argument was compared before, so its storage has a value.
 Match bind_write(Follower* self, PyObject* tensor, int64_t label) {
   const Owned key = key_of(tensor);
   PyObject* const before = key ? PyDict_GetItemWithError(self->values, key.get()) : nullptr;
@@ -85,7 +86,7 @@ Match bind_results(Follower* self, const ScriptLine& line, PyObject* args, PyObj
   return Match::same;
 }
 
-// Calls an operator that is the template's.
+// Runs an operator that equals the template's.
 PyObject* run(PyObject* self, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
   Owned result(PyObject_Call(line.func.get(), args, kwargs));
   if (!result || !line.is_needed()) return result.release();
@@ -200,7 +201,7 @@ bool add_names() {
 }
 
 bool add_script_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("The operators of a template, as C++ compares with them.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("The operators of a template, encoded for C++.")},
                                 {Py_tp_new, slot(script_new)},
                                 {Py_tp_dealloc, slot(script_dealloc)},
                                 {0, nullptr}};

@@ -35,7 +35,7 @@ bool is_seen_so(PyObject* view, PyObject* tensor) {
          is_equal(facts[4], call(tensors.is_conj, tensor)) && is_equal(facts[5], call(tensors.is_neg, tensor));
 }
 
-// The value that a tensor shows; null without an error where it is not in its latest version.
+// Returns the value that a tensor has; null without an error if the tensor's version is not that value's.
 Owned value_of(Follower* self, PyObject* tensor) {
   const Owned key = key_of(tensor);
   if (!key) return Owned();
@@ -102,7 +102,8 @@ Match match_arguments(Follower* self, const ScriptLine& line, PyObject* args, Py
 
 // -- one operator -----------------------------------------------------------------------------------------------------
 
-// Whether it writes, where the template does not say so, to a storage that a recipe may read.
+// Returns `differs` if the operator writes to a storage that a recipe may read and the template does not follow that
+// write.
 Match match_writes(Follower* self, const ScriptLine& line, PyObject* args, PyObject* kwargs) {
   if (OFFLOAD_BROKEN("a write to what is known ends the following")) return Match::same;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(line.writes.get()); ++i) {
@@ -123,8 +124,8 @@ Match match_writes(Follower* self, const ScriptLine& line, PyObject* args, PyObj
   return Match::same;
 }
 
-// Whether autograd saves the factors of a matrix product or convolution, as it did in the recorded step. Whether
-// gradients are on is among the settings.
+// Compares whether autograd saves the factors of a matrix product or convolution with the recorded step. Grad mode is
+// compared with the settings.
 Match match_history(const ScriptLine& line, PyObject* args) {
   if (OFFLOAD_BROKEN("a followed product saves its factors as before")) return Match::same;
   bool has_history = false;

@@ -1,6 +1,6 @@
-// Whether an operator is in every respect the one that a line of a template has.
+// Compares an operator with a line of a template.
 //
-// Used by operator_follower.cpp. Callers hold the GIL; a function that fails leaves a Python error.
+// Used by operator_follower.cpp. Callers hold the GIL; a function that fails sets a Python error.
 #pragma once
 
 #include "operator_script.h"
@@ -10,10 +10,10 @@ namespace offload {
 // The part of a FollowingRecorder that C++ reads and writes.
 struct Follower {
   PyObject_HEAD
-  PyObject* script;  // null or None: none
-  PyObject* values;  // identity of a storage -> its latest value in this window
-  PyObject* saved;   // identity of a storage -> the value that was packed
-  PyObject* bound;   // values by label
+  PyObject* script;  // the template's operators; null or None if there is no template
+  PyObject* values;  // dictionary: identity of a storage -> its latest value in this window
+  PyObject* saved;   // dictionary: identity of a storage -> the value that was packed
+  PyObject* bound;   // list: for each label, the value that is bound to it, or None
   Py_ssize_t position;
   unsigned long thread;
   char follows;
@@ -21,16 +21,16 @@ struct Follower {
 
 inline PyObject* object(Follower* self) { return reinterpret_cast<PyObject*>(self); }
 
-extern PyObject* leaf_of_name;  // of a method of FollowingRecorder
+extern PyObject* leaf_of_name;  // name of the method `_leaf_of` of FollowingRecorder
 
 enum class Match { same, differs, failed };
 
-// Compares, and binds the values that the operator reads. What was bound stays so where it differs.
+// Compares the operator with the line, and binds the values that it reads. If it differs, earlier bindings remain.
 Match match_line(Follower* self, const Script& script, const ScriptLine& line, PyObject* args, PyObject* kwargs);
 
-// Whether it is of torch's own class, or a parameter.
+// Returns whether the object's class is exactly torch.Tensor or torch.nn.Parameter.
 bool is_plain_tensor(PyObject* object);
-// The identity of a tensor's storage; null without an error where it has none.
+// Returns the identity of a tensor's storage; null without an error if the tensor has no storage.
 Owned key_of(PyObject* tensor);
 
 }  // namespace offload

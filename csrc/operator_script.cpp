@@ -75,7 +75,7 @@ bool read_line(PyObject* encoded, ScriptLine* line) {
 
 bool is_same_float(PyObject* expected, PyObject* given) {
   const double numbers[] = {PyFloat_AS_DOUBLE(expected), PyFloat_AS_DOUBLE(given)};
-  return std::memcmp(&numbers[0], &numbers[1], sizeof(double)) == 0;  // zeros have signs
+  return std::memcmp(&numbers[0], &numbers[1], sizeof(double)) == 0;  // the bits, because 0.0 == -0.0
 }
 
 bool is_same_list(PyObject* expected, PyObject* given) {
@@ -102,7 +102,7 @@ bool is_same_plain(PyObject* expected, PyObject* given) {
   if (OFFLOAD_BROKEN("a followed operator has the same numbers")) return true;
   if (PyFloat_CheckExact(expected)) return is_same_float(expected, given);
   if (PyList_CheckExact(expected)) return is_same_list(expected, given);
-  // Neither type has a comparison in Python, so nothing can fail.
+  // The comparison of these two types runs no Python code, so it cannot fail.
   if (!PyLong_CheckExact(expected) && !PyUnicode_CheckExact(expected)) return false;
   return PyObject_RichCompareBool(expected, given, Py_EQ) == 1;
 }

@@ -1,7 +1,7 @@
-// The lines of a template, as C++ compares operators with them. Made once for each template.
+// The lines of a template, in the form that C++ compares with operators. Created once for each template.
 //
 // Python (offload/recomputation/template.py) encodes each expected argument as a tuple whose first item is its kind.
-// Callers hold the GIL; a function that fails leaves a Python error.
+// Callers hold the GIL; a function that fails sets a Python error.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace offload {
 
-// An argument as the template has it.
+// An argument of the template's operator.
 struct Expected {
   enum class Kind : long { any, read, several, plain };
 
   Kind kind = Kind::any;
-  int64_t label = 0;  // of a value that is read
-  bool is_made = false;
-  Owned view;  // (dtype, shape, stride, offset, whether conjugated, whether negated)
-  std::vector<Expected> each;
-  Owned object;
+  int64_t label = 0;           // read: the label of the value
+  bool is_made = false;        // read: an operator of the window makes the value
+  Owned view;                  // read: (dtype, shape, stride, offset, whether conjugated, whether negated)
+  std::vector<Expected> each;  // several: the items
+  Owned object;                // plain: the argument itself
 };
 
 struct Named {
@@ -28,37 +28,37 @@ struct Named {
   Expected expected;
 };
 
-// A result or a written argument that a recipe reads: its number, and the label of its value.
+// A result or a written argument that a recipe reads.
 struct Made {
-  int64_t place;
-  int64_t label;
+  int64_t place;  // number of the result or argument
+  int64_t label;  // label of its value
 };
 
-// One operator, in its place.
+// One operator of a template.
 struct ScriptLine {
   Owned func;
-  Owned line;          // Python's; None: no recipe needs the operator
-  Owned writes;        // places of arguments that it changes though the template does not follow them: a tuple
-  Owned settings;      // those of torch that the operator ran with: a tuple
-  bool is_quick = false;  // C++ may run it
+  Owned line;          // the Python object of this line; None: no recipe needs the operator
+  Owned writes;        // tuple: places of arguments that it changes and that the template does not follow
+  Owned settings;      // tuple: the settings of torch with which the operator ran
+  bool is_quick = false;  // C++ may run the operator
   bool is_heavy = false;
   bool saves_weights = false;
   std::vector<Expected> args;
   std::vector<Named> kwargs;
   std::vector<Made> made;
-  std::vector<Made> written;  // arguments that it changes and recipes read afterwards: tensors that it reads, too
+  std::vector<Made> written;  // arguments that the operator reads and changes, and that recipes read afterwards
 
   bool is_needed() const { return line.get() != Py_None; }
 };
 
 struct Script {
   std::vector<ScriptLine> lines;
-  Owned readers;  // functions that read torch's settings, in the order of `settings`: a tuple
+  Owned readers;  // tuple: functions that read torch's settings, in the order of `settings`
 };
 
-// Reads what Python has encoded. False: a Python error.
+// Decodes the lines that Python has encoded. Returns false if there is a Python error.
 bool read_script(PyObject* lines, PyObject* readers, Script* script);
-// Whether an argument that is no tensor is exactly the template's.
+// Returns whether an argument that is not a tensor has the type and value of the template's.
 bool is_same_plain(PyObject* expected, PyObject* given);
 
 }  // namespace offload

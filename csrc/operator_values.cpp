@@ -12,7 +12,7 @@ PyTypeObject* value_type = nullptr;
 
 struct StorageWatch {
   PyObject_HEAD
-  PyObject* reference;  // torch's weak reference, which does not free itself; null: closed
+  PyObject* reference;  // torch's weak reference, which must be freed with unwatch_storage; null: closed
 };
 
 PyObject*& reference_of(PyObject* self) { return reinterpret_cast<StorageWatch*>(self)->reference; }
@@ -32,7 +32,7 @@ PyObject* watch_new(PyTypeObject*, PyObject* given, PyObject*) {
   return PyArg_ParseTuple(given, "O", &storage) ? make_watch(storage) : nullptr;
 }
 
-// Runs C code only: an exception of a signal handler would be lost here.
+// Runs only C code: an exception that a signal handler raises here would be lost.
 void watch_dealloc(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   PyObject *error, *value, *traceback;
@@ -137,9 +137,9 @@ bool add_watch_type(PyObject* module) {
   static PyMethodDef methods[] = {
       {"storage", watch_storage, METH_NOARGS, "storage(): the storage; None if it has been freed."},
       {"expired", watch_expired, METH_NOARGS, "expired(): whether the storage has been freed."},
-      {"close", watch_close, METH_NOARGS, "close(): the address may be used again."},
+      {"close", watch_close, METH_NOARGS, "close(): stop watching; the storage's address may be reused."},
       {nullptr, nullptr, 0, nullptr}};
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Tells when a storage has been freed.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("A weak reference to a storage.")},
                                 {Py_tp_getset, getters},
                                 {Py_tp_methods, methods},
                                 {Py_tp_new, slot(watch_new)},

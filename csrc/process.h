@@ -1,12 +1,12 @@
-// Which process this is: a forked child has the engine's memory and none of its threads. Asked several times for each
-// tensor, so that it costs no system call.
+// Detects a forked child, which has the engine's memory but none of its threads. The check takes no system call,
+// because it runs several times for each tensor.
 #pragma once
 
 #include <atomic>
 
 namespace offload {
 
-// The process that it was made in.
+// Identifies the process in which it was created.
 class Process {
  public:
   Process() noexcept : forks_(forks()) {}
@@ -15,7 +15,7 @@ class Process {
  private:
   static unsigned forks() noexcept { return count_.load(std::memory_order_relaxed); }
   static const int registered_;
-  static std::atomic<unsigned> count_;  // grows in every forked child
+  static std::atomic<unsigned> count_;  // incremented in every forked child
 
   const unsigned forks_;
 };

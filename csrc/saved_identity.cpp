@@ -5,10 +5,10 @@
 namespace offload {
 namespace {
 
-// The tensor whose version counter this one shares: a new reference, or null.
+// Returns the tensor whose version counter `tensor` shares: a new reference, or null.
 PyObject* owner_of(PyObject* tensor) {
   PyObject* const base = get(tensors.base, tensor);
-  if (base != Py_None) return base;  // or null, after an error
+  if (base != Py_None) return base;  // null if there is a Python error
   Py_DECREF(base);
   Py_INCREF(tensor);
   return tensor;
@@ -20,7 +20,7 @@ int64_t bytes_of(PyObject* storage) {
   return to_int(PyObject_CallFunctionObjArgs(tensors.storage_nbytes, storage, nullptr));
 }
 
-// 1: the owner covers its whole storage. 0: only a part of it. -1: a Python error.
+// Returns whether the owner covers its whole storage; -1: a Python error.
 int owns_all(PyObject* tensor, PyObject* owner, int64_t nbytes, int64_t storage_nbytes) {
   if (owner == tensor) return nbytes >= storage_nbytes;
   const int64_t owner_nbytes = to_int(get(tensors.nbytes, owner));
@@ -30,7 +30,7 @@ int owns_all(PyObject* tensor, PyObject* owner, int64_t nbytes, int64_t storage_
   return owned_nbytes < 0 ? -1 : owner_nbytes >= owned_nbytes;
 }
 
-// False: a Python error.
+// Reads owner, version and storage of the key. Returns false if there is a Python error.
 bool read_identities(PyObject* tensor, PyObject* owner, PyObject* storage, SavedKey* key) {
   const bool by_address = OFFLOAD_BROKEN("identity is more than an address");
   const bool by_storage = OFFLOAD_BROKEN("a version is part of an identity");
@@ -48,7 +48,7 @@ PyObject* version_owner(PyObject* tensor) { return owner_of(tensor); }
 bool add_identity_functions(PyObject* module) {
   static PyMethodDef functions[] = {
       {"version_owner", [](PyObject*, PyObject* tensor) { return owner_of(tensor); }, METH_O,
-       "version_owner(tensor): the tensor whose version counter it shares."},
+       "version_owner(tensor): return the tensor whose version counter `tensor` shares."},
       {nullptr, nullptr, 0, nullptr}};
   return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -1,7 +1,7 @@
 // Identifies the bytes of a saved tensor: the tensor that owns its version counter, the version, and the storage.
 //
-// engine_core.cpp uses it at every pack that may swap. Callers hold the GIL; a function that fails leaves a Python
-// error.
+// engine_core.cpp uses it at every pack of a tensor that may be swapped. Callers hold the GIL; a function that fails
+// sets a Python error.
 #pragma once
 
 #include <cstddef>
@@ -34,12 +34,12 @@ struct SavedKeyHash {
   }
 };
 
-// Finds the key of a tensor's whole storage. 0: there is none, because the owner covers only a part of the storage. −1:
-// a Python error.
+// Finds the key of a tensor's whole storage. Returns 1; 0 if there is no key, because the owner covers only a part of
+// the storage; −1: a Python error.
 int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key);
-// The tensor whose version counter this one shares: a new reference, or null.
+// Returns the tensor whose version counter `tensor` shares: a new reference, or null.
 PyObject* version_owner(PyObject* tensor);
-// Adds version_owner(tensor) to the module. False: a Python error.
+// Adds version_owner(tensor) to the module. Returns false if there is a Python error.
 bool add_identity_functions(PyObject* module);
 
 }  // namespace offload

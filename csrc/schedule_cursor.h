@@ -1,5 +1,5 @@
-// The position of a step in its schedule. The hooks of kept tensors use it. Most hooks are those of kept tensors; if
-// little is swapped, they cause most of the cost of offload.
+// The position of a step in its schedule. It is written for the hooks of kept tensors: most hooks are of this kind, and
+// if little is swapped, they cause most of the cost of offload.
 //
 // hook_core.cpp uses it at every pack and unpack. Python (executor.py) executes the releases and prefetches that are
 // due at a node and handles swapped tensors; it uses the same cursor. This file uses no Python. Not thread safe:
@@ -21,7 +21,7 @@ namespace offload {
 struct Count {
   int64_t tensors = 0;
   int64_t nbytes = 0;
-  int64_t tensors_before = 0, nbytes_before = 0;  // when the last step began
+  int64_t tensors_before = 0, nbytes_before = 0;  // the values when the last step began
 };
 
 // The schedule's entry for one pack. A value of -1 means none.
@@ -40,14 +40,14 @@ struct PackRow {
 // A copy that is due at a node, for the storage of a pack.
 struct DueCopy {
   int64_t node;
-  int64_t use;  // the node that needs a prefetched one
+  int64_t use;  // of a prefetch: the node that needs the storage
   int64_t pack_index;
 };
 
 // A schedule compiled to rows by pack index. Immutable once it is filled.
 class PackTable {
  public:
-  // The row of a pack; created if it does not exist.
+  // Returns the row of a pack; creates it if it does not exist.
   PackRow& at(size_t pack_index);
   const PackRow* find(int64_t pack_index) const {
     return pack_index >= 0 && static_cast<size_t>(pack_index) < rows_.size() ? &rows_[static_cast<size_t>(pack_index)]
@@ -55,7 +55,7 @@ class PackTable {
   }
 
   std::vector<DueCopy> releases, prefetches;  // in order
-  bool waits_for_prefetches = false;          // nothing is computed while they are copied
+  bool waits_for_prefetches = false;          // the step waits for its prefetches, so nothing is computed meanwhile
 
  private:
   std::vector<PackRow> rows_;
@@ -65,8 +65,8 @@ class PackTable {
 class ActivationMeter {
  public:
   // `kept`: bytes that the schedule keeps, by node. `resident`: bytes that the engine has on the device. `steps`:
-  // number of steps begun. If another step begins before this one ends, their bytes cannot be separated; neither is
-  // measured.
+  // number of steps begun. If another step begins before this one ends, their bytes cannot be separated, so neither of
+  // them is measured.
   ActivationMeter(std::vector<int64_t> kept, std::shared_ptr<const Gauge> resident, std::shared_ptr<const Gauge> steps,
                   bool on)
       : is_on(on), kept_(std::move(kept)), resident_(std::move(resident)), steps_(std::move(steps)), step_(steps_->now) {}
@@ -91,8 +91,8 @@ class ScheduleCursor {
   // quiet: no release or prefetch is due. due: one is due. unwatched: this unpack is not part of the schedule. back: it
   // starts a node before the current one.
   enum class Ask : uint8_t { quiet, due, unwatched, back };
-  // The result of `pack`. undecided: the cursor cannot decide; Python does. kept: the tensor is kept, and nothing else
-  // is to be done. due: the tensor is kept, and Python has to execute what is due at the node that starts.
+  // The result of `pack`. undecided: the cursor cannot decide; other code does. kept: the tensor is kept, and nothing
+  // else has to be done. due: the tensor is kept, and Python has to execute the releases and prefetches that are due.
   enum class Verdict : uint8_t { undecided, kept, due };
 
   ScheduleCursor(std::shared_ptr<const PackTable> table, std::shared_ptr<NodeClock> clock,
@@ -103,15 +103,16 @@ class ScheduleCursor {
   Verdict pack(int64_t pack_index, int64_t nbytes);
   // Whether a kept pack is a further view of a storage that is counted already.
   bool keeps_again(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->is_kept_again; }
-  // Advances to the node that starts with the unpack of a kept tensor. False: Python has to do it; nothing has changed.
+  // Advances to the node that starts with the unpack of a kept tensor. Returns false, with nothing changed, if Python
+  // has to do it.
   bool unpack(int64_t pack_index);
   // Whether the unpack of a kept tensor starts a node.
   bool watches(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->watched >= 0; }
-  // Advances to a node; a Python hook calls it. Returns whether something is due there.
+  // Advances to a node. Returns whether a release or a prefetch is due there.
   bool arrive(int64_t next_node);
   // Advances to the node that starts with the unpack of any tensor, if it is not before the current node.
   Ask ask(int64_t pack_index);
-  // What the schedule says of a pack; null where it says nothing, or the step has left it.
+  // Returns the row of a pack; null if the schedule has none, or if the step differs from the recorded one.
   const PackRow* find(int64_t pack_index) const { return row(pack_index); }
   const PackTable& table() const { return *table_; }
   NodeClock* clock() const { return clock_.get(); }
@@ -121,7 +122,7 @@ class ScheduleCursor {
 
   int64_t node = 0;
   int64_t next_due = 0;          // the node at which the next release or prefetch is due
-  bool is_on_schedule = true;    // the step runs as recorded
+  bool is_on_schedule = true;    // so far the step does the same as the recorded one
   bool decides = true;           // false: Python handles every hook, because it times them with device events
 
  private:

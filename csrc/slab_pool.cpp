@@ -22,7 +22,7 @@
 namespace offload {
 namespace {
 
-constexpr std::chrono::seconds kRefusalHolds{60};  // then pinning is tried again: memory may have become free
+constexpr std::chrono::seconds kRefusalHolds{60};  // pinning is tried again after this time: memory may be free then
 
 constexpr size_t kPopulatorsMax = 4;
 
@@ -50,7 +50,7 @@ char* map_pages(size_t bytes, int node) {
     try {
       *next = std::thread(populate, data + at, std::min(part_bytes, bytes - at));
       ++next;
-    } catch (const std::exception&) {  // no memory for another thread
+    } catch (const std::exception&) {  // no further thread can be started
       if (OFFLOAD_BROKEN("a thread that cannot start is not needed")) throw std::bad_alloc();
       populate(data + at, std::min(part_bytes, bytes - at));
     }

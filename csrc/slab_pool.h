@@ -32,9 +32,9 @@ struct Block {
 
 struct PoolStats {
   size_t max_bytes = 0;
-  size_t held_bytes = 0;        // of all slabs, which are pinned
-  size_t used_bytes = 0;        // of blocks that are allocated or still fenced, rounded up
-  size_t requested_bytes = 0;   // of the same blocks, as requested
+  size_t held_bytes = 0;        // bytes of all slabs; they are pinned
+  size_t used_bytes = 0;        // bytes of blocks that are allocated or still fenced, rounded up
+  size_t requested_bytes = 0;   // bytes requested for the same blocks
   size_t high_water_bytes = 0;  // maximum of used_bytes so far
   double registration_seconds = 0;
 };
@@ -47,12 +47,12 @@ class SlabPool {
   SlabPool& operator=(const SlabPool&) = delete;
 
   // Returns nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed, without
-  // any change, if the driver cannot pin a new slab. Slabs of that size or more then fail without another attempt until
-  // a slab has been freed, trim() has been called or a minute has passed: a failed attempt takes as long as pinning.
+  // any change, if the driver cannot pin a new slab. A failed attempt takes as long as pinning. So slabs of that size
+  // or more then fail without an attempt, until a slab has been freed, trim() has been called or a minute has passed.
   std::optional<Block> try_allocate(size_t bytes);
-  // `fence`: the event of the block's last copy; null if no copy is in flight.
+  // Releases a block. `fence`: the event of the block's last copy; null if no copy is in flight.
   void release(const Block& block, EventRef fence);
-  // The oldest fence, for a caller that waits for a block; null if there is none.
+  // Returns the oldest fence, for a caller that waits for a block; null if there is none.
   EventRef oldest_fence() const;
   // Unregisters and frees every empty slab. Returns the bytes freed.
   size_t trim();
@@ -92,7 +92,7 @@ class SlabPool {
   std::chrono::steady_clock::time_point asked_again_at_;
 };
 
-// Maps `bytes` bytes of zeroed pages, preferably on NUMA node `node` (-1: anywhere). Several threads touch the pages,
+// Maps `bytes` bytes of zeroed pages, preferably on NUMA node `node` (-1: any node). Several threads touch the pages,
 // so that registering them with the driver takes less time. Throws std::bad_alloc.
 char* map_pages(size_t bytes, int node = -1);
 void unmap_pages(char* data, size_t bytes) noexcept;

@@ -1,5 +1,5 @@
-// SlabSlot: one block swapped out by the slab tier. SlabParts: what the copy-out queue, the spiller and the copy-in
-// queue share: the pinned pool, the spill file, the device's two copy streams, and the function that frees a slot.
+// SlabSlot: one block swapped out by the slab tier. SlabParts: the parts that the copy-out queue, the spiller and the
+// copy-in queue share: the pinned pool, the spill file, the device's two copy streams, the function that frees a slot.
 //
 // A lane is a stream of the host driver: a queue of tasks that a worker thread runs in order.
 //
@@ -22,7 +22,8 @@ struct Transfer {  // one issued transfer, shared by its blocks
   EventRef end;
 };
 
-// A slot's state in the spiller. It is separate from Slot::state because a block may be prefetched while it is written.
+// A slot's state in the spiller. It is separate from Slot::state, because a block may be prefetched while it is being
+// written to the file.
 enum class Spill : uint8_t {
   none,
   queued,
@@ -33,7 +34,7 @@ enum class Spill : uint8_t {
 struct SlabSlot final : Slot {
   Block block;               // null unless the bytes are in pinned memory
   Stream compute = nullptr;  // the stream on which `produced`, and later `target_free`, is recorded
-  EventRef produced;
+  EventRef produced;         // completes when the compute stream has produced the bytes
   std::shared_ptr<Transfer> out;  // null once the copy-out has been added to the statistics
   std::shared_ptr<Transfer> in;
   EventRef target_free;  // recorded on the compute stream at prefetch
@@ -41,7 +42,7 @@ struct SlabSlot final : Slot {
   Extent extent;
   uint32_t crc_out = 0;
   uint32_t crc_in = 0;
-  size_t issued_bytes = 0;  // of the current copy-in
+  size_t issued_bytes = 0;  // bytes of the current copy-in that have been issued
   Spill spill = Spill::none;
   double fill_began_seconds = 0;
 };
@@ -59,7 +60,7 @@ struct SlabParts {
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.
   bool settle(Stream stream);
-  // The event after which no copy reads or writes the slot's block any more.
+  // Returns the event after which no copy reads or writes the slot's block any more.
   EventRef last_copy(const SlabSlot& slot);
   // Add the time of the slot's copy-out or copy-in to the statistics, if the copy has ended.
   void count_out(SlabSlot& slot);
@@ -80,7 +81,7 @@ struct SlabParts {
   const std::unique_ptr<SpillFile> file;  // null: no disk
   SlabPool pool;
   const size_t bounce_bytes;
-  const std::array<Block, 2> bounces;  // for reads from disk; allocated first, so that they never wait for room
+  const std::array<Block, 2> bounces;  // for reads from disk; allocated at construction, so a read never waits for room
   const OwnedStream out_stream;
   const OwnedStream in_stream;
 
@@ -92,7 +93,7 @@ struct SlabParts {
 // Limits how many transfers of a lane are in flight.
 class InFlight {
  public:
-  // Two keep a copy engine busy, and an urgent block waits for at most two transfers.
+  // Two transfers keep a copy engine busy, and an urgent block waits for at most two.
   static constexpr size_t kMax = 2;
 
   explicit InFlight(SlabParts& parts) : parts_(parts) {}

@@ -145,7 +145,7 @@ void SlabStore::release(const SlotRef& base) {
   spiller_.remove(slot);
   const bool is_read = copy_in_queue_.cancel(*slot);
   advance(*slot, State::released);
-  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // else the lane that reads or spills it frees it
+  if (!is_read && !Spiller::holds(*slot)) parts_.free_slot(*slot);  // otherwise the lane that uses the slot frees it
 }
 
 void SlabStore::quiesce() {

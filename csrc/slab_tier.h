@@ -1,10 +1,10 @@
 // The slab tier's store: device ↔ pinned slab over the device's own copy streams, slab ↔ spill file over host lanes.
 //
 // The copy-out queue copies a block to a slab, the spiller writes it to disk when the slabs are full, and the copy-in
-// queue copies it back. This file ties the three together and makes room for new blocks.
+// queue copies it back. SlabStore combines the three and makes room for new blocks.
 //
-// If memory runs out: a lane task is queued before its block, so if queuing the block fails, the task finds an empty
-// queue; the block's state changes last, which needs no memory.
+// If memory runs out, the queues stay consistent: a lane task is queued before its block, so if queuing the block
+// fails, the task finds an empty queue. The block's state changes last; this needs no memory.
 #pragma once
 
 #include <memory>
@@ -40,7 +40,8 @@ class SlabStore final : public SwapStore {
  private:
   Block obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes);
 
-  // Their destructors wait for no lane: every task on a lane holds a reference to the store, so none is left.
+  // The destructors of these members need not wait for a lane: every task on a lane holds a reference to the store, so
+  // no task is left.
   SlabParts parts_;
   Spiller spiller_;
   CopyOutQueue copy_out_queue_;

@@ -19,13 +19,13 @@ namespace offload {
 namespace {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;
-constexpr size_t kPiecesInFlight = 4;  // of one large transfer
+constexpr size_t kPiecesInFlight = 4;  // for one large transfer
 #ifdef OFFLOAD_MUTANTS
 constexpr uint64_t kGrowthBytes = uint64_t{1} << 20;  // small: a test run creates thousands of stores
 #else
 constexpr uint64_t kGrowthBytes = uint64_t{64} << 20;
 #endif
-constexpr int kAttemptsMax = 1000;  // in a row without progress: EINTR, EAGAIN, transfers shorter than a sector
+constexpr int kAttemptsMax = 1000;  // attempts without progress: EINTR, EAGAIN, transfers shorter than a sector
 
 // Waits at the end of a transfer, or when it throws, until the kernel no longer uses the caller's memory.
 struct Drain {
@@ -58,7 +58,7 @@ void SpillFile::open_in(const std::string& directory) {
     if (errno == ENOENT || errno == EACCES || errno == ENOSPC || errno == EROFS || errno == ENOTDIR)
       fail(errno, 0, "cannot create the spill file");
   }
-  std::string folder = directory + "/offload-XXXXXX";  // file systems without O_TMPFILE
+  std::string folder = directory + "/offload-XXXXXX";  // for file systems without O_TMPFILE
   if (mkdtemp(folder.data()) == nullptr) fail(errno, 0, "cannot create a private folder for the spill file");
   const std::string file = folder + "/spill";
   int error_number = 0;

@@ -45,7 +45,7 @@ struct Piece {
   Extent extent;
   char* data = nullptr;
   size_t bytes = 0;
-  uint32_t crc = 0;  // of the bytes written or read
+  uint32_t crc = 0;  // checksum of the bytes written or read
   std::exception_ptr failure;
 };
 
@@ -81,8 +81,8 @@ class SpillFile {
 
   SpillStats stats() const;
 
-  // The file's system calls. A replacement is used by transfers that begin later and lives as long as the file. They
-  // can be replaced once.
+  // The file's system calls, which a test can replace once. Transfers that begin later use the replacement, which lives
+  // as long as the file.
   FileIo& io() const { return *io_.load(); }
   void replace_io(std::shared_ptr<FileIo> io) { io_ = (replacement_ = std::move(io)).get(); }
   int descriptor() const { return descriptor_; }

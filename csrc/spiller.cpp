@@ -27,7 +27,7 @@ EventRef Spiller::make_room(size_t bytes) {
   return last_spill_;
 }
 
-// If this throws, no spill is queued. A wait may be queued already, which is harmless.
+// Queues a wait for the copy-out, then the spill. If this throws, no spill is queued; a queued wait is harmless.
 void Spiller::queue_spill(const SlabRef& slot, const std::shared_ptr<void>& under_way) {
   if (parts_.lanes == parts_.device) {
     OFFLOAD_EDGE("spill waits for copy-out", parts_.lanes->stream_wait(lane_, slot->out_event.get()));

@@ -1,4 +1,4 @@
-// The spills of the slab tier: slab → file, on a lane of their own, when the pinned memory is full.
+// The spills of the slab tier: slab → file, on a separate lane, when the pinned memory is full.
 //
 // Blocks whose copy-out has been issued and that have no copy-in in flight are candidates; the one that is needed last
 // is spilled first. Callers hold the store's lock.
@@ -18,17 +18,17 @@ class Spiller {
  public:
   explicit Spiller(SlabParts& parts) : parts_(parts), lane_(*parts.lanes) {}
 
-  // Makes the block a candidate if its state allows it. A block that has been swapped in can be one too, because a
-  // retained graph may swap it in again.
+  // Makes the block a candidate if its state allows it. A block that has been swapped in can be a candidate too: a
+  // second backward over a retained graph may swap it in again.
   void offer(const SlabRef& slot);
   // Removes the block from the candidates; a spill that is queued already stays queued.
   void remove(const SlabRef& slot) { resident_.erase(slot); }
-  // Whether the lane has the slot, so that the lane frees it if its ticket is released.
+  // Returns whether a spill of the slot is queued or running. If its ticket is released, the lane then frees the slot.
   static bool holds(const SlabSlot& slot) { return slot.spill == Spill::queued || slot.spill == Spill::writing; }
   // Queues spills of the candidates that are needed last, of at least `bytes` bytes in total if there are so many.
   // Returns a lane event that completes when all queued spills have ended; null if none is queued.
   EventRef make_room(size_t bytes);
-  // Returns, once, the driver's error that kept the last spill from starting, for the caller that waits for room.
+  // Returns the driver's error because of which the last spill could not start, and clears it; null if there is none.
   std::exception_ptr take_failure() { return std::exchange(failure_, nullptr); }
   // Waits until the lane has run all its tasks. Call it without the lock.
   void drain() { parts_.lanes->stream_synchronize(lane_); }
@@ -46,7 +46,7 @@ class Spiller {
 
   SlabParts& parts_;
   std::set<SlabRef, ColdestFirst> resident_;  // the candidates: in a slab, with no copy-in or spill pending
-  EventRef last_spill_;                       // lane event: all queued spills have ended; null if none is queued
+  EventRef last_spill_;                       // lane event, done when all queued spills have ended; null: none queued
   std::exception_ptr failure_;
   const OwnedStream lane_;
 };

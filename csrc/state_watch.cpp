@@ -12,16 +12,16 @@ namespace offload {
 namespace {
 
 struct Entry {
-  PyObject* object = nullptr;  // a module or a tensor: borrowed, only to be compared
-  int64_t storage = 0;         // its identity; 0: a module, or a tensor without one storage
-  int64_t nbytes = 0;          // of the storage
-  Owned kind;                  // a module's class, a tensor's device; null: neither matters
-  // A tensor's own fields, and its storage's Python object: only to be fetched.
+  PyObject* object = nullptr;  // a module or a tensor: borrowed, only compared
+  int64_t storage = 0;         // identity of the storage; 0: a module, or a tensor without a storage
+  int64_t nbytes = 0;          // bytes of the storage
+  Owned kind;                  // a module's class or a tensor's device; null: not compared
+  // Addresses of the C++ tensor and of the storage's Python object, only for prefetching them into the cache.
   int64_t fields = 0;
   const void* wrapper = nullptr;
 };
 
-constexpr size_t kAhead = 4;  // entries
+constexpr size_t kAhead = 4;  // number of entries by which `fetch_ahead` is ahead
 constexpr int kLineBytes = 64;
 
 void fetch(const void* place) {
@@ -29,14 +29,14 @@ void fetch(const void* place) {
   __builtin_prefetch(static_cast<const char*>(place) + kLineBytes);
 }
 
-// What one walk met, in order, compared with the walk before.
+// The modules and tensors that a walk has found, in order, compared with those of the previous walk.
 class Trail {
  public:
   void begin() {
     position_ = 0;
     is_same_ = true;
   }
-  // False: a Python error.
+  // Adds an entry. Returns false if there is a Python error.
   bool meet(Entry entry) {
     fetch_ahead();
     const int same = position_ < entries_.size() ? is_equal(entries_[position_], entry) : 0;
@@ -58,8 +58,9 @@ class Trail {
   void forget() { entries_.clear(); }
 
  private:
-  // A step's computation has put all of this out of the caches. While an entry is read, what the walk before met next
-  // is fetched. It may be gone: a prefetch of an address that is none does nothing.
+  // A step's computation has evicted these objects from the processor's caches. So each call prefetches the addresses
+  // of an entry that the previous walk found some entries later. The object may have been freed: a prefetch of an
+  // invalid address does nothing.
   void fetch_ahead() const {
     if (position_ + kAhead >= entries_.size()) return;
     const Entry& next = entries_[position_ + kAhead];
@@ -83,7 +84,7 @@ class Trail {
 };
 
 struct State {
-  Trail tensors;    // with the modules
+  Trail tensors;    // modules, parameters and buffers
   Trail gradients;
   Trail leaves;
 };
@@ -99,7 +100,7 @@ struct {
 
 State& state_of(PyObject* self) { return reinterpret_cast<StateWatch*>(self)->state; }
 
-// A plain tensor's storage, read through Python: false where it has none (a sparse one), with the error.
+// Reads a plain tensor's storage through Python. Returns false, with the error, if it has none (a sparse tensor).
 bool read_storage(PyObject* tensor, Entry* entry) {
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
   if (!storage) return false;
@@ -127,19 +128,20 @@ bool meet_tensor(Trail& trail, PyObject* tensor, bool with_device) {
 }
 
 bool meet_gradient(Trail& trail, PyObject* parameter) {
-  if (!is_plain(parameter)) return true;  // the gradient of another kind of tensor is none that is counted
+  if (!is_plain(parameter)) return true;  // gradients of other kinds of tensors are not counted
   const Owned gradient(get(tensors.gradient, parameter));
   if (!gradient) return false;
   return gradient.get() == Py_None ? trail.meet({}) : meet_tensor(trail, gradient.get(), false);
 }
 
-// An attribute that nn.Module keeps in its dictionary; null without an error where it is no dictionary there.
+// Returns a dictionary that nn.Module stores as an attribute. Null without an error if the attribute is missing or is
+// not a dictionary.
 PyObject* dictionary_of(PyObject* attributes, PyObject* name) {
   PyObject* const found = PyDict_GetItemWithError(attributes, name);
   return found != nullptr && PyDict_Check(found) ? found : nullptr;
 }
 
-// Calls `meet` for every value but None. It may run Python code.
+// Calls `meet` for every value except None. `meet` may run Python code.
 template <typename Meet>
 bool for_values(PyObject* dictionary, Meet&& meet) {
   const Owned held = shared(dictionary);
@@ -171,7 +173,7 @@ Walk walk_module(State& state, PyObject* module, std::vector<Owned>& pending, st
     if (seen.insert(value).second) pending.push_back(shared(value));
     return true;
   };
-  // Children first: what the others call may run Python code, and the dictionaries are borrowed.
+  // Children first: they run no Python code. The other calls may, and the dictionaries are borrowed.
   const bool done = state.tensors.meet(std::move(entry)) && for_values(modules, child) &&
                     for_values(parameters, parameter) &&
                     for_values(buffers, [&](PyObject* value) { return meet_tensor(state.tensors, value, true); });
@@ -191,7 +193,7 @@ Walk walk(State& state, PyObject* model) {
   return Walk::done;
 }
 
-// look(model): whether its tensors, and whether their gradients are those of the last look.
+// look(model): return whether its tensors, and whether their gradients, are the same as at the last call.
 PyObject* look(State& state, PyObject* model) {
   state.tensors.begin();
   state.gradients.begin();
@@ -207,7 +209,7 @@ PyObject* look(State& state, PyObject* model) {
   return PyTuple_Pack(2, same_tensors ? Py_True : Py_False, same_gradients ? Py_True : Py_False);
 }
 
-// A parameter or a buffer of a module or of one inside it. Null without an error: there is none.
+// Returns a parameter or a buffer of a module or of a submodule. Null without an error: there is none.
 Owned find_tensor(PyObject* model) {
   std::vector<Owned> pending;
   std::unordered_set<PyObject*> seen{model};
@@ -238,7 +240,7 @@ PyObject* first_tensor(PyObject*, PyObject* model) {
   return found || PyErr_Occurred() ? found.release() : shared(Py_None).release();
 }
 
-constexpr int kDepthMax = 16;  // of containers in an optimizer's state, which may hold itself
+constexpr int kDepthMax = 16;  // nesting of containers in an optimizer's state; a container may contain itself
 
 Walk walk_leaves(Trail& trail, PyObject* value, int depth) {
   if (PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(tensors.tensor_type)))
@@ -265,7 +267,7 @@ Walk walk_leaves(Trail& trail, PyObject* value, int depth) {
   return is_plain_value ? Walk::done : Walk::unknown;
 }
 
-// same_leaves(value): whether the tensors in dictionaries, lists and tuples are those of the last look.
+// same_leaves(value): return whether the tensors in dictionaries, lists and tuples are the same as at the last call.
 PyObject* same_leaves(State& state, PyObject* value) {
   state.leaves.begin();
   const Walk walked = walk_leaves(state.leaves, value, kDepthMax);
@@ -300,15 +302,15 @@ void watch_dealloc(PyObject* self) {
 
 PyMethodDef watch_methods[] = {
     {"look", guarded<look>, METH_O,
-     "look(model): whether its parameters and buffers, and whether their gradients are those of the last look."},
+     "look(model): return whether its parameters and buffers, and whether their gradients, are as at the last call."},
     {"same_leaves", guarded<same_leaves>, METH_O,
-     "same_leaves(value): whether the tensors in dictionaries, lists and tuples are those of the last look."},
+     "same_leaves(value): return whether the tensors in dictionaries, lists and tuples are those of the last call."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 bool add_state_watch_type(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Tells when a model's tensors have changed.")},
+  static PyType_Slot slots[] = {{Py_tp_doc, const_cast<char*>("Detects whether a model's tensors have changed.")},
                                 {Py_tp_methods, watch_methods},
                                 {Py_tp_new, slot(watch_new)},
                                 {Py_tp_dealloc, slot(watch_dealloc)},
@@ -320,7 +322,7 @@ bool add_state_watch_type(PyObject* module) {
   if (names.parameters == nullptr || names.buffers == nullptr || names.modules == nullptr) return false;
   static PyMethodDef functions[] = {
       {"first_tensor", first_tensor, METH_O,
-       "first_tensor(model): a parameter or a buffer of a module or of one inside it; None where there is none."},
+       "first_tensor(model): return a parameter or a buffer of a module or of a submodule; None if there is none."},
       {nullptr, nullptr, 0, nullptr}};
   return add_type(module, "StateWatch", spec) != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }

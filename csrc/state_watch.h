@@ -1,8 +1,8 @@
-// Whether a model's parameters and buffers are those of the last look: the same tensors on the same storages.
+// Detects whether a model's parameters and buffers have changed since the last call: other tensors, or other storages.
 //
-// Off the data path: once per step (profiling/model_state.py), so that what Python computes of hundreds of tensors is
-// computed when they change. Nothing is taken for granted between looks: each reads every module's dictionaries, and of
-// every tensor the storage, its size and the device.
+// It is called once per step (profiling/model_state.py), not on the data path. Sets and sums over hundreds of tensors
+// are then computed in Python only if something has changed. Each call reads every module's dictionaries, and every
+// tensor's storage, size and device.
 //
 // Callers hold the GIL.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace offload {
 
-// Makes the type StateWatch and the function first_tensor. Returns false and leaves a Python error where it cannot.
+// Adds the type StateWatch and the function first_tensor to the module. Returns false if there is a Python error.
 bool add_state_watch_type(PyObject* module);
 
 }  // namespace offload

@@ -71,7 +71,8 @@ Owned StepCopies::find(int64_t pack_index) const {
 bool StepCopies::act(int64_t node) {
   const PackTable& table = cursor->table();
   while (next_release_ < table.releases.size() && table.releases[next_release_].node <= node) {
-    const Owned storage = find(table.releases[next_release_++].pack_index);  // counted first: others act meanwhile
+    // Incremented first: while this thread waits, another thread may act.
+    const Owned storage = find(table.releases[next_release_++].pack_index);
     if (storage && !wait_copied_out(storage.get())) return false;
   }
   const size_t first = next_prefetch_;
@@ -95,7 +96,7 @@ bool StepCopies::prefetch(int64_t pack_index) {
   }
   if (!PyErr_ExceptionMatches(tensors.out_of_memory)) return false;
   PyErr_Clear();
-  without_memory_->add(1);  // loaded on demand later, when there may be room
+  without_memory_->add(1);  // the tensor is loaded on demand later, when there may be room
   return true;
 }
 

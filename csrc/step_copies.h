@@ -1,8 +1,9 @@
-// The copies of one step that follows a schedule: the storages it has swapped out, and the releases and prefetches that
-// come next.
+// The copies of one step that follows a schedule: the storages that it has swapped out, and the releases and prefetches
+// that are still to come.
 //
-// On the data path: swap_hooks.cpp and executor.py report swapped storages here, and have done what is due at a node.
-// It holds weak references only. Callers hold the GIL; a function that returns false leaves a Python error.
+// On the data path: swap_hooks.cpp and executor.py report swapped storages here, and call `act` at nodes where copies
+// are due. StepCopies holds only weak references. Callers hold the GIL; a function that returns false sets a Python
+// error.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,8 @@ namespace offload {
 
 class StepCopies {
  public:
-  // `prefetched`: counts copy-ins. `without_memory`: those that found none, and are left to demand.
+  // `prefetched` counts the copy-ins that have begun, `without_memory` those for which there was no device memory; they
+  // are loaded on demand.
   StepCopies(std::shared_ptr<ScheduleCursor> cursor, std::shared_ptr<Gauge> prefetched,
              std::shared_ptr<Gauge> without_memory);
 
@@ -28,21 +30,21 @@ class StepCopies {
   StepCopies& operator=(const StepCopies&) = delete;
   ~StepCopies() { stop_watching(); }
 
-  // The copy-out of a pack's tensor has begun.
+  // Adds a storage whose copy-out has begun, by the index of its pack.
   bool add(int64_t pack_index, PyObject* storage, PyObject* tensor);
-  // The storage of a pack, if its graph is alive: a new reference, or null without an error.
+  // Returns the storage of a pack, if its graph is alive: a new reference, or null without an error.
   Owned find(int64_t pack_index) const;
   // Waits for the copy-outs and begins the copy-ins that are due at a node.
   bool act(int64_t node);
-  // Backward goes on at an earlier node: what it uses from there on is prefetched again.
+  // Called when backward continues at an earlier node: storages used from that node on are prefetched again.
   void rewind(int64_t node);
-  // Packs of swapped storages that somebody else holds, so that swapping them freed nothing. Watches them no longer.
+  // Finds the packs of swapped storages that other code still holds: swapping them freed nothing. Stops watching.
   bool find_held(std::set<int64_t>* held);
 
   const std::shared_ptr<ScheduleCursor> cursor;
-  bool caps_in_flight = false;  // the engine's limit on sources held for their copy-out applies
-  bool finds_held = false;      // swapped storages of torch's are watched until `find_held`
-  std::set<int64_t> missed;     // packs of what backward asked for before its copy-in had begun
+  bool caps_in_flight = false;  // in_flight_bytes_max of the engine applies
+  bool finds_held = false;      // torch's storages of swapped tensors are watched until `find_held`
+  std::set<int64_t> missed;     // packs of tensors that backward needed before their copy-ins had begun
 
  private:
   bool prefetch(int64_t pack_index);

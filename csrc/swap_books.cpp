@@ -9,7 +9,7 @@
 namespace offload {
 namespace {
 
-// Removes an entry. False: it has already been removed.
+// Removes an entry. Returns false if it has already been removed.
 bool take_out(std::deque<CopyOutRef>& queue, const CopyOutRef& entry) {
   const auto found = std::find(queue.begin(), queue.end(), entry);
   if (found == queue.end()) return false;

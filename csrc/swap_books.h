@@ -5,7 +5,7 @@
 //
 // Callers hold the GIL, which guards everything here. It is released while a thread waits for a copy, and releasing a
 // Python object may run Python code. So an entry is removed from its queue before anything else is done with it.
-// A function that returns false leaves a Python error; errors of the store are C++ exceptions.
+// A function that returns false sets a Python error; errors of the store are C++ exceptions.
 #pragma once
 
 #include <cstddef>
@@ -25,13 +25,13 @@
 
 namespace offload {
 
-// A source that is being copied out, held until the copy no longer reads it.
+// Holds a source that is being copied out until the copy no longer reads it.
 struct CopyOut {
   std::shared_ptr<Ticket> ticket;
   Owned source;          // a tensor on the source's storage, which shares the saved tensor's version counter
   int64_t nbytes = 0;
   Stream stream = nullptr;
-  PyObject* saved = nullptr;  // borrowed: the SwappedStorage; null after it was freed
+  PyObject* saved = nullptr;  // the SwappedStorage, borrowed; null after it was freed
 };
 using CopyOutRef = std::shared_ptr<CopyOut>;
 
@@ -53,23 +53,23 @@ struct Books {
   Owned new_storage;     // callable that takes bytes and an address modulo `alignment_bytes`; null: host blocks
   Owned warn;            // callable that takes a message and its argument
   bool is_device_known = false;
-  dlpack::Device dlpack_device{};  // the same device, once it is known
+  dlpack::Device dlpack_device{};  // the same device for DLPack, if `is_device_known`
   int64_t in_flight_bytes = 0;
   int64_t in_flight_bytes_max = 0;
   int64_t misses = 0;
   int64_t failed = 0;
   std::string failure;
-  std::unordered_map<SavedKey, PyObject*, SavedKeyHash> live;  // borrowed: each removes itself when freed
+  std::unordered_map<SavedKey, PyObject*, SavedKeyHash> live;  // SwappedStorages, borrowed; each removes itself
   std::deque<CopyOutRef> copies_out;
   std::deque<std::pair<std::shared_ptr<Ticket>, Target>> retired;
   std::unordered_map<PyObject*, Owned> empties;  // empty tensors by dtype; torch never frees a dtype
 };
 
-// Handle of the compute stream that the calling thread uses now.
+// Finds the handle of the compute stream that the calling thread uses now.
 bool current_stream(const Books& books, Stream* stream);
-// An empty tensor on the device: borrowed. Null: a Python error (no memory).
+// Returns an empty tensor on the device: borrowed. Null: a Python error (no memory).
 PyObject* empty_of(Books& books, PyObject* dtype);
-// Whether `collect` has nothing to do.
+// Returns whether `collect` has nothing to do.
 inline bool is_quiet(const Books& books) { return books.copies_out.empty() && books.retired.empty(); }
 // Releases the sources and targets that no copy uses any more. Does not wait.
 bool collect(Books& books);

@@ -16,8 +16,8 @@ struct {
 
 // -- whether a tensor swaps -------------------------------------------------------------------------------------------
 
-// Whether a tensor has bytes of its own on the engine's device; what DLPack cannot describe is left to Python, which
-// knows quantized tensors, tensors that functorch wraps and zero tensors without memory. −1: a Python error.
+// Returns whether a tensor has memory on the engine's device; −1: a Python error. Returns 0 if DLPack cannot describe
+// the tensor (quantized, wrapped by functorch, a zero tensor without memory): Python handles these.
 int is_movable(Books& books, PyObject* tensor) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return 0;
   dlpack::Tensor found{};
@@ -42,7 +42,7 @@ int contains(PyObject* object, PyObject* name, PyObject* storage) {
   return set ? PySet_Contains(set.get(), storage) : -1;
 }
 
-// Whether nobody but the graph is known to hold a storage; −1: a Python error.
+// Returns whether a storage is known to have no owner outside the graph; −1: a Python error.
 int is_free(const SwapHooks& hooks, PyObject* tensor, int64_t storage) {
   const Owned identity(PyLong_FromLongLong(storage));
   const int is_state = identity ? contains(hooks.held.get(), names.storages, identity.get()) : -1;
@@ -56,7 +56,7 @@ int is_free(const SwapHooks& hooks, PyObject* tensor, int64_t storage) {
 
 // -- pack -------------------------------------------------------------------------------------------------------------
 
-// The hook is about to return.
+// Ends a pack: advances the schedule, executes the copies that are due, and measures.
 bool end_pack(StepCopies& copies, const PackRow& row, bool acted) {
   ScheduleCursor& cursor = *copies.cursor;
   if (row.node_after >= 0 && cursor.arrive(row.node_after)) {
@@ -68,7 +68,7 @@ bool end_pack(StepCopies& copies, const PackRow& row, bool acted) {
   return true;
 }
 
-// Calls something with the error that is set, and clears it.
+// Clears the Python error that is set, and calls a function with it.
 template <typename Call>
 PyObject* with_error(Call&& call) {
   PyObject *type, *value, *traceback;
@@ -126,7 +126,7 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t n
 
 // -- unpack -----------------------------------------------------------------------------------------------------------
 
-// What backward did not find begun: a copy-in on demand.
+// Stores the pack of a tensor whose copy-in has not begun when backward needs it.
 void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyObject* storage) {
   if (copies.cursor->meter() == nullptr) return;
   const bool is_missing = is_swapped_out(swapped(storage));
@@ -137,7 +137,7 @@ void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyO
 PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject* storage) {
   StepCopies& copies = *hooks.copies;
   ScheduleCursor& cursor = *copies.cursor;
-  if (!collect(*hooks.books)) return nullptr;  // before a swap-in: finished graph nodes have freed memory
+  if (!collect(*hooks.books)) return nullptr;  // before a swap-in: autograd nodes that have run have freed memory
   const PackRow* const found = cursor.decides ? cursor.find(pack_index) : nullptr;
   if (found == nullptr || !found->is_swapped || found->watched < cursor.node) return nullptr;
   if (cursor.clock() != nullptr && !cursor.clock()->is_listening) return nullptr;

@@ -1,8 +1,8 @@
-// Pack and unpack of tensors that a schedule swaps, without Python code, where the step runs as recorded.
+// Pack and unpack of tensors that a schedule swaps, without Python code, if the step does the same as the recorded one.
 //
-// On the data path: hook_core.cpp comes here before it asks Python. Whatever is not plain (another size than recorded,
-// a tensor of another kind or device, an error, what a recipe needs) is left undecided, with nothing changed:
-// runtime/hooks.py does the same steps for every case. Callers hold the GIL.
+// On the data path: hook_core.cpp calls these functions before it calls Python. In all other cases (another size than
+// recorded, another kind of tensor or device, recomputation) they change nothing and return null, and runtime/hooks.py,
+// which handles every case, does the same work. An error of a copy is passed to Python. Callers hold the GIL.
 #pragma once
 
 #include <memory>
@@ -14,20 +14,20 @@
 
 namespace offload {
 
-// What one step's hooks of swapped tensors use.
+// The data of one step that the hooks of swapped tensors use.
 struct SwapHooks {
   std::shared_ptr<Books> books;
   std::shared_ptr<StepCopies> copies;
   std::shared_ptr<Count> swapped, duplicates;
   PyObject* core;  // the HookCore that holds this
-  Owned held;      // which storages somebody holds: `storages`; and `not_held`, looked for in vain
+  Owned held;      // identities of storages: `storages`: of parameters and buffers; `not_held`: known not to be of these
 };
 
-// Makes names. Returns false and leaves a Python error where it cannot.
+// Creates the names of Python attributes. Returns false if there is a Python error.
 bool prepare_swap_hooks();
-// What the graph node shall hold. Null without an error: undecided.
+// Returns the object that the autograd node holds. Null without an error: Python has to decide.
 PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes);
-// The tensor. Null without an error: undecided.
+// Returns the tensor. Null without an error: Python has to decide.
 PyObject* unpack_swapped(SwapHooks& hooks, PyObject* view);
 
 }  // namespace offload

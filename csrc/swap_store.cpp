@@ -170,7 +170,7 @@ bool Ticket::in_done() {
   store_->lanes_->run_some();
   std::lock_guard lock(store_->mutex_);
   const State now = state();
-  // Part of the copy-in is not issued yet, so it has no event.
+  // Part of the copy-in has not been issued, so there is no event for its end yet.
   if (!OFFLOAD_BROKEN("copy-in ends with its last slice") && (now == State::filling || now == State::copying_in))
     return false;
   return slot_->in_event == nullptr || store_->device_->event_done(slot_->in_event.get());

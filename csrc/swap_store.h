@@ -2,10 +2,10 @@
 //
 // Each ticket has a state machine, which ensures the order of its copies and of the computation around them:
 //
-//   queued → copying_out → out → copying_in → arriving → ready → released
-//   slab tier, with a spill: out → spilling → on_disk → filling → arriving
-//   direct tier: queued → copying_out → on_disk → copying_in → ready, and for a block without an aligned middle
-//   queued → out → copying_in → ready
+//   slab tier     queued → copying_out → out → copying_in → arriving → ready → released
+//                 with a spill: out → spilling → on_disk → filling → arriving
+//   direct tier   queued → copying_out → on_disk → copying_in → ready → released
+//                 a block without an aligned middle: queued → out → copying_in → ready
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
@@ -26,10 +26,11 @@
 // Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket, one throws. A
 // Ticket may be destroyed at any time and in any state; its destructor does not wait.
 //
-// Errors: every method but id, bytes, state, failure_text, cancel and release throws DriverError when the device fails;
-// other errors are listed with the method. After a failed copy-out the source is unchanged; after a failed copy-in the
-// ticket can be prefetched again. If host memory runs out, swap_out and prefetch throw std::bad_alloc before anything
-// has begun; release does not throw, but the pool or the file may count the released block as used from then on.
+// Errors: if the device fails, every method except id, bytes, state, failure_text, cancel and release throws
+// DriverError; other errors are listed with the method. After a failed copy-out the source is unchanged; after a failed
+// copy-in the ticket can be prefetched again. If host memory runs out, swap_out and prefetch throw std::bad_alloc
+// before anything has begun; release does not throw, but the pool or the file may then count the released block as
+// used.
 #pragma once
 
 #include <atomic>
@@ -78,23 +79,23 @@ struct StoreOptions {
 
 struct StoreStats {
   uint64_t out_bytes = 0, in_bytes = 0;
-  uint64_t out_copies = 0, in_copies = 0;        // blocks
-  uint64_t out_transfers = 0, in_transfers = 0;  // slices of large blocks, batches of small ones
+  uint64_t out_copies = 0, in_copies = 0;        // numbers of blocks
+  uint64_t out_transfers = 0, in_transfers = 0;  // numbers of slices of large blocks and of batches of small ones
   double out_seconds = 0, in_seconds = 0;        // time during which a copy in that direction was in flight
   double stall_seconds = 0;                      // time that callers spent in wait_out and swap_in
   uint64_t spilled_bytes = 0;                    // written to disk
   uint64_t cancelled = 0, failed = 0;
-  uint64_t live_tickets = 0;  // slots that are not freed yet
+  uint64_t live_tickets = 0;  // number of slots that are not freed yet
   PoolStats pool;
   SpillStats spill;
 };
 
-// One swapped block. Each tier derives its own.
+// One swapped block. Each tier has a derived class.
 struct Slot {
   virtual ~Slot() = default;
   uint64_t id = 0;
   size_t bytes = 0;
-  uint64_t need = 0;  // larger if backward needs the block later; the largest are spilled to disk first
+  uint64_t need = 0;  // larger if backward needs the block later; blocks with the largest value are spilled first
   std::atomic<State> state{State::queued};
   EventRef out_event;  // completes when the source is no longer read
   EventRef in_event;   // completes when the target has all bytes
@@ -125,7 +126,7 @@ class Ticket {
   State state() const { return slot_->state.load(); }
   // The error of the last failed copy; empty if none failed.
   std::string failure_text() const;
-  // Whether the source is no longer read; true after a failure as well.
+  // Returns whether the source is no longer read; true also after a failure.
   bool out_done();
   // Orders `compute` after the copy-out. On the host driver this blocks.
   void wait_out(Stream compute);
@@ -137,12 +138,12 @@ class Ticket {
   // alive until in_done() is true or settle() returns. Throws std::logic_error if a copy-in is in flight or nothing was
   // swapped out.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
-  // Whether no copy-in writes to the target any more, whether it succeeded or failed.
+  // Returns whether no copy-in writes to the target any more; true also after a failure.
   bool in_done();
   // Orders `compute` after the copy-in, which overtakes queued ones. If the copy-in failed, throws its error (such as
   // SpillError); the ticket can then be prefetched again. Throws std::logic_error if nothing was prefetched.
   void swap_in(Stream compute);
-  // Waits until no copy-in writes to the target any more, whether it succeeded or failed.
+  // Waits until no copy-in writes to the target any more. Does not throw the copy-in's error.
   void settle();
   void release() noexcept;
 
@@ -174,12 +175,12 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // Frees empty slabs and truncates the unused end of the spill file. Returns the bytes freed.
   virtual size_t trim() = 0;
   virtual StoreStats stats() = 0;
-  // Starts to record the begin and end of copies; the newest `limit` are kept. 0 stops and clears the record. In it,
-  // "out" and "in" are copies from and to the device, "spill" and "fill" copies between slab and file.
+  // Starts to record the begin and end of copies; the newest `limit` are kept. 0 stops and clears the record. In the
+  // record, "out" and "in" are copies from and to the device, "spill" and "fill" are copies from slab to file and back.
   void record_copies(size_t limit);
   // Returns the recorded copies that have ended, each once. If this throws, the next call returns them.
   std::vector<CopyEntry> take_copies();
-  // A target's address must be congruent to its source's modulo this; 1 allows any address.
+  // Returns the alignment modulo which a target's address must be congruent to its source's; 1 allows any address.
   virtual size_t alignment_bytes() const = 0;
   virtual SpillFile* spill_file() = 0;
   void require_same_process() const { lanes_->require_same_process(); }

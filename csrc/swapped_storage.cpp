@@ -46,7 +46,7 @@ void count_view(SwappedState& state) {
 
 // -- copy-out ---------------------------------------------------------------------------------------------------------
 
-// Whether nothing but `tensor` holds its storage, so that no other code can write to it; −1: a Python error.
+// Returns whether only `tensor` holds its storage, so that no other code can write to it; −1: a Python error.
 int is_alone(PyObject* tensor) {
   if (tensors.storage_holders == nullptr) return 0;
   const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
@@ -56,7 +56,8 @@ int is_alone(PyObject* tensor) {
   return holders < 0 ? -1 : holders == tensors.holders_alone;
 }
 
-// Whether the saved tensor can no longer change: unchanged, one view, its storage has no other holder; −1: an error.
+// Returns whether the saved tensor can no longer change: it is unchanged, only one view was saved, and its storage has
+// no other holder; −1: a Python error.
 int is_final(const SwappedState& state, PyObject* source) {
   if (state.views != 1 || state.views_left != 1) return 0;
   const int64_t version = to_int(get(tensors.version, source));
@@ -88,7 +89,7 @@ bool copied_out(PyObject* self) {
   Owned source = std::move(copy_out->source);
   if (!source) return true;
   if (state.views_left < state.views && !OFFLOAD_BROKEN("a source is kept while views use it")) {
-    // After unpack all views must share one storage. Some already use the source, so the others get it too.
+    // All unpacked views must share one storage. Some already use the source, so the others get the source too.
     state.target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, source.get(), nullptr));
     if (!state.target.storage) return false;
     state.begin = OFFLOAD_BROKEN("a kept source keeps the offset of its span") ? 0 : state.key.begin;
@@ -112,7 +113,7 @@ bool allocate(SwappedState& state, void** address) {
   Books& books = *state.books;
   const auto nbytes = static_cast<size_t>(state.key.nbytes);
   if (!books.new_storage) {
-    // At least 64, like torch's own allocations: with less alignment, vendor kernels may round differently.
+    // At least 64 bytes, like torch's allocations: with a smaller alignment, vendor kernels may round differently.
     const size_t alignment = std::max<size_t>(books.alignment_bytes, 64);
     state.target.block = std::make_shared<HostBlock>(nbytes, alignment, state.source_address % books.alignment_bytes);
     *address = state.target.block->data();
@@ -160,7 +161,7 @@ void await_incoming(SwappedState& state, Stream stream) {
   state.is_incoming = false;
 }
 
-// Drops a target that was prefetched for another stream: that stream owns its memory.
+// Drops a target that was prefetched for another stream: its memory belongs to that stream.
 void abandon_incoming(SwappedState& state) {
   if (state.is_incoming) {
     const GilRelease release;
@@ -248,7 +249,7 @@ bool swap_in(PyObject* self, Target* found, int64_t* begin) {
     return true;
   }
   if (!bring_back(state)) return false;
-  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // all views share the storage
+  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // for all views to share
   *found = {state.target.block, shared(state.target.storage.get())};
   *begin = state.begin;
   count_view(state);
@@ -337,7 +338,7 @@ void free_storage(PyObject* self) {
 void storage_dealloc(PyObject* self) {
   auto* storage = reinterpret_cast<SwappedStorage*>(self);
   PyTypeObject* const type = Py_TYPE(self);
-  PyObject_ClearWeakRefs(self);  // from here on nothing can get a new reference to it
+  PyObject_ClearWeakRefs(self);  // from here on no other code can get a new reference to this object
   if (OFFLOAD_BROKEN("an abandoned graph frees its records")) return;
   PyObject *error, *value, *traceback;
   PyErr_Fetch(&error, &value, &traceback);

@@ -1,10 +1,10 @@
 // One swapped storage, or one span of it, at one version: its copy-out, its copy-in, and the views that still need it.
 //
-// engine_core.cpp creates one at pack. Only graph nodes hold it, through the views that were saved; observers hold weak
-// references. When the last graph node is freed, so is the slot, and no Python code runs: an exception that a signal
-// handler raised there would be lost.
+// engine_core.cpp creates one at pack. Only autograd nodes hold it, through the views that were saved; other code holds
+// weak references. It is freed with the last of these nodes. This runs no Python code: an exception that a signal
+// handler raises there would be lost.
 //
-// Callers hold the GIL. A function that returns false leaves a Python error; errors of the store are C++ exceptions.
+// Callers hold the GIL. A function that returns false sets a Python error; errors of the store are C++ exceptions.
 #pragma once
 
 #include <memory>
@@ -19,10 +19,10 @@ struct SwappedState {
   std::shared_ptr<Books> books;
   std::shared_ptr<Ticket> ticket;
   SavedKey key{};
-  uintptr_t source_address = 0;  // of the first byte
-  int64_t views = 0;             // saved tensors on this storage
-  int64_t views_left = 0;        // those that backward has not unpacked yet
-  bool is_counted = false;       // in `unswapped` and `resident` of the books
+  uintptr_t source_address = 0;  // address of the first byte
+  int64_t views = 0;             // number of saved tensors on this storage
+  int64_t views_left = 0;        // number of these that backward has not unpacked yet
+  bool is_counted = false;       // the bytes are included in `unswapped` and `resident` of the books
   Owned owner;                   // weak reference; reserves the address of the version counter's owner
   Owned counter;                 // shares the saved tensors' version counter; null if they can no longer change
   CopyOutRef copy_out;           // null after the copy-out has ended and the source has been released
@@ -47,7 +47,7 @@ extern PyTypeObject* swapped_storage_type;
 inline SwappedState& swapped(PyObject* object) { return reinterpret_cast<SwappedStorage*>(object)->state; }
 inline bool is_swapped_storage(PyObject* object) { return Py_TYPE(object) == swapped_storage_type; }
 
-// Creates the type. False: a Python error.
+// Creates the type. Returns false if there is a Python error.
 bool add_swapped_storage_type(PyObject* module);
 // Creates a storage whose copy-out has not begun. Null: a Python error (no memory).
 PyObject* make_swapped_storage(const std::shared_ptr<Books>& books);
@@ -55,22 +55,25 @@ PyObject* make_swapped_storage(const std::shared_ptr<Books>& books);
 bool copied_out(PyObject* self);
 // Allocates memory and starts the copy-in, unless the bytes are on the device or a copy-in is under way.
 bool prefetch(PyObject* self, bool* began);
-// Waits until the copy-out has ended. False: a Python error.
+// Waits until the copy-out has ended. Returns false if there is a Python error.
 bool wait_copied_out(PyObject* self);
-// Whether its bytes are not on the device, and no copy-in is under way.
+// Returns whether the bytes are not on the device and no copy-in is under way.
 bool is_swapped_out(const SwappedState& state);
 // Returns the target, ready for the current stream, and the offset of the bytes in it. Counts as one view's unpack.
 bool swap_in(PyObject* self, Target* found, int64_t* begin);
-// A tensor that shares the saved tensors' version counter: a new reference, or null if they can no longer change.
+// Returns a tensor that shares the saved tensors' version counter: a new reference, or null if they can no longer
+// change.
 PyObject* version_counter(PyObject* self);
-// The storage of a target; created if the target is a host block: a new reference, or null.
+// Returns the storage of a target; creates it if the target is a host block: a new reference, or null.
 PyObject* storage_of_target(Target& target);
-// (owner, version, begin, nbytes, storage): a new reference, or null.
+// Returns (owner, version, begin, nbytes, storage): a new reference, or null.
 PyObject* to_tuple(const SavedKey& key);
 
-// The ticket as a Python object, which keeps its owner alive: a new reference, or null. Defined in hook_bindings.cpp.
+// Converts a ticket to a Python object that keeps `owner` alive: a new reference, or null. Defined in
+// hook_bindings.cpp.
 PyObject* to_python(Ticket* ticket, PyObject* owner);
-// A host block as a Python object with the buffer interface: a new reference, or null. Defined in hook_bindings.cpp.
+// Converts a host block to a Python object with the buffer interface: a new reference, or null. Defined in
+// hook_bindings.cpp.
 PyObject* to_python(const std::shared_ptr<HostBlock>& block);
 
 }  // namespace offload

@@ -19,9 +19,9 @@ struct SwappedView {
   PyObject* saved;    // a SwappedStorage, or another handle
   PyObject* counter;  // shares the tensor's version counter; null with a SwappedStorage, which has its own
   PyObject* dtype;
-  Py_ssize_t index;   // of its pack
+  Py_ssize_t index;   // pack index
   int64_t version;
-  int64_t offset;     // in elements, from the first byte that was copied
+  int64_t offset;     // elements from the first byte that was copied
   dlpack::DataType element;  // bits = 0: unknown
   int itemsize;
   bool is_conj, is_neg;
@@ -65,7 +65,7 @@ PyObject* view_through_python(PyObject* tensor, int64_t begin) {
   return made.release();
 }
 
-// The same without a Python call. Null without an error: not possible for this tensor.
+// The same without a Python call. Returns null without an error if DLPack cannot describe the tensor.
 PyObject* view_through_dlpack(PyObject* tensor, uintptr_t first_byte) {
   dlpack::Tensor found{};
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return nullptr;
@@ -191,7 +191,7 @@ bool raise_changed(SwappedView* view, const Owned& found) {
              .get() != nullptr;
 }
 
-// False: the tensor was changed in place after it was saved (autograd's error is set), or a Python error.
+// Returns false, with a Python error, if the tensor was changed in place after it was saved, or if the check fails.
 bool check_version(SwappedView* view, PyObject* counter) {
   const Owned found(get(tensors.version, counter));
   if (!found) return false;
@@ -238,7 +238,7 @@ PyObject* on_storage(SwappedView* view, Target& target, int64_t begin) {
   const Owned offset(storage ? PyLong_FromLongLong(view->offset + begin / view->itemsize) : nullptr);
   const Owned shape(offset ? tuple_of(view->sizes, dimensions(view)) : nullptr);
   const Owned stride(shape ? tuple_of(strides(view), dimensions(view)) : nullptr);
-  // It has a new version counter. Nothing here requires a gradient, so autograd records nothing.
+  // The new tensor has a new version counter. No tensor here requires a gradient, so autograd records nothing.
   Owned tensor(stride ? get(tensors.data, empty) : nullptr);
   if (!tensor) return nullptr;
   const Owned done(PyObject_CallFunctionObjArgs(tensors.set_storage, tensor.get(), storage.get(), offset.get(),
@@ -271,7 +271,8 @@ PyObject* restore(SwappedView* view) {
   if (tensor && view->is_conj) tensor = Owned(PyObject_CallFunctionObjArgs(tensors.conjugated, tensor.get(), nullptr));
   if (tensor && view->is_neg) tensor = Owned(PyObject_CallFunctionObjArgs(tensors.negated, tensor.get(), nullptr));
   if (!tensor || !counter) return tensor.release();
-  // Shares the original's version counter: if backward writes to it, other nodes that saved it detect the change.
+  // The result shares the original's version counter: if backward writes to it, other nodes that saved the tensor
+  // detect the change.
   Owned restored(PyObject_CallFunctionObjArgs(tensors.detach, counter.get(), nullptr));
   if (!restored || Py_TYPE(tensors.data)->tp_descr_set(tensors.data, restored.get(), tensor.get()) < 0) return nullptr;
   return restored.release();
@@ -309,7 +310,7 @@ PyMemberDef view_members[] = {{"index", T_PYSSIZET, offsetof(SwappedView, index)
                               {nullptr, 0, 0, 0, nullptr}};
 PyMethodDef functions[] = {
     {"view_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(view_of)), METH_FASTCALL,
-     "view_of(tensor, saved, index): the object that the graph node holds; `saved` has the bytes."},
+     "view_of(tensor, saved, index): return the object that the autograd node holds; `saved` has the bytes."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The attributes and methods of tensors that C++ uses, looked up in Python, so the extension needs no torch headers.
+// The attributes and methods of tensors that C++ uses. Python looks them up, so the extension needs no torch headers.
 //
-// Callers hold the GIL. A function that fails leaves a Python error.
+// Callers hold the GIL. A function that fails sets a Python error.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -18,7 +18,7 @@ class Owned {
   explicit Owned(PyObject* object) : object_(object) {}
   Owned(Owned&& other) noexcept : object_(other.release()) {}
   Owned& operator=(Owned&& other) noexcept {
-    const Owned before(std::exchange(object_, other.release()));  // freed last: a destructor may run Python code
+    const Owned before(std::exchange(object_, other.release()));  // freed at the end: this may run Python code
     return *this;
   }
   ~Owned() { Py_XDECREF(object_); }
@@ -56,7 +56,7 @@ struct TensorInterface {
   PyObject* itemsize = nullptr;
   PyObject* shape = nullptr;
   PyObject* identity = nullptr;
-  PyObject* storage_identity = nullptr;  // of a storage's class
+  PyObject* storage_identity = nullptr;  // a descriptor of the storage's class
   // Callables that take the tensor.
   PyObject* is_view = nullptr;
   PyObject* detach = nullptr;
@@ -71,17 +71,17 @@ struct TensorInterface {
   PyObject* type_name = nullptr;
   PyObject* weak_reference = nullptr;  // reserves the tensor's address
   PyObject* set_storage = nullptr;     // takes a tensor, a storage, an offset, a shape and a stride
-  // Callables that take something else.
-  PyObject* storage_nbytes = nullptr;   // a storage
-  PyObject* storage_address = nullptr;  // a storage
-  PyObject* storage_holders = nullptr;  // a storage's identity; null if torch does not have it
+  // Callables that take other arguments.
+  PyObject* storage_nbytes = nullptr;    // takes a storage
+  PyObject* storage_address = nullptr;   // takes a storage
+  PyObject* storage_holders = nullptr;   // takes a storage's identity; null if torch does not have this function
   PyObject* storage_of_buffer = nullptr;
-  PyObject* watch_storage = nullptr;    // a storage: a weak reference, which does not free itself
-  PyObject* storage_is_gone = nullptr;  // such a reference
-  PyObject* unwatch_storage = nullptr;  // the same
-  PyObject* watched_storage = nullptr;  // the same: the storage, or None
-  PyObject* empty = nullptr;           // a dtype and a device
-  PyObject* raise_changed = nullptr;   // of a saved tensor: name of its type, shape, version, expected version
+  PyObject* watch_storage = nullptr;    // takes a storage; returns a weak reference, to be freed with unwatch_storage
+  PyObject* storage_is_gone = nullptr;  // takes such a reference
+  PyObject* unwatch_storage = nullptr;  // takes such a reference
+  PyObject* watched_storage = nullptr;  // takes such a reference; returns the storage, or None
+  PyObject* empty = nullptr;            // takes a dtype and a device
+  PyObject* raise_changed = nullptr;    // takes a saved tensor's type name, shape, version and expected version
   int64_t holders_alone = 0;           // the value of `storage_holders` if only one tensor holds the storage
 };
 
@@ -92,12 +92,12 @@ inline Owned shared(PyObject* object) {
   return Owned(object);
 }
 
-// The value of a descriptor of the object's class: a new reference, or null.
+// Returns the value of a descriptor of the object's class: a new reference, or null.
 inline PyObject* get(PyObject* descriptor, PyObject* object) {
   return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));
 }
 
-// −1: a Python error. Both functions consume the reference.
+// Both functions consume the reference. They return −1 if there is a Python error.
 inline int is_true(PyObject* owned) {
   const Owned result(owned);
   return result ? PyObject_IsTrue(result.get()) : -1;

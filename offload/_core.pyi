@@ -190,7 +190,7 @@ class Value:
 def first_tensor(model: nn.Module) -> Tensor | None: ...
 
 class Gauge:
-    """A figure at one moment, and the most it ever was."""
+    """A number and its maximum so far."""
 
     now: int
     @property
@@ -200,7 +200,7 @@ class Gauge:
         """Count more until the result is closed or freed."""
 
 class GaugeShare:
-    """A part of what a gauge counts."""
+    """A number that a gauge includes while this object exists."""
 
     def close(self) -> None:
         """Count it no longer; may be called again."""

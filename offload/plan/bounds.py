@@ -44,7 +44,7 @@ class InfeasibleLimitError(ValueError):
     Attributes
     ----------
     limit_bytes : int
-        The limit that was asked for, in bytes.
+        The requested limit, in bytes.
     least_limit_bytes : int
         The least feasible limit, in bytes.
     reasons : tuple of Reason
@@ -185,8 +185,9 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
 
     Notes
     -----
-    Take two nodes j <= k. The copy-outs before j delay its start, the copy-ins after k delay the end of the step, and
-    the nodes between them still have to run. So the double bound adds a wait early in forward to one late in backward.
+    Take two nodes j <= k. The copy-outs before j delay the start of j, the copy-ins after k delay the end of the step,
+    and the nodes from j to k still have to run. So the double bound adds a wait early in forward to one late in
+    backward.
 
     A segment tree over the tensors in queue order gives the bounds of all nodes up to rounding, in
     O((nodes + tensors) log tensors). The nodes close to the maximum are then evaluated exactly as `cut_bound` is

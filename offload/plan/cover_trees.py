@@ -1,7 +1,7 @@
 """Segment trees over the tensors that cover a node, updated while the node moves through the step.
 
-A tensor covers the nodes between its last use in forward and its first use in backward: there it can be swapped out.
-The bounds ask at every node how much memory the covering tensors could free there, and at which cost.
+A tensor covers the nodes between its last use in forward and its first use in backward: at these it can be swapped out.
+For every node the bounds need the bytes that the covering tensors could free, and the cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["CopyQueue", "PriceList"]
 
 
 class _CoverTree(ABC):
-    """A segment tree over tensors in a fixed order: sums of the bytes of those that cover the current node."""
+    """A segment tree over tensors in a fixed order: sums of the bytes of the tensors that cover the current node."""
 
     def __init__(self, order: Sequence[SavedTensor], node_count: int) -> None:
         self.order = order
@@ -61,14 +61,14 @@ class CopyQueue(_CoverTree):
     ) -> None:
         super().__init__(order, node_count)
         self._offsets, self._bandwidth = offsets, bandwidth
-        # For each range of tensors the maximum of `bound`, with A_q counted from the first tensor of the range.
+        # For each range of tensors: the maximum over q of offsets[q] - A_q / bandwidth, A_q from the range's first tensor.
         self._best = [-math.inf] * (2 * self.width)
 
     def bound(self, needed: int | float) -> float:
-        """Return the max over q, A_q < needed, of offsets[q] + (needed - A_q) / bandwidth, up to rounding.
+        """Return the maximum over q with A_q < needed of offsets[q] + (needed - A_q) / bandwidth, up to rounding.
 
-        q runs over the covering tensors, and A_q is the sum of their bytes before q. Infinite if they have fewer than
-        `needed` bytes.
+        q runs over the covering tensors; A_q is the sum of the bytes of those before q. The result is infinite if the
+        covering tensors have fewer than `needed` bytes.
         """
         covering, best, bandwidth = self.covering, self._best, self._bandwidth
         if covering[1] < needed:
@@ -103,9 +103,9 @@ class PriceList(_CoverTree):
     Parameters
     ----------
     order : sequence of SavedTensor
-        The tensors that have a recipe, those with the least time per byte first.
+        The tensors that have a recipe, sorted by recomputation time per byte, least first.
     seconds : sequence of float
-        For each, the least time that recomputing it takes, in seconds.
+        For each tensor, the least time that recomputing it takes, in seconds.
     node_count : int
         Number of nodes.
     """

@@ -28,8 +28,8 @@ class DropSet:
     Dropping a tensor frees no more bytes than swapping it for as long as is allowed. But its sources must be resident
     when it is recomputed, and the recipe needs its workspace. So the least feasible limit can only rise.
 
-    A recomputation can move to an earlier node when further tensors are added. A source that was kept longer for it
-    then still counts as kept that long, so a tensor may be refused although it would fit.
+    A recomputation can move to an earlier node when further tensors are added. A source that was kept longer because of
+    this recomputation then still counts as kept that long. So a tensor may be refused although it would fit.
     """
 
     def __init__(self, trace: Trace, limit_bytes: int) -> None:
@@ -62,7 +62,7 @@ class DropSet:
         return True
 
     def _changes(self, tensor_id: int) -> tuple[dict[int, int], dict[int, int], list[tuple[int, int, int]]]:
-        """Return the first and last uses that change, and the further bytes that ranges [first, stop) of nodes need."""
+        """Return the first uses and last uses that change, and as (first, stop, bytes) how ranges of nodes change."""
         uses: dict[int, int] = {}
         last_uses: dict[int, int] = {}
         lower, raises = [], []

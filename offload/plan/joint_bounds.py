@@ -1,6 +1,6 @@
 """A lower bound on the step time of every plan that swaps and recomputes within a limit.
 
-It is reported with plans that may recompute, as the bound of `bounds` is with swap-only plans.
+It is reported with plans that may recompute; the bound of `bounds` is reported with swap-only plans.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     at least the minimum over Y of start(E - Y) + max(rest + g(Y), in(E - Y)).
 
     The minimum is computed exactly: all terms are linear in Y between the values at which a tensor is copied or dropped
-    in full. Most nodes are skipped: if some Y gives no more than the maximum over the nodes so far, neither does the
-    minimum.
+    in full. Most nodes are skipped: if the value for some Y is not above the maximum over the nodes so far, then neither
+    is the minimum over Y.
     """
     cuts = _Cuts.of(trace, limit_bytes, link)
     total = cuts.clock[-1]
@@ -66,7 +66,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
         if excess <= 0:
             continue
         guesses = (dropped, excess - (cuts.excess[k - 1] - dropped), 0.0, float(excess))
-        for guess in guesses:  # first: as many bytes dropped, or as many copied, as at the previous node
+        for guess in guesses:  # the first two: as many bytes dropped, or as many copied, as at the previous node
             dropped = min(max(guess, 0.0), float(excess))
             if walk.seconds(dropped) <= best * (1 + _TOLERANCE):
                 break
@@ -152,8 +152,8 @@ class _Cuts:
             total: Floats = start + np.maximum(recompute, self.seconds[k] + ins.seconds(copied))
             return total
 
-        # Between two ends there can be one Y from which on copy-outs do not delay k, and one at which the copy-ins take
-        # as long as the computation.
+        # Between two ends there can be one Y from which on copy-outs do not delay k, and one Y at which the copy-ins
+        # take as long as the computation.
         middle = (ends[1:] + ends[:-1]) / 2
         points = [ends]
         if middle.size:
@@ -179,8 +179,8 @@ class _Copies:
 
     def __init__(self, sizes: Floats, values: Floats, bandwidth: float) -> None:
         ends = _sums(sizes)
-        self.before, self.total = ends[:-1], float(ends[-1])  # bytes before each tensor, and of all tensors
-        self._latest = np.maximum.accumulate(values - self.before / bandwidth)  # maximum up to each tensor
+        self.before, self.total = ends[:-1], float(ends[-1])  # bytes before each tensor, bytes of all tensors
+        self._latest = np.maximum.accumulate(values - self.before / bandwidth)  # running maximum
         self._bandwidth = bandwidth
 
     def seconds(self, copied: Floats) -> Floats:

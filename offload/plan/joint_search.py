@@ -1,9 +1,9 @@
 """Searches for the set of tensors to recompute; for each set, `swap_search` chooses the tensors to swap.
 
-A step in which some tensors are recomputed is another step (`recompute`), whose swaps are planned as those of any step.
-If there are few candidates, every set is tried. Otherwise the cheapest tensors are dropped first, as many as the limit
-allows, and prefixes of this order are compared, for three measures of cost. Local search then adds, removes and
-exchanges dropped tensors, mostly close to a stall.
+Recomputing some tensors of a step gives another step (`recompute`), whose swaps are planned as those of any step. If
+there are few candidates, every set is tried. Otherwise the cheapest tensors are dropped first, as many as the limit
+allows, and prefixes of this order are compared; this is done for three measures of cost. Local search then adds,
+removes and exchanges dropped tensors, mostly close to a stall.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["JointPlacement", "fastest_joint", "small_share"]
 _ALL_SETS_MAX = 8  # candidates; 256 sets
 _EXHAUSTIVE_MAX = 8  # tensors that may be swapped; up to this number, every set of swaps is tried
 _PROBE_SECONDS = 0.01  # estimated seconds to choose the swaps of one set, for up to 1,000 tensors; see `small_share`
-_SMALL = 10_000  # tensors times nodes; for a smaller step, less time is used
-_PREFIX_SHARE = 0.2  # of the budget, for each order
-_FLIP_SHARE = 0.8  # of the remaining budget; the rest is used to improve the swaps of the best set
-_POLISH_SHARE = 0.25  # of what the search for the set has used, at most
-_PATIENCE = 16  # sets tried per candidate without a gain before the search ends
-_PATIENCE_GAP = 0.01  # at this gap; it grows and falls with the gap
-_PATIENCE_FACTORS = (0.1, 2.0)  # within these bounds
-_CLOSE = 0.005  # a gap at which no further order is tried
-_GAIN = 1e-4  # relative; a smaller one counts as none
+_SMALL = 10_000  # tensors times nodes; a step with a smaller product gets less time
+_PREFIX_SHARE = 0.2  # share of the budget for each order
+_FLIP_SHARE = 0.8  # share of the remaining budget; the rest is used to improve the swaps of the best set
+_POLISH_SHARE = 0.25  # most time for improving the swaps, relative to the time of the search for the set
+_PATIENCE = 16  # sets tried per candidate without a gain before the search ends, at a gap of _PATIENCE_GAP
+_PATIENCE_GAP = 0.01  # the patience is proportional to the gap
+_PATIENCE_FACTORS = (0.1, 2.0)  # least and largest factor by which the gap changes the patience
+_CLOSE = 0.005  # if the gap is at most this, no further order is tried
+_GAIN = 1e-4  # relative gain in step time; a smaller one counts as none
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
 _RANKINGS = 3  # number of rankings whose minimal sets are tried as swaps of a changed set
 _NEAR = 0.1  # share of the nodes: a tensor within this distance of a stall counts as close to it
@@ -155,7 +155,7 @@ class _JointSearch:
         return frozenset(i for i in order if drops.add(i))
 
     def orders(self) -> Iterator[list[int]]:
-        """Yield the candidates by recomputation time: per byte, per byte and node without the tensor, and in total."""
+        """Yield the candidates sorted by recomputation time: per byte; per byte and node saved; in total."""
         tensors = self.tensors
         yield self.candidates
         yield sorted(self.candidates, key=lambda i: _price(tensors[i]) / _away(tensors[i]))
@@ -225,7 +225,7 @@ class _JointSearch:
         return best
 
     def _patience(self, best: JointPlacement) -> float:
-        """Return how many sets may be tried without a gain: the more, the further the best one is from the target."""
+        """Return how many sets may be tried without a gain: more if the best set is further from the target."""
         gap = best.step_seconds / self.target_seconds - 1 if self.target_seconds else 1.0
         low, high = _PATIENCE_FACTORS
         return _PATIENCE * len(self.candidates) * min(high, max(low, gap / _PATIENCE_GAP))
@@ -277,7 +277,7 @@ class _JointSearch:
         return frozenset(dropped)
 
     def _addable(self, best: JointPlacement) -> list[int]:
-        """Return candidates to drop in addition: at random only swapped ones or all, only near a stall or all."""
+        """Return candidates to drop in addition: at random all or only swapped ones, all or only those near a stall."""
         rng = self.random
         among = set(best.swapped) if rng.random() < 0.6 else set(self.candidates) - best.dropped
         pool = [i for i in self.candidates if i in among]
@@ -298,7 +298,7 @@ class _JointSearch:
     def _adapted(
         self, near: JointPlacement, dropped: frozenset[int], cutoff_seconds: float, budget: SearchBudget
     ) -> JointPlacement | None:
-        """Return a placement with a set dropped and about the swaps of `near`; None if it exceeds the cutoff."""
+        """Return a placement with a set dropped and swaps similar to those of `near`; None if it exceeds the cutoff."""
         step = self._step(dropped, budget)
         if step is None or step.compute_seconds > cutoff_seconds:
             return None

@@ -1,6 +1,6 @@
-"""Steps with recomputed tensors, prepared for placement without a trace in between.
+"""Steps with recomputed tensors, prepared for placement without building a trace for each.
 
-`joint_search` prepares thousands of them. Each equals the one that `recomputed` gives, in every bit.
+`joint_search` prepares thousands of them. Each is bit-equal to the step made from the trace that `recomputed` returns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class JointSteps:
         rows = [self._index[i] for i in sorted(dropped, key=self._in_trace.__getitem__)]
         uses = self._first_uses(rows)
         seconds = whole.seconds.copy()
-        resident = [0] * (whole.node_count + 1)  # changes from node to node of the bytes that are resident
+        resident = [0] * (whole.node_count + 1)  # by how many bytes residency changes from node to node
         last_uses = self._last_uses(rows, uses)
         longer: dict[int, float] = {}
         for i in rows:
@@ -65,7 +65,7 @@ class JointSteps:
         for i in rows:
             is_dropped[i] = True
         kept = [i for i in range(whole.count) if not is_dropped[i]]
-        uses = {i: max(node, whole.release_min[i]) for i, node in uses.items()}  # used before: never swapped out
+        uses = {i: max(node, whole.release_min[i]) for i, node in uses.items()}  # an earlier use: never swapped out
         return whole.with_changes(kept, seconds, list(accumulate(resident[:-1])), uses)
 
     def _first_uses(self, rows: Collection[int]) -> dict[int, int]:

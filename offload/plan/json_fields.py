@@ -35,7 +35,7 @@ def read_list(row: Mapping[str, Any], field: str, where: str) -> Sequence[Any]:
 def read_int(value: Any, where: str) -> int:
     """Return an integer; a float without a fraction is accepted."""
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # 4096.0: some JSON writers have no integers
+        return int(value)  # some JSON writers write every number as a float, such as 4096.0
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{where}: expected an integer, got {kind_of(value)}")
     return value
@@ -52,7 +52,7 @@ def read_float(value: Any, where: str) -> float:
 
 
 def kind_of(value: Any) -> str:
-    """Return the text by which messages refer to a value."""
+    """Return the text that messages use for a value: the value itself if it is plain, otherwise its type."""
     if value is None:
         return "null"
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

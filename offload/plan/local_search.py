@@ -14,7 +14,7 @@ from offload.plan.placement import Ints, Stall, Step, SwapPlacement
 
 __all__ = ["Neighbourhood", "SearchBudget", "delay_prefetches", "improve"]
 
-_EARLY = 4.0  # a safety factor at which copy-ins are queued well before they have to be
+_EARLY = 4.0  # a safety factor with which copy-ins are queued much earlier than necessary
 _SAFETY_FACTORS = (1.0, 1.0, _EARLY)
 _DELAY_SHARE = 0.2  # share of the changes that delay a prefetch
 _NEAR = 10  # positions in a copy queue that count as close to a stall
@@ -245,12 +245,12 @@ class Neighbourhood:
             choice = np.flatnonzero(allowed & (self._release_min <= k) & (k < self._first_backward))
             if not choice.size:
                 return False
-            if rule < 0.4:  # the smallest that is large enough, or the largest
+            if rule < 0.4:  # the smallest tensor that is large enough; if there is none, the largest
                 enough = choice[self._sizes[choice] >= missing]
                 i = enough[self._sizes[enough].argmin()] if enough.size else choice[self._sizes[choice].argmax()]
-            elif rule < 0.6:  # the first packed
+            elif rule < 0.6:  # the tensor that was packed first
                 i = choice[0]
-            elif rule < 0.8:  # the last needed
+            elif rule < 0.8:  # the tensor that backward needs last
                 i = choice[self._rank[choice].argmax()]
             else:
                 i = choice[self.random.randrange(choice.size)]

@@ -62,7 +62,7 @@ class SwapPlacement:
     indices, releases, prefetches : tuple of int
         The swapped tensors in copy-out order, and the release node and the prefetch node of each.
     stalls : tuple of Stall
-        Where compute waits, in node order.
+        The waits of compute, in node order.
     not_before : mapping of int to int
         Lower bounds on the prefetch node, by tensor index. Other tensors have none.
     """
@@ -272,7 +272,8 @@ class Step:
         free = headroom - self._bytes_by_node(self._release_min[at], released, self._bytes[at])
         order = sorted(indices, key=self.copy_in_rank.__getitem__)
         uses = self._first_backward[order]
-        begin, begins = np.inf, []  # for each copy-in, the latest start that causes no stall; the last copy-in first
+        # For each copy-in, the latest start that causes no stall; the last copy-in comes first.
+        begin, begins = np.inf, []
         for i, needed in zip(reversed(order), reversed(ready[uses].tolist()), strict=True):
             begin = (needed if needed < begin else begin) - self.in_seconds[i] * safety_factor
             begins.append(begin)
@@ -334,10 +335,9 @@ class Step:
 
 
 def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """Reserve memory for each tensor in turn; return the first node at which it is reserved for each tensor.
+    """For each tensor in turn, reserve memory at consecutive nodes, backwards from the node before its use.
 
-    Memory is reserved at consecutive nodes, backwards from the node before the tensor's use, until a node has no room
-    or `first` is reached.
+    This ends at a node without room, or when `first` is reached. Returns the first reserved node of each tensor.
     """
     free_bytes, nodes = free.tolist(), []
     for low, k, needed in zip(first, use, count, strict=True):
@@ -349,7 +349,7 @@ def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[i
 
 
 def _reserve_by_array(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """Return what `_reserve_by_loop` returns; faster for long ranges."""
+    """The same as `_reserve_by_loop`; faster for long ranges."""
     nodes = []
     for low, high, needed in zip(first, use, count, strict=True):
         (full,) = (free[low:high] < needed).nonzero()

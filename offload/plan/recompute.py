@@ -53,7 +53,7 @@ def first_uses(trace: Trace, dropped: Collection[int]) -> dict[int, int]:
     tensors = {tensor.id: tensor for tensor in trace.tensors}
     uses = {tensor.id: tensor.first_backward for tensor in trace.tensors}
     waiting = sorted(dropped, key=lambda i: (tensors[i].produced, i))
-    while waiting:  # last produced first, so that a source is mostly visited after the tensors made from it
+    while waiting:  # last produced first, so that a source is mostly visited after the tensors recomputed from it
         i = waiting.pop()
         at = uses[i]
         for source in _recipe(tensors[i]).inputs:
@@ -97,7 +97,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
     Returns
     -------
     Trace
-        It has the same nodes, some of them longer, and lacks the dropped tensors, which `base_bytes` includes.
+        It has the same nodes, some of them longer. It lacks the dropped tensors; `base_bytes` includes their bytes.
 
     Raises
     ------
@@ -108,8 +108,8 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
     -----
     A dropped tensor is recomputed before the node at which it is first used. It is resident up to its last use in
     forward, and from that node on. The node takes longer by the time of the recipe, and needs its workspace. Each
-    source must be resident at that node: its first use is moved to that node if it is later, its last use if it is
-    earlier. A source that is dropped too is recomputed first.
+    source must be resident at that node: a first use that is later, and a last use that is earlier, are moved to that
+    node. A source that is dropped too is recomputed first.
 
     Examples
     --------
@@ -144,7 +144,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
                 change[tensor.last_forward + 1] -= tensor.bytes
                 change[uses[tensor.id]] += tensor.bytes
         else:
-            first = max(uses[tensor.id], tensor.last_forward + 1)  # if used before, it is never swapped out
+            first = max(uses[tensor.id], tensor.last_forward + 1)  # a tensor used before that is never swapped out
             nodes = (tensor.produced, tensor.packed, tensor.last_forward, first, last_use)
             kept.append(SavedTensor(tensor.id, tensor.bytes, *nodes))
     base = [count + more for count, more in zip(trace.base_bytes, accumulate(change), strict=False)]
@@ -155,7 +155,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
 
 
 def _checked(trace: Trace, dropped: Iterable[int]) -> set[int]:
-    """Return the ids as a set; raise unless each is that of a tensor with a recipe."""
+    """Return the ids as a set. Raise if one is unknown or its tensor has no recipe."""
     dropped = set(dropped)
     for tensor in trace.tensors:
         if tensor.id in dropped:

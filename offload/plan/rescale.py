@@ -1,6 +1,6 @@
-"""A recorded step at another batch size, or on another device. `offload fit` plans such steps.
+"""Estimates a recorded step at another batch size, or on another device. `offload fit` plans such steps.
 
-Nothing here is measured: what follows from a recorded step, and under which assumption, is said at each function.
+Nothing here is measured: each function computes its result from recorded steps and states its assumptions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from offload.plan.trace import SavedTensor, Trace
 
 __all__ = ["SizedStep", "in_proportion", "largest_batch", "on_a_line", "retimed"]
 
-_BATCH_MAX = 1 << 40  # beyond every batch: the step does not depend on it
+_BATCH_MAX = 1 << 40  # larger than every batch: if this fits, the step does not depend on the batch size
 
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step as a function of its batch size: each of its figures is a line.
+    """A step as a function of its batch size: each of its values is linear in it.
 
     Attributes
     ----------
@@ -28,9 +28,9 @@ class SizedStep:
     batch
         Batch size of `trace`.
     base_slopes, tensor_slopes
-        Bytes per item of the batch: of each node's `base_bytes`, and of each tensor.
+        Bytes per item of the batch, for each node's `base_bytes` and for each tensor.
     second_slopes
-        Seconds per item of the batch, of each node.
+        Seconds per item of the batch, for each node.
     """
 
     trace: Trace
@@ -42,7 +42,7 @@ class SizedStep:
     def at(self, batch: int) -> Trace:
         """Return the step at another batch size.
 
-        Recipes take as many times as long, and need as many times the workspace, as the batch is larger.
+        The durations and workspaces of recipes are multiplied by `batch / self.batch`.
 
         Examples
         --------
@@ -69,10 +69,10 @@ class SizedStep:
 
 
 def in_proportion(trace: Trace, batch: int, fixed_bytes: Sequence[int]) -> SizedStep:
-    """Return the step as a function of its batch size, from one batch size alone.
+    """Return the step as a function of its batch size, estimated from one batch size.
 
-    An estimate: all tensors, all durations, and the bytes of a node beyond `fixed_bytes` are taken to be proportional
-    to the batch. What does not grow with it, such as a workspace, makes larger batches look larger than they are.
+    It assumes that all tensors, all durations, and the bytes of a node beyond `fixed_bytes` are proportional to the
+    batch size. If some of these bytes do not grow with it, such as a workspace, larger batches are overestimated.
     """
     more = [base - fixed for base, fixed in zip(trace.base_bytes, fixed_bytes, strict=True)]
     return SizedStep(
@@ -85,10 +85,10 @@ def in_proportion(trace: Trace, batch: int, fixed_bytes: Sequence[int]) -> Sized
 
 
 def on_a_line(trace: Trace, batch: int, other: Trace, other_batch: int) -> SizedStep | None:
-    """Return the step as a function of its batch size, from two batch sizes.
+    """Return the step as a function of its batch size, estimated from two batch sizes.
 
-    Each tensor, and each node's further bytes and duration, lies on the line through its two values. None if the two
-    steps do not consist of the same nodes and tensors.
+    The size of each tensor, and the duration and `base_bytes` of each node, are assumed to be linear in the batch size.
+    None if the two steps do not consist of the same nodes and tensors.
     """
     is_same = len(trace.nodes) == len(other.nodes) and list(map(_place, trace.tensors)) == list(
         map(_place, other.tensors)
@@ -102,7 +102,7 @@ def on_a_line(trace: Trace, batch: int, other: Trace, other_batch: int) -> Sized
         batch,
         tuple(max(0.0, (a - b) / more) for a, b in zip(trace.base_bytes, other.base_bytes, strict=True)),
         tuple(max(0.0, (a.bytes - b.bytes) / more) for a, b in zip(trace.tensors, other.tensors, strict=True)),
-        # A measured duration may fall as the batch grows; and at a batch of 0, none is negative.
+        # A measured duration may fall as the batch grows; slopes are at least 0. At a batch of 0 no duration is negative.
         tuple(min(max(0.0, (a.seconds - b.seconds) / more), a.seconds / batch) for a, b in pairs),
     )
 
@@ -117,13 +117,13 @@ def largest_batch(step: SizedStep, limit_bytes: int, peak_bytes: Callable[[Trace
     limit_bytes
         Limit on the resident bytes, in bytes.
     peak_bytes
-        The peak of a step: of the unswapped one, or the least that swapping leaves. It must not fall as the batch
-        grows.
+        Returns the peak of a step, for example without swaps, or the least that swapping can reach. It must not fall as
+        the batch grows.
 
     Returns
     -------
     int or None
-        0 if not even one item fits; None if every batch does.
+        0 if not even one item fits; None if every batch fits.
     """
     low, high = 0, 1
     while peak_bytes(step.at(high)) <= limit_bytes:

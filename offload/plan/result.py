@@ -46,17 +46,17 @@ class Plan:
         Largest number of bytes in the tier below device memory. A tensor counts from the node that saves it to its
         first use in backward.
     limit_bytes : int
-        Limit that the bound refers to: the limit that was given, else the plan's own peak.
+        Limit that the bound refers to: the given limit or, without one, the plan's own peak.
     trace : Trace
         The step.
     link : Link
-        The link that was planned with.
+        The link for which the plan was made.
     recomputes : tuple of Recomputation
         The tensors that are recomputed, sorted by id.
     swap_only : bool
-        Whether recomputation was left out, and of the bound too.
+        Whether recomputation was excluded, from the plan and from the bound.
     refusals : mapping of int to str
-        Why tensors cannot be recomputed, by id, where that is known.
+        For ids of tensors that cannot be recomputed, the reason if it is known.
     """
 
     swaps: tuple[Swap, ...]
@@ -73,10 +73,10 @@ class Plan:
     recomputes: tuple[Recomputation, ...] = ()
     swap_only: bool = True
     refusals: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
-    notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # given by what draws it; the planner draws nothing
+    notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # set by offload.diagnostics; the planner draws nothing
 
     def _repr_html_(self) -> str | None:
-        """Return HTML for a notebook; None without offload's diagnostics, where a notebook shows the text."""
+        """Return HTML for a notebook; None, so that it shows the text, if offload's diagnostics are not imported."""
         render = type(self).notebook_page
         return render(self) if render is not None else None
 
@@ -122,7 +122,7 @@ class Plan:
 
     def summary(self) -> str:
         """Return step time, bound and peak as two lines of text."""
-        # The same durations, added in another order: what remains by rounding is far below a nanosecond.
+        # The durations were added in another order, so rounding leaves a difference far below a nanosecond.
         stalls = max(0.0, round(self.step_seconds - self.compute_seconds - self.recompute_seconds, 9))
         again = f"recomputing {format_seconds(self.recompute_seconds)}, " if self.recomputes else ""
         slowed = f", slowed by swaps {format_seconds(self.overhead_seconds)}" if self.overhead_seconds else ""
@@ -139,13 +139,13 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """Return the summary, then what becomes of each tensor and why: swapped, recomputed, kept.
+        """Return the summary, then a line for each tensor: swapped, recomputed or kept, and why.
 
         Returns
         -------
         str
-            Lines of text: swaps in copy-out order, recomputations and kept tensors in the order of the step. Where
-            nothing swaps and nothing is recomputed, the second part is the reason.
+            Lines of text: swaps in copy-out order, recomputations and kept tensors in the order of the step. If no
+            tensor is swapped or recomputed, one line with the reason replaces the lines of the tensors.
         """
         lines = [self.summary()]
         if not self.swaps and not self.recomputes:
@@ -167,7 +167,7 @@ class Plan:
         return "\n".join([*lines, *(self._kept_sentence(tensor, without) for tensor in kept)])
 
     def _kept_sentence(self, tensor: SavedTensor, without: Sequence[int]) -> str:
-        """Why a tensor stays; `without` are the bytes by node with everything kept."""
+        """Return the sentence why a tensor stays. `without`: resident bytes of each node if every tensor is kept."""
         most = max(without[tensor.last_forward + 1 : tensor.first_backward], default=0)
         if tensor.first_backward == tensor.last_forward + 1:
             why = "since it is used again at once"
@@ -178,7 +178,7 @@ class Plan:
         return f"{self._name(tensor)}: kept {why}{self._instead(tensor)}"
 
     def _instead(self, tensor: SavedTensor) -> str:
-        """What recomputing a tensor that is not recomputed would take, or why it cannot be."""
+        """Return how long recomputing a tensor would take, or why it cannot be recomputed."""
         if tensor.id in self.refusals:
             return f"; cannot be recomputed: {self.refusals[tensor.id]}"
         recipe = tensor.recompute

@@ -1,6 +1,6 @@
-"""Searches for a plan: the fastest within a limit, the one of least memory within a slowdown, or one set by hand.
+"""Searches for a plan: the fastest within a limit, the one of least memory within a slowdown, or one of manual mode.
 
-Deterministic: the same trace, link and options give the same plan.
+The search is deterministic: the same trace, link and options give the same plan.
 
 `swap_search` chooses the set of tensors to swap, and `placement` chooses their nodes. If tensors have recipes,
 `joint_search` also chooses the set to recompute, which never makes a plan slower.
@@ -110,7 +110,7 @@ def least_memory_plan(
     link : Link
         Bandwidths and latency.
     max_slowdown : float
-        0.05 allows a step that is 5 % longer than without swaps. Waits, overhead and recomputation count.
+        0.05 allows a step that is 5 % longer than without swaps, including waits, overhead and recomputation.
     limit_bytes : int, optional
         Hard limit on the resident bytes, in bytes. If no plan within `max_slowdown` meets the limit, the fastest plan
         within the limit is returned, with a warning.

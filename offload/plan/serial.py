@@ -1,4 +1,4 @@
-"""The swaps of a reference step, which shows what a step takes without swapping: no copy runs while a node does."""
+"""The swaps of a reference step: no copy runs during a node, so its nodes take as long as without swapping."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ __all__ = ["serial_swaps"]
 
 
 def serial_swaps(plan: Plan) -> tuple[Swap, ...]:
-    """Swap what a plan swaps or recomputes, in as few groups as its memory allows.
+    """Return swaps of the tensors that a plan swaps or recomputes, in as few groups as its peak allows.
 
-    A node after a copy takes longer: the copy has displaced what the caches held, and threads that waited have to wake
+    A node after a copy takes longer: the copy has evicted data from the caches, and threads that waited have to wake
     up. So tensors stay until the plan's peak would be exceeded. Then all of them are copied out together. In backward,
-    as many as there is room for are copied in together. What can stay until backward uses it is not swapped.
+    as many tensors as there is room for are copied in together. A tensor that can stay until backward uses it is not
+    swapped.
 
     Parameters
     ----------
     plan : Plan
-        Its peak is the most that is resident during any node, unless a tensor that moves alone needs more.
+        Its peak is also that of the result, unless the step needs more if each tensor is swapped alone.
 
     Returns
     -------
     tuple of Swap
-        By release. During the node before a release the group is copied out, and at the start of a prefetch's node it
-        is copied in, while nothing is computed.
+        Sorted by release. Tensors with the same release form a group, which is copied out before this node starts;
+        those with the same prefetch are copied in before that node starts. Nothing is computed during these copies.
     """
     trace = plan.trace
     ids = {swap.id for swap in plan.swaps} | {row.id for row in plan.recomputes}
@@ -56,7 +57,7 @@ def serial_swaps(plan: Plan) -> tuple[Swap, ...]:
 
 
 def _releases(node_count: int, moved: Sequence[SavedTensor], room: NDArray[np.int64]) -> dict[int, int]:
-    """The node before which each tensor is copied out, by id; none where it may stay until backward uses it."""
+    """Return the node before which each tensor is copied out, by id; tensors that stay until their use are missing."""
     ready, used = defaultdict(list), defaultdict(list)
     for tensor in moved:
         ready[tensor.last_forward + 1].append(tensor)

@@ -47,8 +47,8 @@ class Timing:
     Parameters
     ----------
     ready, start, finish : tuple of float
-        For each node: when the node before it and the copy-outs that it waits for have ended, when it starts (its
-        copy-ins have ended), and when it ends.
+        Times of each node. `ready`: the previous node and the copy-outs for which this node waits have ended. `start`:
+        its copy-ins have ended too, and it starts. `finish`: it ends.
     copy_outs, copy_ins : tuple of Copy
         In queue order.
     resident : tuple of int

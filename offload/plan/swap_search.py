@@ -1,11 +1,11 @@
 """Searches for the set of tensors to swap within a limit.
 
-`placement` chooses the nodes of each set, and `search` makes plans of the result.
+`placement` chooses the nodes of each set, and `search` makes plans from the result.
 
 The first sets come from a few rankings of the tensors (by lifetime, by pack order, by first use in backward, by idle
 time times bytes, by bytes). Each ranking gives its shortest prefix that stays within the limit, longer prefixes, and a
-minimal set that stays within the limit. Local search then improves the fastest set. With few tensors, every set is
-tried.
+minimal set that stays within the limit. Local search then improves the fastest set. If there are few tensors, every set
+is tried instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.plan.placement import Step, SwapPlacement
 
 __all__ = ["ROUNDING", "fastest_placement", "minimal_set", "rankings"]
 
-ROUNDING = 1e-12  # relative
+ROUNDING = 1e-12  # relative difference between step times that counts as rounding
 _STARTS = 2  # independent runs of the local search
 
 
@@ -101,7 +101,7 @@ def _least_prefix(step: Step, ranking: Sequence[int], limit_bytes: int) -> int:
 
 
 def minimal_set(step: Step, ranking: Sequence[int], limit_bytes: int) -> list[int]:
-    """Swap all tensors; then, in reverse ranking, keep each that fits within the limit. Return those still swapped."""
+    """Return a minimal set: starting with all tensors, each that the limit does not require is removed, last first."""
     headroom = step.headroom(ranking, limit_bytes)
     needed = []
     for i in reversed(ranking):

@@ -106,7 +106,7 @@ class Link:
     latency : float, default 0.0
         Seconds that every copy takes in addition to the time for its bytes.
     swap_seconds, byte_seconds : float, default 0.0
-        Seconds by which each swapped tensor, and each swapped byte, slows the computation, swapping out and in
+        Seconds by which each swapped tensor, and each swapped byte, slows the computation, for swap-out and swap-in
         together: the time of hooks, and the CPU time of copies. `simulate` does not include them.
 
     Raises
@@ -130,7 +130,7 @@ class Link:
                 raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
 
     def overhead_seconds(self, nbytes: int) -> float:
-        """Seconds by which swapping a tensor of `nbytes` bytes slows the computation."""
+        """Return the seconds by which swapping a tensor of `nbytes` bytes slows the computation."""
         return self.swap_seconds + self.byte_seconds * nbytes
 
 

@@ -96,7 +96,7 @@ def fastest_swaps(
 
 
 def _solve(step: Step, limit_bytes: int, best: float, seconds_max: float) -> tuple[tuple[Swap, ...] | None, bool]:
-    """Return the fastest plan found, None if none is faster than `best`, and whether this is proven."""
+    """Return the fastest plan found (None if none is faster than `best`), and whether it is proven optimal."""
     program = Program()
     released = [_binaries(program, step, i) for i in range(step.count)]
     prefetched = [_binaries(program, step, i) for i in range(step.count)]
@@ -110,7 +110,7 @@ def _solve(step: Step, limit_bytes: int, best: float, seconds_max: float) -> tup
         program.require([(1.0, prefetched[i][last]), (-1.0, released[i][last])], 0.0)
     _add_limit_rows(program, step, limit_bytes, released, prefetched)
     solution = program.minimize(_add_time_rows(program, step, best, released, prefetched), seconds_max)
-    if solution.values is None:  # `optimal` then states that nothing is faster than the incumbent
+    if solution.values is None:  # in this case `optimal` states that no plan is faster than the incumbent
         return None, solution.optimal
     swaps = []
     for i in range(step.count):
@@ -134,7 +134,7 @@ def _add_limit_rows(
     released: Sequence[dict[int, int]],
     prefetched: Sequence[dict[int, int]],
 ) -> None:
-    """Add for each node over the limit: the bytes that are swapped out cover the excess."""
+    """Require for each node over the limit that the bytes swapped out are at least the excess."""
     scale = float(max(step.bytes, default=1)) or 1.0
     for k in range(step.node_count):
         excess = int(step.unswapped_bytes[k]) - limit_bytes
@@ -157,7 +157,7 @@ def _add_time_rows(
     """Add the rules of `simulate`; return the variable of the step's end. The incumbent takes 100 units of time."""
     unit = best / 100.0
     clock = [seconds / unit for seconds in step.clock]
-    delay_max = 100.0 - clock[-1]  # of any node, in a plan that is at least as fast as the incumbent
+    delay_max = 100.0 - clock[-1]  # the largest delay of a node in a plan that is at least as fast as the incumbent
     ready = [program.variable(clock[k], clock[k] + delay_max) for k in range(step.node_count)]
     start = [program.variable(clock[k], clock[k] + delay_max) for k in range(step.node_count)]
     end = program.variable(clock[-1], 100.0)
@@ -167,7 +167,7 @@ def _add_time_rows(
         program.require([(1.0, ready[k + 1] if k + 1 < step.node_count else end), (-1.0, start[k])], seconds)
     time_max = 100.0
     previous = program.variable(0.0, 0.0)
-    for i in range(step.count):  # the copy-out channel, in its fixed order
+    for i in range(step.count):  # the copy-out channel, in pack order
         seconds, swapped = step.out_seconds[i] / unit, released[i][step.first_backward[i]]
         channel_free = program.variable(0.0, time_max)
         program.require([(1.0, channel_free), (-1.0, previous), (-seconds, swapped)], 0.0)
@@ -187,7 +187,7 @@ def _add_time_rows(
             if not step.release_min[i] <= k <= use:
                 continue
             seconds = step.in_seconds[i] / unit
-            here = [(1.0, prefetched[i][k])]  # 1 where the tensor is prefetched at node k
+            here = [(1.0, prefetched[i][k])]  # this sum is 1 if the tensor is prefetched at node k, otherwise 0
             if k > step.release_min[i]:
                 here.append((-1.0, prefetched[i][k - 1]))
             channel_free = program.variable(0.0, time_max)

@@ -52,7 +52,7 @@ class JointProof:
 def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) -> JointProof:
     """Return a lower bound on the step time of every plan within a limit that swaps and recomputes.
 
-    It is tighter than `joint_bound`: tensors are swapped and dropped as a whole, and sources have to be there.
+    It is tighter than `joint_bound`: tensors are swapped and dropped as a whole, and sources have to be resident.
 
     Parameters
     ----------
@@ -80,14 +80,14 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     Notes
     -----
     The program is that of `prove`, with a binary variable for each tensor that can be dropped. It enforces the limit at
-    some nodes only, the cuts, so its optimum is a valid lower bound. What holds in every plan besides:
+    some nodes only, the cuts, so its optimum is a valid lower bound. Four more constraints hold in every plan:
 
     1. A tensor is swapped, dropped or kept.
-    2. A tensor is in use again at a cut if something is dropped that is made from it and that is used by then, or is in
-       use again itself. What is in use is neither swapped out nor away for being dropped.
-    3. What is away at a cut for being dropped is recomputed after it, at its own first use at the latest.
-    4. A dropped tensor from which nothing can be made is recomputed at its first use; any other one between the first
-       use of what can be made from it and its own.
+    2. A tensor is in use again at a cut if a dropped tensor that is recomputed from it has been used by then, or is
+       itself in use again. A tensor in use is neither swapped out nor freed.
+    3. A dropped tensor that is freed at a cut is recomputed after the cut, at its first use at the latest.
+    4. A dropped tensor that is not a source of another one is recomputed at its first use. Any other dropped tensor is
+       recomputed between the first use of a tensor that can be recomputed from it and its own first use.
     """
     trace, link, limit_bytes = plan.trace, plan.link, plan.limit_bytes
     check_limit(trace, limit_bytes)
@@ -123,7 +123,7 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
 
 
 class _Recipes:
-    """The step, and which tensor is recomputed from which, by index."""
+    """The step, and for each tensor its recipe's seconds and the tensors that are recomputed from it, by index."""
 
     def __init__(self, trace: Trace, link: Link) -> None:
         self.step = step = Step(trace, link)
@@ -136,7 +136,7 @@ class _Recipes:
                 self.seconds[i] = tensor.recompute.seconds
                 for source in set(tensor.recompute.inputs):
                     self.makes.setdefault(place[source], []).append(i)
-        self.earliest = list(step.first_backward)  # earliest node at which each can be recomputed
+        self.earliest = list(step.first_backward)  # earliest node at which each tensor can be recomputed
         sources = {i: [j for j, made in self.makes.items() if i in made] for i in self.seconds}
         waiting = sorted(self.seconds, key=lambda i: -step.first_backward[i])
         while waiting:
@@ -156,7 +156,7 @@ def _nodes_of(plan: Plan, excess: Ints) -> set[int]:
 
 
 def _placed(trace: Trace, link: Link, limit_bytes: int, dropped: Collection[int]) -> tuple[set[int], Plan | None]:
-    """Return the nodes at which a set of drops needs too much, and the fastest plan found where there are none."""
+    """Return the nodes at which a set of dropped tensors exceeds the limit; if there are none, the fastest plan found."""
     step = Step(recomputed(trace, dropped), link)
     more = overfull_nodes(step, range(step.count), limit_bytes)
     if more:
@@ -183,7 +183,7 @@ def _solve_relaxation(
     for i, column in dropped.items():
         program.require([(-1.0, swapped[i]), (-1.0, column)], -1.0)
     _add_node_rows(program, recipes, dropped, ready, start, unit)
-    released: dict[int, int] = {}  # by tensor, at the last cut that it covers
+    released: dict[int, int] = {}  # for each tensor, the variable at the last cut that it covers
     prefetched: dict[int, int] = {}
     for k in cuts:
         covering = [i for i in range(step.count) if step.release_min[i] <= k < step.first_backward[i]]
@@ -233,7 +233,7 @@ def _add_node_rows(
     start: Sequence[int],
     unit: float,
 ) -> None:
-    """Add constraint 4: nodes run one after another, each for its time and that of what is recomputed there."""
+    """Add constraint 4: nodes run one after another, each for its time and that of the recomputations there."""
     step = recipes.step
     spans: dict[tuple[int, int], list[int]] = {(k, k): [] for k in range(step.node_count)}
     spans[0, step.node_count - 1] = []
@@ -251,7 +251,7 @@ def _add_node_rows(
 def _used(
     program: Program, recipes: _Recipes, dropped: dict[int, int], k: int, covering: Iterable[int]
 ) -> dict[int, int]:
-    """Add constraint 2 for the cut k; return for covering tensors whether they are in use again."""
+    """Add constraint 2 for the cut k; return for each covering tensor the variable that states its use."""
     uses = recipes.step.first_backward
     used = {i: program.variable(0.0, 1.0) for i in covering if i in recipes.makes}
     for i, column in used.items():

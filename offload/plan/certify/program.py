@@ -16,7 +16,7 @@ __all__ = ["Program", "Solution"]
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found.
+    """The result of the solver.
 
     Parameters
     ----------

@@ -98,16 +98,16 @@ def prove(
 
     1. The bytes that are swapped out at k cover the excess over the limit there.
     2. The copy-out channel is FIFO in pack order: if a tensor is released by k, all swapped tensors packed before it
-       have been copied out. So node k is not ready before any node p has ended and all tensors that were packed at p
-       or later and are released by k have been copied after that.
+       have been copied out. So, for every node p before k: node k is not ready before p has ended and, after that, all
+       tensors that were packed at p or later and are released by k have been copied out.
     3. The copy-in channel is FIFO: between the end of node k and the start of node u, all tensors that are swapped out
        at k and used at u or before are copied in.
     4. Nodes run one after another, each for its time.
 
-    None needs a big-M term, so the program is solved quickly.
+    No constraint needs a big-M term, so the program is solved quickly.
 
     The first cuts are the nodes where the incumbent waits. Each solution's set of tensors is then placed. The nodes
-    where it exceeds the limit or waits become cuts, until the bound is close to the best plan.
+    where this placement exceeds the limit or waits become cuts too, until the bound is close to the best plan.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def _solve_relaxation(
         program.require([(1.0, ready[k + 1]), (-1.0, start[k])], seconds / unit)
     swapped = [program.variable(0.0, 1.0, integer=True) for _ in range(step.count)]
     scale = float(max(step.bytes, default=1)) or 1.0
-    released: dict[int, int] = {}  # by tensor, at the last cut that it covers
+    released: dict[int, int] = {}  # for each tensor, the variable at the last cut that it covers
     prefetched: dict[int, int] = {}
     for k in cuts:
         covering = [i for i in range(step.count) if step.release_min[i] <= k < step.first_backward[i]]
@@ -227,7 +227,7 @@ def add_copy_out_rows(
 ) -> None:
     """Add constraint 2 for the cut k: tensors released by k have been copied out before, in pack order."""
     ready, start = times
-    passed: list[int] = []  # by tensor: whether the channel has reached its place in the queue by k
+    passed: list[int] = []  # for each tensor, the variable: the channel has reached its place in the queue by k
     copied: list[tuple[float, int]] = []
     nodes: list[int] = []
     for i in range(step.count):
