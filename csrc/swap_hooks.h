@@ -20,7 +20,7 @@ struct SwapHooks {
   std::shared_ptr<StepCopies> copies;
   std::shared_ptr<Count> swapped, duplicates;
   PyObject* core;  // the HookCore that holds this
-  Owned held;      // identities of storages: `storages`: of parameters and buffers; `not_held`: known not to be of these
+  Owned held;      // identities of storages: `storages` are of parameters and buffers, `not_held` are known not to be
 };
 
 // Creates the names of Python attributes. Returns false if there is a Python error.

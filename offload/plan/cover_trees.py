@@ -61,7 +61,7 @@ class CopyQueue(_CoverTree):
     ) -> None:
         super().__init__(order, node_count)
         self._offsets, self._bandwidth = offsets, bandwidth
-        # For each range of tensors: the maximum over q of offsets[q] - A_q / bandwidth, A_q from the range's first tensor.
+        # For each range of tensors: the maximum over q of offsets[q] - A_q / bandwidth, with A_q within the range.
         self._best = [-math.inf] * (2 * self.width)
 
     def bound(self, needed: int | float) -> float:

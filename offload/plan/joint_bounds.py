@@ -51,8 +51,8 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     at least the minimum over Y of start(E - Y) + max(rest + g(Y), in(E - Y)).
 
     The minimum is computed exactly: all terms are linear in Y between the values at which a tensor is copied or dropped
-    in full. Most nodes are skipped: if the value for some Y is not above the maximum over the nodes so far, then neither
-    is the minimum over Y.
+    in full. Most nodes are skipped: if the value for some Y is not above the maximum over the nodes so far, then the
+    minimum over Y is not either.
     """
     cuts = _Cuts.of(trace, limit_bytes, link)
     total = cuts.clock[-1]

@@ -102,7 +102,8 @@ def on_a_line(trace: Trace, batch: int, other: Trace, other_batch: int) -> Sized
         batch,
         tuple(max(0.0, (a - b) / more) for a, b in zip(trace.base_bytes, other.base_bytes, strict=True)),
         tuple(max(0.0, (a.bytes - b.bytes) / more) for a, b in zip(trace.tensors, other.tensors, strict=True)),
-        # A measured duration may fall as the batch grows; slopes are at least 0. At a batch of 0 no duration is negative.
+        # Slopes are at least 0, although measured durations may fall as the batch grows, and so small that no duration
+        # is negative at a batch of 0.
         tuple(min(max(0.0, (a.seconds - b.seconds) / more), a.seconds / batch) for a, b in pairs),
     )
 

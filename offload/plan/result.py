@@ -73,7 +73,7 @@ class Plan:
     recomputes: tuple[Recomputation, ...] = ()
     swap_only: bool = True
     refusals: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
-    notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # set by offload.diagnostics; the planner draws nothing
+    notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # set by offload.diagnostics
 
     def _repr_html_(self) -> str | None:
         """Return HTML for a notebook; None, so that it shows the text, if offload's diagnostics are not imported."""
