@@ -1,4 +1,4 @@
-"""An accelerator as a device: CUDA, and kinds of devices with a driver of the same interface.
+"""An accelerator as a device: CUDA, and other kinds of devices whose driver has the same interface.
 
 `device.py` has the contract of each method. All calls go through torch's module for the kind of device, such as
 `torch.cuda`; differences between these modules are handled here.
@@ -30,9 +30,9 @@ def driven_devices() -> int:
 
 
 def watch_out_of_memory(call: Callable[[torch.device, int], None]) -> bool:
-    """Whenever torch runs out of memory, call `call` with device and requested bytes, before the error is raised.
+    """Register `call`, to be called with device and requested bytes when torch runs out of memory, before the error.
 
-    Returns False if this is not available: torch has it for CUDA only.
+    Returns False if this is not available: torch has it only for CUDA.
     """
     if not torch.cuda.is_available():
         return False
@@ -52,7 +52,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.module = torch.get_device_module(device)
-        self._stream: tuple[int, Any] | None = None  # the latest current one, by its handle: an object costs more
+        self._stream: tuple[int, Any] | None = None  # last current stream: handle and object, which is slow to make
         self._raw_stream = raw_current_stream(device.type) if device.index is not None else None
 
     def current_stream(self) -> int:
@@ -91,7 +91,7 @@ class Accelerator:
         return int(self.module.get_device_properties(self.torch_device).total_memory)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return the free bytes and the total bytes of the device, with all processes counted."""
+        """Return the free bytes and the total bytes of the device; memory of all processes counts as used."""
         free, total = self.module.mem_get_info(self.torch_device)
         return int(free), int(total)
 
@@ -128,12 +128,12 @@ class Accelerator:
         return str(getattr(self.module.get_device_properties(self.torch_device), "uuid", ""))
 
     def random_state(self) -> torch.Tensor:
-        """Seed and offset."""
+        """Return seed and offset of the device's generator."""
         state: torch.Tensor = self.module.get_rng_state(self.torch_device)
         return state
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Seed and offset."""
+        """Set seed and offset of the device's generator."""
         self.module.set_rng_state(state, self.torch_device)
 
     def driver(self) -> _core.Driver:

@@ -1,7 +1,7 @@
-"""Finds which malloc this process uses, and gives a child process one that reuses freed memory.
+"""Finds which malloc this process uses, and gives a child process a malloc that reuses freed memory.
 
-Without a GPU the engine frees the blocks that it has written to disk, and the process's malloc decides whether that
-memory is used again. Imports no torch.
+Without a GPU the engine frees the blocks that it has written to disk, and the process's malloc decides whether their
+memory is reused. Imports no torch.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def find_recycling_allocator() -> Path | None:
     Returns
     -------
     Path or None
-        The shared library to preload; None if none is installed, and outside Linux.
+        The shared library to preload; None if no such library is installed, or outside Linux.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -200,7 +200,7 @@ def _malloc_address() -> int:
 
 
 def _name_in_maps(maps: str, malloc_address: int) -> str:
-    """Return the allocator whose mapping contains `malloc_address`, else the first known one, else the C library's."""
+    """Return the allocator whose mapping contains `malloc_address`; otherwise a known one that is mapped, or libc's."""
     libraries: list[str] = []
     for line in maps.splitlines():
         fields = line.split(maxsplit=5)

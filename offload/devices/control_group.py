@@ -1,4 +1,4 @@
-"""Reads the memory limits of this process's control groups, which in a container or a job are lower than the RAM."""
+"""Reads the memory limits of this process's control groups. In a container or a job they are lower than the RAM."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def control_groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
             tops = [mount / "memory", mount / controllers]
         else:
             continue
-        # In a container the path may be that of the host, of which only the upper folders are visible here.
+        # In a container the path may be the host's path, of which only the upper folders are visible here.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for top in tops:
             for depth in range(len(parts) + 1):

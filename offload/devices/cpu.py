@@ -46,7 +46,7 @@ class Cpu:
         """Do nothing: no work is queued."""
 
     def total_bytes(self) -> int:
-        """Return the RAM that this process may use: of the machine, or of its tightest control group."""
+        """Return the RAM that this process may use: the machine's RAM or, if less, the limit of a control group."""
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
         limits += [limit for limit, _ in control_groups()]
         return min(limits)
@@ -72,11 +72,11 @@ class Cpu:
         return ""
 
     def random_state(self) -> torch.Tensor:
-        """Torch's default generator."""
+        """Return the state of torch's default generator."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Torch's default generator."""
+        """Set the state of torch's default generator."""
         torch.set_rng_state(state)
 
     def driver(self) -> _core.Driver:

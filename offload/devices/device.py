@@ -33,16 +33,16 @@ class Device(Protocol):
         """Keep a tensor's memory from reuse until the work now queued on the current stream has ended."""
 
     def mark(self) -> Any:
-        """Return a time mark: an event recorded on the current stream, or on the CPU the time."""
+        """Return a time mark: an event recorded on the current stream; on the CPU, the time."""
 
     def seconds_since(self, first: Any, marks: Sequence[Any]) -> list[float] | None:
-        """Return the seconds from one mark to each of others; None if the device has not reached all of them yet."""
+        """Return the seconds from `first` to each of `marks`; None if the device has not reached all of them yet."""
 
     def synchronize(self) -> None:
         """Wait until all queued work has ended."""
 
     def total_bytes(self) -> int:
-        """Return the size of its memory: of the GPU, or the RAM that this process may use."""
+        """Return the size of the device's memory; on the CPU, of the RAM that this process may use."""
 
     def allocated_bytes(self) -> int:
         """Return the bytes that torch's allocator has allocated to tensors; on the CPU, the resident set."""
@@ -51,26 +51,26 @@ class Device(Protocol):
         """Return the maximum of `allocated_bytes` so far, or since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Restart `peak_bytes` from now; without effect on the CPU."""
+        """Restart `peak_bytes` at the present use; without effect on the CPU."""
 
     def name(self) -> str:
-        """Return the name that its manufacturer gave it; "cpu" for the CPU."""
+        """Return the manufacturer's name of the device; "cpu" for the CPU."""
 
     def uuid(self) -> str:
         """Return an identifier that is unique among devices of the same name; empty if there is none."""
 
     def random_state(self) -> torch.Tensor:
-        """State of its random number generator, in host memory."""
+        """Return the state of the device's random number generator, in host memory."""
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Go on from a state that `random_state` told."""
+        """Set the generator to a state that `random_state` returned."""
 
     def driver(self) -> _core.Driver:
-        """Return a new driver for it."""
+        """Return a new driver for the device."""
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether models on this device can be enabled."""
+    """Return whether models on this device can be enabled."""
     return device.type == "cpu" or device.type in accelerator.LIBRARIES
 
 
@@ -91,6 +91,6 @@ def accelerators(*, in_use: bool = False) -> list[Accelerator]:
 
 
 def default() -> torch.device:
-    """Return the device that is used if none is given: an accelerator if there is one, else the CPU."""
+    """Return the device that is used if none is given: an accelerator if there is one, otherwise the CPU."""
     found = accelerators()
     return torch.device(found[0].torch_device.type) if found else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Reads how the memory of a device is used now: by torch, the driver and other processes; on the CPU, by this process.
+"""Reads how the memory of a device is used: by torch, the driver and other processes; on the CPU, by this process.
 
 Explanations of out-of-memory errors, `recover` and the values for progress bars use it.
 """
@@ -32,7 +32,7 @@ __all__ = [
 
 _PROCESSES_MAX = 3
 _RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
-# By limit on the CPU: what uses it besides the resident memory of this process.
+# For each limit on the CPU: a name for the memory that counts, besides the resident memory of this process.
 _OTHER_USE = {
     _RAM: "other processes",
     _ADDRESS_SPACE: "mapped and not resident",
@@ -50,7 +50,8 @@ class Process:
     Attributes
     ----------
     can_be_ended
-        Whether it belongs to this user and not to this run: it neither started this process nor was started by it.
+        Whether the process belongs to this user and is not part of this run: it did not start this process, was not
+        started by it, and is not another rank.
     """
 
     pid: int
@@ -99,12 +100,12 @@ class DeviceMemory:
 
     @property
     def foreign_bytes(self) -> int:
-        """Bytes that are neither free nor torch's: contexts, libraries, other processes; 0 on the CPU."""
+        """Bytes that are not free and not reserved by torch: contexts, libraries, other processes; 0 on the CPU."""
         return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0) if self.is_accelerator else 0
 
     @property
     def short_bytes(self) -> int | None:
-        """Bytes missing for the request if all free memory were contiguous; None if the request is unknown."""
+        """Bytes that are missing for the request, as if all free memory were contiguous; None if it is unknown."""
         if self.asked_bytes is None:
             return None
         cached = self.reserved_bytes - self.used_bytes if self.is_accelerator else 0
@@ -177,9 +178,9 @@ def resident_set() -> tuple[int, int]:
 
 
 def record_out_of_memory() -> None:
-    """From now on, record how the memory of a GPU is used whenever torch runs out of it, before the error is raised.
+    """From now on, record how a GPU's memory is used whenever torch runs out of it, before the error is raised.
 
-    Torch has no way to stop this; it costs nothing until memory runs out.
+    Torch has no way to stop this. It takes no time until memory runs out.
     """
     global _watching
     if not _watching:
@@ -193,8 +194,8 @@ def _record(device: torch.device, asked_bytes: int) -> None:
 def last_out_of_memory(device: torch.device, asked_bytes: int | None) -> DeviceMemory | None:
     """Return the record of the last out-of-memory error on this device, and delete it.
 
-    Returns None if that error was not caused by a request for about `asked_bytes` bytes: then the record is of an
-    earlier error, which the program has caught.
+    Returns None if the recorded error was not caused by a request for about `asked_bytes` bytes: it is then an earlier
+    error, which the program has caught.
     """
     memory = _at_out_of_memory.pop(torch.device(device.type, device.index or 0), None)
     if memory is None or memory.asked_bytes is None or asked_bytes is None:
@@ -289,7 +290,7 @@ def _can_be_ended(pid: int) -> bool:
 
 
 def _with_ancestors(pid: int) -> list[int]:
-    """Return the ids of a process, its parent, the parent of that, and so on."""
+    """Return the ids of a process and of all its ancestors, the parent first."""
     found: list[int] = []
     while pid > 0 and pid not in found:
         found.append(pid)

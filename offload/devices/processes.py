@@ -8,7 +8,7 @@ from offload import _core
 
 
 def local_processes() -> int:
-    """Return the number of this run's processes on this machine, as its launcher sets it; 1 without a launcher.
+    """Return the number of this run's processes on this machine, as the launcher has set it; 1 without a launcher.
 
     torchrun and Open MPI set the number. If a launcher sets only `LOCAL_RANK` and `WORLD_SIZE`, at most `WORLD_SIZE`
     processes run here, and on a machine with GPUs at most one per GPU. GPUs are counted without creating a context.

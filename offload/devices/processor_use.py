@@ -28,7 +28,8 @@ def used_by_others() -> Iterator[Callable[[], float]]:
     ------
     callable
         Call it after the block. It returns a fraction of the processors' time; NaN if the system does not report it.
-        User time and time stolen by a hypervisor count. Kernel time does not, as it may be spent for this process.
+        It includes user time and time that a hypervisor has stolen. It excludes kernel time, which may be spent for
+        this process.
     """
     fraction = math.nan
     processors = os.sched_getaffinity(0)

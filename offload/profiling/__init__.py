@@ -1,1 +1,1 @@
-"""What one training step does: its order, times, memory and model state, and how fast the link is."""
+"""Measures a training step (order, times, memory, model state) and the speed of the link."""

@@ -1,6 +1,6 @@
 """Bytes that torch allocates in each node of a recorded step, without those of saved tensors.
 
-Used during a recorded step only. Torch's profiler reports every allocation on the device, the CPU included.
+Used only during a recorded step. Torch's profiler reports every allocation on the device, which may be the CPU.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ log = logging.getLogger("offload")
 _NODE = f"{MARK_PREFIX}node "
 _SAVED = f"{MARK_PREFIX}saved "
 _RELOAD = f"{MARK_PREFIX}reload "
-_NO_NODE = 2**31  # beyond all
+_NO_NODE = 2**31  # larger than every node's number
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by node, in addition to those at the start; and the nodes in which saved tensors were allocated."""
+    """Bytes allocated in each node beyond those at the start, and the nodes in which saved tensors were allocated."""
 
-    others: list[int]  # maximum in the node, without saved tensors
-    gradients: list[int]  # the part of it that is gradients allocated before the node began
+    others: list[int]  # for each node: the maximum, without saved tensors
+    gradients: list[int]  # for each node: the part of `others` that is gradients allocated before the node began
     produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, if known
 
 
 class StepAllocations:
     """Records every allocation on `device` during a step, with torch's profiler.
 
-    It belongs to the thread that starts it, and is not available while another profiler runs in this process.
+    Only the thread that starts it can stop it. It is not available while another profiler runs in this process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,28 +50,28 @@ class StepAllocations:
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
 
     def node(self, number: int) -> None:
-        """A node begins."""
+        """Record that a node begins."""
         if self._profile.is_on:
             self._other_threads |= not self._profile.records_this_thread
             self._profile.begin_span(f"{_NODE}{number}")
 
     def pause(self) -> None:
-        """A backward pass is over: what this thread allocates until the next node is none of the step's."""
+        """Record that a backward pass is over: allocations until the next node do not belong to the step."""
         if self._profile.is_on and self._profile.records_this_thread:
             self._profile.begin_span(f"{_NODE}{_NO_NODE}")
 
     def saved(self, tensor_id: int) -> None:
-        """A storage was saved; it is still allocated."""
+        """Record that a storage was saved, which is still allocated."""
         if self._profile.is_on:
             self._profile.mark(f"{_SAVED}{tensor_id}")
 
     def reload(self, *, begins: bool) -> None:
-        """The engine starts or ends loading a saved tensor: allocations in between belong to that tensor."""
+        """Record that the engine starts or ends loading a saved tensor, to which allocations in between belong."""
         if self._profile.is_on:
             self._profile.mark(f"{_RELOAD}{int(begins)}")
 
     def stop(self) -> bool:
-        """Stop recording. False if only the thread that started it can stop it."""
+        """Stop recording. Return False if only the thread that started it can do this, and still runs."""
         if not self._profile.is_on:
             self._profile.release()
             return True
@@ -90,10 +90,11 @@ class StepAllocations:
     def footprint(
         self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
     ) -> Footprint:
-        """Return the bytes by node that do not belong to `saved`. `places`: addresses of their storages, by id.
+        """Return the bytes of each node that do not belong to the tensors `saved`.
 
-        Memory that the engine allocates for reloaded tensors is not counted: the trace counts it with these tensors.
-        Gradients are the allocations that still exist at the end at one of `gradient_places`.
+        `places` has the addresses of their storages by id. Memory that the engine allocates for reloaded tensors is not
+        counted: the trace counts it with these tensors. Gradients are the allocations at `gradient_places` that still
+        exist at the end.
         """
         wanted = {tensor.id: tensor for tensor in saved}
         produced: dict[int, int] = {}
@@ -120,7 +121,7 @@ class StepAllocations:
 
     def _others(self, owned: dict[int, int], node_count: int) -> list[int]:
         highest = [0] * node_count
-        charged: dict[int, int] = {}  # address → bytes that are counted until it is freed
+        charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
         node, now, reloading = 0, 0, False
         for number, (kind, which, nbytes) in enumerate(self._events):
             if kind == "node":

@@ -1,6 +1,6 @@
 """Measures the speed of copies between a device and the tier below it, and caches it for each environment and device.
 
-The planner takes its link from here, and `offload doctor` prints it.
+The result gives the planner its link, and `offload doctor` prints it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("offload")
 
 BLOCK_BYTES_MAX = 16 << 20
 KEPT_SECONDS_MAX = 900.0  # a cached result expires after this time, because the load of the machine changes
-OTHERS_FRACTION_MAX = 0.1  # of CPU time; if other programs use more, the result is not cached
+OTHERS_FRACTION_MAX = 0.1  # share of the CPU time; if other programs use more, the result is not cached
 
 
 _not_written: dict[Path, tuple[float, Calibration]] = {}  # (time, result) measured on a busy machine
@@ -77,7 +77,7 @@ class Calibration:
     processor_seconds: float
 
     def link(self, *, slows: bool = False) -> Link:
-        """The link for the planner; its bandwidths are those with both directions busy, so plans are not optimistic.
+        """Return the link for the planner, with the bandwidths while both directions are busy: the lower ones.
 
         Parameters
         ----------
@@ -196,8 +196,8 @@ def calibrate(
 
 
 def measure_link(device: torch.device, options: Options) -> Link:
-    """The link to plan with, for a session with these options. Raises what `calibrate` raises."""
-    # A separate store: nothing else uses it, and its copies do not appear in the report.
+    """Measure the link for the plans of a session with these options. Raises the same errors as `calibrate`."""
+    # The store is a separate one: no other code uses it, and its copies do not appear in the report.
     # Copies between GPU and host take no CPU time from the computation.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
@@ -221,7 +221,7 @@ def _block_bytes(store: _core.SwapStore, spill_dir: str) -> int:
 
 
 def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, block_bytes: int) -> dict[str, Any]:
-    """Return what identifies a link: a cached result is used only if all of this is the same."""
+    """Return the properties that identify a link: a cached result is used only if all of them are the same."""
     return {
         "version": __version__,
         **_environment(),
@@ -235,7 +235,7 @@ def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, b
 
 
 def _environment() -> dict[str, Any]:
-    """Return what tells this environment from others that share the folder of the cache, such as a home directory."""
+    """Return the properties that distinguish this environment from others with the same cache folder."""
     root = Path("/").stat()
     return {
         "host": platform.node(),

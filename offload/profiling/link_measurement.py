@@ -72,7 +72,7 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
             rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
         traffic.close()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they hold swapped storages
+        traceback.clear_frames(error.__traceback__)  # the frames hold swapped storages
         raise
     finally:
         engine.drain()
@@ -101,7 +101,7 @@ def _out(engine: Engine, source: torch.Tensor) -> SwappedStorage:
 
 
 def _has_left(slot: SwappedStorage) -> bool:
-    """Whether the copy-out has ended. Raises an OSError if it failed."""
+    """Return whether the copy-out has ended. Raises an OSError if it failed."""
     ticket = slot.record.ticket
     if not ticket.out_done():
         return False

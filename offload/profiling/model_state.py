@@ -1,8 +1,8 @@
-"""A model before a step begins: which storages are parameters and buffers, where they are, and how many bytes.
+"""The state of a model before a step: the storages of its parameters and buffers, their devices, and bytes in use.
 
-The planner adds the bytes of parameters, gradients and optimizer state to what a profiled step allocates. Every step
-asks, so all of it is computed again only where `StateWatch` finds a difference. That reads each module's dictionaries,
-and the storage, its size and the device of each tensor.
+The planner adds the bytes of parameters, gradients and optimizer state to those that a profiled step allocates. Every
+step needs these values, so they are computed again only if `StateWatch` finds a difference. It reads each module's
+dictionaries, and each tensor's storage, size and device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "storage_bytes
 class HeldBytes:
     """Bytes in use on the device before a step begins."""
 
-    state: int  # parameters, buffers, optimizer state; on CUDA everything but gradients
+    state: int  # parameters, buffers, optimizer state; on an accelerator everything except gradients
     gradients: int
 
     @property
@@ -44,22 +44,22 @@ HeldBefore = Callable[[], HeldBytes]
 
 
 class ModelState:
-    """A model's parameters and buffers, as they were at the last look.
+    """A model's parameters and buffers at the last call of `look`.
 
     Attributes
     ----------
     storages
-        Identities of their storages.
+        Identities of the storages of parameters and buffers.
     not_held
-        Identities of storages that are none of them.
+        Identities of storages that are known not to be among `storages`.
     devices
-        Where they are.
+        Devices of the parameters and buffers.
     is_sharded
         Whether parameters are gathered for forward, and again for backward.
     nbytes, gradient_bytes
-        Of their storages, and of the gradients', each counted once.
+        Bytes of the storages of parameters and buffers, and of gradients; each storage is counted once.
     changes
-        How often a look found something else than `gradient_bytes` changed.
+        How often `look` found a change other than of `gradient_bytes`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,8 +69,8 @@ class ModelState:
         self._is_known = False
         self._is_current = False
         self.storages: frozenset[int] = frozenset()
-        # Looked for among all of the model's in vain: a step must not do that once for each of its masks. A storage
-        # that became a parameter since is seen at the next forward.
+        # A cache: without it, a step would search all of the model's tensors for each of its masks. If such a storage
+        # becomes a parameter, this is noticed at the next forward.
         self.not_held: set[int] = set()
         self.devices: frozenset[torch.device] = frozenset()
         self.is_sharded = False
@@ -80,20 +80,20 @@ class ModelState:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, as long as it is alive."""
+        """The model; None after it was freed."""
         return self._model()
 
     def expire(self) -> None:
-        """Have the next call of `look` look: a step begins."""
+        """Make the next call of `look` read the model again. Called when a step begins."""
         self._is_current = False
 
     def look(self) -> None:
-        """Look at the model, once per step."""
+        """Compare the model with the last call, and update the attributes; does nothing if this step has done so."""
         model = self._model()
         if self._is_current or model is None:
             return
         with self._lock:
-            # Not known until all is computed: after an interrupt, the next look computes it.
+            # False until everything is computed: after an interrupt, the next call computes it again.
             was_known, self._is_known = self._is_known, False
             same_tensors, same_gradients = self._watch.look(model)
             if not (was_known and same_tensors and same_gradients):
@@ -120,8 +120,8 @@ _hooks: list[RemovableHandle] = []
 def _listen(listener: HeldMemory) -> None:
     """Call `listener.optimizer_steps` before every optimizer step in this process.
 
-    One hook serves all listeners and is never removed. Torch iterates over a dictionary of hooks; if a hook were
-    removed meanwhile, because its model is freed, the optimizer that is stepping would raise an error.
+    One hook serves all listeners and is never removed. Torch iterates over a dictionary of hooks. If a hook were
+    removed during this iteration, because its model is freed, the optimizer's step would raise an error.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_tell))
@@ -142,7 +142,7 @@ class HeldMemory:
         self._watch = StateWatch()
         self._engine = engine
         self._counted = -1  # `changes` of the model's state when `_more_bytes` was counted
-        self._more_bytes = 0  # of optimizer state
+        self._more_bytes = 0  # bytes of optimizer state
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
@@ -150,11 +150,11 @@ class HeldMemory:
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
-        """Call a bound method before any optimizer step. At that time backward is over."""
+        """Register a bound method that is called before every optimizer step. At that time backward is over."""
         self._before_step = weak_callback(call)
 
     def count_moving(self, nbytes: Callable[[], int]) -> None:
-        """Add what this returns: bytes of optimizer state that has left, while its copies are under way."""
+        """Register a function whose result `look` adds: bytes of swapped-out optimizer state still being copied."""
         self._moving = nbytes
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class HeldMemory:
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes()
             return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes)
-        states = [list(dict.values(each.state)) for each in self._optimizers]  # what is in the store stays there
+        states = [list(dict.values(each.state)) for each in self._optimizers]  # swapped-out state stays so
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
         if not self._watch.same_leaves(states) or counted != state.changes:
             found = storage_bytes(tensors_in(states))
@@ -187,7 +187,7 @@ class HeldMemory:
             return
         if self._before_step is not None:
             self._before_step()
-        self._engine.collect()  # backward is over: free what its graph held before the optimizer needs memory
+        self._engine.collect()  # backward is over: free the memory of its graph before the optimizer needs memory
         if any(each is optimizer for each in self._optimizers):
             return
         model = self._state.model
@@ -196,11 +196,11 @@ class HeldMemory:
             self._optimizers.add(optimizer)
 
 
-_DEPTH_MAX = 16  # of containers in an optimizer's state, which may hold itself; as in `StateWatch`
+_DEPTH_MAX = 16  # nesting of containers in an optimizer's state; one may contain itself. The same as in `StateWatch`
 
 
 def tensors_in(value: object, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
-    """The tensors in dictionaries, lists and tuples: LBFGS keeps lists of them."""
+    """Yield the tensors in nested dictionaries, lists, tuples and deques; LBFGS stores lists of tensors."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, Mapping | list | tuple | deque):
@@ -209,6 +209,6 @@ def tensors_in(value: object, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:
-    """Bytes of the tensors' storages, by identity."""
+    """Return the bytes of the tensors' storages, by identity."""
     plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
     return {Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}

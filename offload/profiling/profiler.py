@@ -52,36 +52,36 @@ class Recorder:
 
     @property
     def finished(self) -> bool:
-        """Whether backward has unpacked a tensor."""
+        """Return whether backward has unpacked a tensor."""
         return bool(self.order.uses)
 
     def watches(self, pack_index: int) -> bool:
-        """Every unpack is reported."""
+        """Return True: every unpack is reported."""
         return True
 
     def begin(self) -> None:
-        """A hook begins."""
+        """Do nothing at the begin of a hook."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Not called: nothing that can be swapped is kept."""
+        """Do nothing; not called, because every tensor that can be swapped is swapped."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Record the storage. Nothing is kept."""
+        """Record the storage. Return None: it is swapped."""
         self.order.entries[pack_index] = PackEntry(pack_index, nbytes, packed=self._node)
         return None
 
     def need(self, pack_index: int) -> int:
-        """A guess: tensors that are saved later are needed sooner."""
+        """Return an estimate of the spill priority: tensors that are saved later are needed sooner."""
         return 2**32 - pack_index
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """The copy-out of a storage has been started."""
+        """Record that the copy-out of a storage has been started."""
         self._slots[pack_index] = weakref.ref(slot)
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Another view of a storage was saved."""
+        """Record that another view of a storage was saved."""
         first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
             self.order.duplicates[pack_index] = first
@@ -89,14 +89,14 @@ class Recorder:
             self.order.node_after_pack[pack_index] = self._node
 
     def packed(self, pack_index: int) -> None:
-        """The hook of this pack is about to return."""
+        """Do nothing before the hook of this pack returns."""
 
     def unpacking(self, pack_index: int) -> None:
-        """Backward asks for the tensor of this pack."""
+        """Record that backward needs the tensor of this pack."""
         node = current_node()
         if node is None:
             return  # code outside of backward reads grad_fn's attributes
-        identity = (node.name(), id(node))  # not the node itself, which would keep it alive
+        identity = (node.name(), id(node))  # a reference to the node itself would keep it alive
         if identity != self._autograd_node:
             self._autograd_node = identity
             self._advance()
@@ -110,7 +110,7 @@ class Recorder:
             entry.last_use = self._node
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is on the device."""
+        """Do nothing after the tensor of this pack has been loaded."""
 
     @property
     def _node(self) -> int:
@@ -122,13 +122,13 @@ class Recorder:
 
 @dataclass
 class SavedStorage:
-    """All packs of one storage while the step is recorded: they are swapped together."""
+    """All packs of one storage in the recorded step: they are swapped together."""
 
     alive: StorageWatch
     place: int
     nbytes: int
     entries: list[int] = field(default_factory=list)  # pack indices
-    last_forward: int | None = None  # last node in which other code held it
+    last_forward: int | None = None  # last node in which other code held the storage; None: it still does
 
 
 @dataclass(frozen=True)
@@ -180,17 +180,17 @@ class Profiler(Recorder):
         self._all_saved: list[SavedStorage] = []
         self._memory = StepAllocations(engine.device)
         call_when_dead(self, partial(_unwatch, self._memory, self._all_saved))
-        self._is_listening = False  # for the end of a backward pass
+        self._is_listening = False  # whether a callback at the end of the running backward pass is registered
         self._memory.begin()
         self._memory.node(0)
 
     @property
     def finished(self) -> bool:
-        """Whether the step is over, backward included."""
+        """Return whether the step is over, backward included."""
         return self.stopwatch.finished
 
     def stop(self) -> bool:
-        """Stop recording allocations. False if another thread has to do it."""
+        """Stop recording allocations. Return False if another thread has to do it."""
         if self._watched_to_the_end is None:
             self._watched_to_the_end = self.finished
         model = self._model()
@@ -200,16 +200,16 @@ class Profiler(Recorder):
         return self._memory.stop()
 
     def watches(self, pack_index: int) -> bool:
-        """Every unpack is reported."""
+        """Record the module of this pack. Return True: every unpack is reported."""
         self._note_module(pack_index)
         return True
 
     def begin(self) -> None:
-        """A hook begins."""
+        """Record the begin of a hook."""
         self.stopwatch.begin()
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """The copy-out of a storage has been started: wait until it ends."""
+        """Record a storage whose copy-out has been started, and wait until the copy-out ends."""
         self._note_module(pack_index)
         identity = self._engine.identity(tensor)
         storage = self._saved.get(identity)
@@ -224,16 +224,16 @@ class Profiler(Recorder):
         super().swapped(pack_index, slot, tensor)
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Another view of a storage was saved."""
+        """Record that another view of a storage was saved."""
         self._note_module(pack_index)
         super().duplicated(pack_index, slot)
 
     def packed(self, pack_index: int) -> None:
-        """The hook of this pack is about to return."""
+        """Record the end of the hook of this pack."""
         self.stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
-        """Backward asks for the tensor of this pack."""
+        """Record that backward needs the tensor of this pack."""
         self.stopwatch.begin()
         self.stopwatch.listen_for_the_end()
         if not self._is_listening and current_node() is not None:
@@ -244,7 +244,7 @@ class Profiler(Recorder):
         self._memory.reload(begins=True)
 
     def unpacked(self, pack_index: int) -> None:
-        """The tensor of this pack is on the device."""
+        """Record that the tensor of this pack has been loaded."""
         self._memory.reload(begins=False)
         self.stopwatch.end(pack_index)
 
@@ -297,7 +297,7 @@ class Profiler(Recorder):
         return Profile(self.order, trace, members, found.gradients, self._held, knows)
 
     def _tensor_of(self, storage: SavedStorage) -> SavedTensor | None:
-        """Return the tensor of the trace, `produced` still unknown; None if other code holds the storage."""
+        """Return the tensor of the trace, without `produced`; None if other code holds the storage in backward."""
         entries = [self.order.entries[pack_index] for pack_index in storage.entries]
         last = self.order.node_count - 1
         first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)

@@ -1,4 +1,4 @@
-"""Finds out what a step can recompute: every saved storage is made again once, compared bit for bit, and timed.
+"""The trial step: recomputes every saved storage once, compares the result bit for bit, and measures the time.
 
 In this step every tensor is swapped, and loaded on demand.
 """
@@ -28,7 +28,8 @@ from offload.torch_compat.dispatch import can_record, undisturbed
 __all__ = ["RecipeTrial"]
 
 
-# What torch makes of an error in an operator. Subclasses are somebody else's, as are errors in reading a source back.
+# The exceptions that torch raises for an error in an operator. Subclasses come from other code, for example for a
+# source that cannot be read.
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 
 
@@ -42,7 +43,7 @@ class RecipeTrial(SwapOnDemand):
     base_bytes
         `base_bytes` of the trace, by node; None if unknown.
     limit_bytes
-        A recipe that does not fit into what is left is not tried. None: there is no limit.
+        The memory limit: a recipe that does not fit into the remaining memory is not tried. None: there is no limit.
     """
 
     def __init__(
@@ -56,31 +57,31 @@ class RecipeTrial(SwapOnDemand):
         self.recomputation = self._trial
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """A storage has begun to leave: wait until it is gone, so that the step needs the least memory."""
+        """Wait until the copy-out of a storage has ended, so that the step needs the least memory."""
         slot.record.wait_copied_out()
 
     @property
     def finished(self) -> bool:
-        """Whether the forward pass is over, and every recipe has been timed."""
+        """Return whether the forward pass is over and every recipe has been timed."""
         return self._trial.is_over and not self._trial.read_times()
 
     @property
     def is_as_recorded(self) -> bool:
-        """Whether the step saved what the recorded one did."""
+        """Whether the step has saved the same storages as the recorded step."""
         return self._trial.is_as_recorded
 
     def recipes(self) -> Mapping[int, MeasuredRecipe]:
-        """What made the same bytes again, by pack index of the entry. Complete once the trial is finished."""
+        """Return the recipes that gave the same bytes, by the entry's pack index; complete if the trial is finished."""
         self._trial.read_times()
         return self._trial.recipes
 
     def refusals(self) -> Mapping[int, Refusal]:
-        """Why the others have no recipe, by pack index of the entry."""
+        """Return the reasons why the other entries have no recipe, by pack index."""
         return self._trial.refusals
 
 
 class _Trial(Recording):
-    """Tries the recipe of every storage at its pack, while the storage itself is there to compare with."""
+    """Tries the recipe of every storage at its pack, where the storage itself is still available for comparison."""
 
     def __init__(
         self, engine: Engine, order: StepOrder, base_bytes: Sequence[int] | None, limit_bytes: int | None
@@ -99,24 +100,24 @@ class _Trial(Recording):
         self._timed: list[tuple[int, MeasuredRecipe, Any, Any]] = []
 
     def begin(self, surroundings: Surroundings) -> None:
-        """The forward pass begins in this thread, and the recording with it."""
+        """Start recording: the forward pass begins in this thread."""
         if can_record() and not self._order.compiled_nodes:
             super().begin(surroundings)
             if self._recorder is not None:
                 self._recorder.resume()
 
     def passed(self, index: int, tensor: torch.Tensor) -> None:
-        """The hook that packs `tensor` is about to return: record again."""
+        """Resume recording before the hook that packs `tensor` returns."""
         if self._recorder is not None:
             self._recorder.latest_pack = index
             self._recorder.resume()
 
     def abandon(self) -> None:
-        """The step is not the recorded one."""
+        """Note that the step differs from the recorded one."""
         self.is_as_recorded = False
 
     def end(self) -> None:
-        """The forward pass is over."""
+        """End the trial: the forward pass is over."""
         super().end()
         self.is_over = True
         self.is_as_recorded &= self._met == self._order.entries.keys()
@@ -128,7 +129,7 @@ class _Trial(Recording):
         self._read.clear()
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> None:
-        """Try the recipe; the storage is swapped all the same."""
+        """Try the recipe of a storage. The storage itself is swapped."""
         entry = self._order.entries.get(index)
         self._met.add(index)
         if entry is None or entry.nbytes != key[3]:
@@ -145,7 +146,7 @@ class _Trial(Recording):
                 self.refusals[index] = refusal
 
     def _try(self, tensor: torch.Tensor, index: int, recipe: Recipe) -> Refusal:
-        """Run a recipe once, compare and time it. Returns why it cannot be used; empty if it can."""
+        """Run a recipe once, compare its result and measure the time. Return why it cannot be used; empty if it can."""
         assert self._recorder is not None
         storage, is_workspace = tensor.untyped_storage(), tensor.dtype == torch.uint8
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
@@ -181,7 +182,7 @@ class _Trial(Recording):
             same = self._is_same(storage, index, recipe, storages, is_workspace)
         except Exception as error:
             if type(error) not in _REFUSALS:
-                raise  # the handler of a signal may raise anywhere
+                raise  # for example an exception of a signal handler, which can be raised anywhere
             return f"its operators cannot be run again: {type(error).__name__}"
         return "" if same else "its bytes came out differently"
 
@@ -207,13 +208,14 @@ class _Trial(Recording):
         if same:
             self._read[index] = recipe.changeable
         if same and self._engine.is_accelerator:
-            self._timed.append((index, _measured(recipe, 0.0, storage.nbytes()), begin, end))  # not its slots
+            # Without the recipe itself, which would keep its slots alive.
+            self._timed.append((index, _measured(recipe, 0.0, storage.nbytes()), begin, end))
         elif same:
             self.recipes[index] = _measured(recipe, seconds, storage.nbytes())
         return same
 
     def read_times(self) -> int:
-        """Read the times that the device has come to. Returns how many are left."""
+        """Read the times that the device has measured by now. Return how many are still missing."""
         left = []
         for index, recipe, begin, end in self._timed:
             seconds = self._engine.seconds_since(begin, [end])

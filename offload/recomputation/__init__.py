@@ -1,1 +1,1 @@
-"""Dropped tensors: recipes, operator by operator, and what it takes to find and to run them."""
+"""Recipes of dropped tensors: recording the operators, extracting recipes from them, and running these."""

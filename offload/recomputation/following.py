@@ -1,10 +1,10 @@
 """Compares the operators of a step with a template, which an earlier step has recorded, instead of recording them.
 
 A step that drops tensors needs their recipes. A *window* is a part of forward that contains the operators of recipes.
-The *template* of a window (`template.py`) lists its operators, one *line* each, and has its recipes. It holds no
+The *template* of a window (`template.py`) lists its operators, one *line* each, and contains its recipes. It holds no
 tensors: a *label*, a number, stands for each value (a version of a storage) that recipes use. To *bind* a label is to
 store which value of the current step it stands for. The recipes of the step are those of the template, with the bound
-values. From the first operator that differs from its line, the rest of the window is recorded.
+values. If an operator differs from its line, the rest of the window, from this operator on, is recorded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["FollowingRecorder"]
 
 @dataclass(slots=True)
 class _Own:
-    """What differs from the template in one operator: arguments other than tensors, random state, settings."""
+    """Values of one operator that may differ from the template: arguments except tensors, random state, settings."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -69,14 +69,14 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         self._own: dict[int, _Own] = {}  # by position of the line
 
     def follow(self, template: Template) -> None:
-        """A window with a template begins."""
+        """Begin a window that has a template."""
         self._template, self._lines, self._position, self.script = template, template.lines, 0, template.script
         self._bound = [None] * template.label_count
         self._own = {}
         self.follows = True
 
     def forget(self) -> None:
-        """A window ends."""
+        """End a window."""
         super().forget()
         self._leave()
         self._template = None
@@ -84,7 +84,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         self._own.clear()
 
     def close(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._leave()
         super().close()
         self._bound.clear()
@@ -115,7 +115,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
     # -- one operator -------------------------------------------------------------------------------------------------
 
     def _writes_known(self, line: Line, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator writes to a storage that a recipe may read, and its line does not contain this write.
+        """Return whether an operator writes to a storage that a recipe may read, and its line lacks this write.
 
         Not every write increments the version, so it must be detected here.
         """
@@ -129,7 +129,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         )
 
     def _binds(self, position: int, line: Line, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operator reads the values that its line names. Binds them; stores other arguments that differ."""
+        """Return whether an operator reads the values of its line. Bind them; store other arguments that differ."""
         call = line.call
         assert call is not None
         if len(args) != len(line.args) or kwargs.keys() != line.kwargs.keys():
@@ -171,7 +171,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         if value is None:
             return False
         if value.version != version_of(given):
-            return False  # changed by something that was not recorded
+            return False  # changed by code that was not recorded
         bound = self._bound[expected.label]
         if bound is None and not expected.is_made:
             self._bound[expected.label] = value
@@ -180,14 +180,14 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         return expected.view.is_of(given)
 
     def _leaf_of(self, given: torch.Tensor, key: int) -> Value | None:
-        """The value of a tensor that existed before the window; None if recipes cannot read it."""
+        """Return the value of a tensor that existed before the window; None if recipes cannot read it."""
         if key == NO_KEY or not is_known(given):
             return None
         value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
         return value
 
     def _takes(self, expected: Any, given: Any) -> bool:
-        """Whether an argument that differs from its line is allowed: of the same type, but no bool. Binds tensors."""
+        """Return whether an argument that differs from its line is allowed: the same type, not bool. Bind tensors."""
         kind = type(expected)
         if kind is Read:
             return self._binds_tensor(expected, given)
@@ -205,7 +205,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         for place, label in line.results:
             made = result[place] if isinstance(result, (tuple, list)) else result
             key = key_of(made) if type(made) is torch.Tensor else NO_KEY
-            # A known storage: the operator returned a view that its schema does not declare.
+            # If the storage is known, the operator has returned a view that its schema does not declare.
             if key == NO_KEY or key in self.values or made.is_inference():
                 return self._leave()
             self._bind(label, key, Value(0, version_of(made), StorageWatch(made.untyped_storage())))
@@ -228,7 +228,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
     # -- one recipe ---------------------------------------------------------------------------------------------------
 
     def recipe(self, index: int, tensor: torch.Tensor) -> Recipe | None:
-        """The template's recipe for a pack, with the values of this step. None if the step differs."""
+        """Return the template's recipe for a pack, with the values of this step. None if the step differs."""
         found = self._template.slices.get(index) if self._template is not None else None
         value = self.value_of(tensor)
         if found is None or value is None or value is not self._bound[found.target]:
@@ -253,7 +253,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
 
 
 def _is_same(expected: Any, given: Any) -> bool:
-    """Whether an argument equals the template's. Compares `repr` too: 0.0 == -0.0, and [True] == [1]."""
+    """Return whether an argument equals the template's. Compares `repr` too, because 0.0 == -0.0 and [True] == [1]."""
     if type(expected) in (Read, Several):
         return True
     return bool(expected == given) and (type(expected) not in (float, complex, list) or repr(expected) == repr(given))

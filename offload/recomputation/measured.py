@@ -1,7 +1,4 @@
-"""What a trial has found of one storage's recipe: what it costs, and what it reads.
-
-Plans are made of these figures.
-"""
+"""The result of a trial for one storage's recipe: its duration, its memory and its sources. The planner uses them."""
 
 from __future__ import annotations
 
@@ -15,24 +12,24 @@ Refusal = str
 
 @dataclass(frozen=True)
 class MeasuredRecipe:
-    """A recipe that made the same bytes again.
+    """A recipe that has recomputed the same bytes.
 
     Attributes
     ----------
     seconds
-        To run it once: time of the thread on the CPU, between events on a device.
+        Duration of one run: CPU time of the thread; on an accelerator, time between two events.
     sources
-        Pack indices of the entries (first pack of each storage) that it reads.
+        Pack indices of the entries (first pack of each storage) that the recipe reads.
     operators
-        Names, in order.
+        Names of the operators, in order.
     is_heavy
-        Whether a matrix product, a convolution or attention is among them.
+        Whether a matrix product, a convolution or attention is among the operators.
     opens
-        The pack after which operators have to be recorded for it; -1: from the beginning of the step.
+        The pack after which operators have to be recorded for the recipe; -1: from the beginning of the step.
     held_bytes
-        Bytes of small tensors kept for it that are neither saved tensors of the step nor parameters.
+        Bytes of small tensors that are kept only for the recipe.
     workspace_bytes
-        On the device while it runs, beside its sources and the result.
+        Bytes on the device while the recipe runs, in addition to its sources and its result.
     """
 
     seconds: float

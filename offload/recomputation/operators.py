@@ -1,6 +1,6 @@
-"""What a recipe has to know of an operator: what it writes, whether it draws random numbers, whether to trust it.
+"""Properties of an operator that recipes need: what it writes, whether it is random, whether it can be repeated.
 
-It is looked up once for each operator.
+They are determined once for each operator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAVY = _names(
 )
 HEAVY_BEGINNINGS = ("_scaled_dot_product", "_cudnn_", "cudnn_conv", "mkldnn_", "miopen_conv", "miopen_rnn", "linalg_")
 BLANK = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
-# Kernels whose order of summation varies on some device, or that change what a storage is.
+# Operators whose order of summation varies on some device, or that replace or resize a storage.
 REFUSED = _names(
     """
     index_add index_add_ index_reduce index_reduce_ index_put index_put_ _index_put_impl_ put put_ scatter_add
@@ -35,8 +35,7 @@ REFUSED = _names(
     nll_loss2d_forward set_ resize_ resize_as_ _resize_output_ _efficientzerotensor
     """
 )
-# Position of the running statistics, and of the flag that says whether they are only written.
-# Positions of arguments that are added, which autograd does not save.
+# Positions of arguments that are only added, so that autograd does not save them.
 ADDED = {
     "addmm": (0,),
     "addbmm": (0,),
@@ -47,6 +46,7 @@ ADDED = {
     "linear": (2,),
     "mkldnn_convolution": (2,),
 }
+# Positions of the running statistics, and of the flag `training`: if it is set, the statistics are only updated.
 STATISTICS = {
     "native_batch_norm": ((3, 4), 5),
     "cudnn_batch_norm": ((3, 4), 5),
@@ -57,7 +57,7 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class Operator:
-    """Facts about one overload.
+    """Properties of one operator overload.
 
     Attributes
     ----------
@@ -65,18 +65,23 @@ class Operator:
         Positions, or names, of the arguments that it changes.
     passes
         Whether it is not recorded: a view, or a higher-order operator.
+    is_seeded
+        Whether it draws random numbers.
+    is_heavy
+        Whether it is a matrix product, a convolution, a recurrent layer or attention.
     is_blank
-        Whether it allocates without writing.
+        Whether it allocates memory without writing to it.
     writes_lists
-        Whether some of those are lists. Their versions do not move while a mode is on.
+        Whether some of the arguments in `writes` are lists. While a mode is on, torch does not increment the versions
+        of their tensors.
     writes_all
-        Whether it may write to any argument, whatever its schema says.
+        Whether it may write to any argument, even if its schema does not declare this.
     added
-        Positions of arguments that autograd does not save, though it saves the others.
+        Positions of arguments that autograd does not save although it saves the others.
     statistics, training
-        Running statistics that it updates beside its result, and where the flag stands that says so.
+        Positions of running statistics that it updates, and of the flag that says whether it does.
     refusal
-        Why no recipe goes through it; empty: one may.
+        Why no recipe may contain it; empty if one may.
     """
 
     name: str
@@ -97,7 +102,7 @@ _known: dict[Any, Operator] = {}
 
 
 def operator_of(func: Any) -> Operator:
-    """What is known of an overload."""
+    """Return the properties of an overload."""
     found = _known.get(func)
     if found is None:
         found = _known[func] = _look(func)

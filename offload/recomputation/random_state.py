@@ -17,7 +17,7 @@ __all__ = ["as_before", "random_state"]
 
 
 class _DeviceGenerator:
-    """A device's own generator; its state is a few bytes in host memory, and reading it waits for nothing."""
+    """A device's default generator. Its state is a few bytes in host memory; reading it does not synchronize."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_of(device)
@@ -30,7 +30,7 @@ class _DeviceGenerator:
 
 
 def random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
-    """The generator that a call draws from, and its state. None if the generator cannot be determined."""
+    """Return the generator from which a call draws, and its state. None if the generator cannot be determined."""
     given = kwargs.get("generator")
     if given is None:
         tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
@@ -43,7 +43,7 @@ def random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, to
 
 @contextmanager
 def as_before(generator: Any, state: torch.Tensor) -> Iterator[None]:
-    """Draw what was drawn from `state` on, and leave the generator as it is."""
+    """Set a generator to `state` within the block, and restore its present state afterwards."""
     now = generator.get_state()
     try:
         generator.set_state(state)

@@ -1,6 +1,6 @@
-"""A recipe: the operators from what is kept or swapped to one dropped storage, and how to run them again.
+"""A recipe: the operators that compute one dropped storage from kept or swapped ones, and the code that runs them.
 
-When backward asks for a dropped tensor, its recipe makes the bytes.
+When backward needs a dropped tensor, its recipe recomputes the bytes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operator, with values as numbers.
+    """One operator of a recipe; numbers stand for the values.
 
     Attributes
     ----------
     results
-        What is needed of what it makes, and the numbers of those values.
+        Places of the results that the recipe needs, and the numbers of their values.
     last
-        Values that nobody needs afterwards.
+        Numbers of the values that the recipe does not need after this step.
     """
 
     func: Any
@@ -62,7 +62,7 @@ class Step:
     last: tuple[int, ...]
 
     def run(self, storages: _Storages) -> None:
-        """Run it on numbered storages, and add what it makes."""
+        """Run the operator on numbered storages, add those of its results, and remove those in `last`."""
         args = [_rebuilt(each, storages) for each in self.args]
         kwargs = {name: _rebuilt(each, storages) for name, each in self.kwargs.items()}
         if self.random is not None:
@@ -76,7 +76,7 @@ class Step:
                 made = given[place[1]] if isinstance(given, list) else given
             else:
                 made = result[place] if isinstance(result, (tuple, list)) else result
-            if not isinstance(made, torch.Tensor):  # a kernel that makes less where no gradient is recorded
+            if not isinstance(made, torch.Tensor):  # some kernels return fewer results if no gradient is recorded
                 raise RuntimeError(f"{self.func} did not return what it had returned in forward")
             storages[number] = made.untyped_storage()
         for number in self.last:
@@ -93,24 +93,25 @@ def _rebuilt(given: Any, storages: _Storages) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Recipe:
-    """How to make one storage again.
+    """The operators that recompute one storage, and their sources.
 
     Attributes
     ----------
     target
-        Number of the value that is asked for.
+        Number of the value to recompute.
     slots
-        Where the bytes of saved storages are, by number of the value. Each holds one view more for it.
+        Swapped or dropped storages that the recipe reads, by number of the value. The recipe counts as one more view
+        of each.
     held
-        What stays on the device, by number of the value.
+        Kept tensors that the recipe reads, by number of the value.
     sources
-        Pack indices of the entries that it reads, by number of the value.
+        Pack indices of the entries that the recipe reads, by number of the value.
     is_heavy
-        Whether a matrix product, a convolution or attention is among them.
+        Whether a matrix product, a convolution or attention is among the operators.
     opens
-        The pack after which its operators have to be recorded.
+        The pack after which the operators have to be recorded.
     peak_bytes
-        Peak bytes of the values that it makes, the result included; 0 if not computed.
+        Peak bytes of the values that the recipe computes, the result included; 0 if not computed.
     """
 
     target: int
@@ -124,26 +125,26 @@ class Recipe:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Names, in order."""
+        """Names of the operators, in order."""
         return tuple(step.name for step in self.steps)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that stay in memory for this recipe alone."""
+        """Bytes that stay in memory only for this recipe."""
         return sum(held.nbytes for held in self.held.values() if held.is_own)
 
     @property
     def changeable(self) -> list[Held | Probe]:
-        """What tells whether somebody wrote to what it reads."""
+        """Objects that show whether a source of the recipe was changed in place."""
         return [*self.held.values(), *(probe for _, probe in self.slots.values())]
 
     def load(self) -> _Storages:
-        """The bytes that it reads, on the device and ready for the current stream.
+        """Return the storages of the sources, on the device and ready for the current stream.
 
         Raises
         ------
         ChangedSource
-            A tensor that stays was changed in place since.
+            A source was changed in place after the recipe was built.
         OSError
             Bytes could not be read back; a later call tries again.
         """
@@ -153,16 +154,18 @@ class Recipe:
         found = {number: held.tensor.untyped_storage() for number, held in self.held.items()}
         for number, (slot, _) in self.slots.items():
             found[number], begin = slot.record.swap_in()
-            assert begin == 0  # recipes read whole storages alone
+            assert begin == 0  # recipes read only whole storages
         return found
 
     def run(self, storages: _Storages) -> torch.UntypedStorage:
-        """The dropped storage, made of what `load` returned; takes that over."""
+        """Recompute and return the dropped storage. `storages` is the result of `load`; this method changes it."""
         alone = undisturbed()
         try:
             with alone:
                 self._run_steps(storages)
-        finally:  # after an interrupt its traceback may hold it, and free it when backward, without gradients, is over
+        # After an interrupt, its traceback may hold the generator of `undisturbed`. Without `close`, the generator
+        # would restore grad mode only when it is freed.
+        finally:
             alone.gen.close()
         return storages[self.target]
 

@@ -1,6 +1,6 @@
-"""A dispatch mode that records operators while it is on: which version of which storage each has read and made.
+"""A dispatch mode that records operators while it is on: the versions of storages that each reads and writes.
 
-Every operator of a window passes through here.
+Every operator of a window goes through it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NO_SOURCE = Reference(Value(0, -1), torch.empty(0))
 
 
 class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
-    """Records what operators of one forward pass make, while the recorder is on.
+    """Records the operators of one forward pass while the recorder is on.
 
     Parameters
     ----------
     small_nbytes
-        Tensors with fewer bytes are copied if a recipe reads them and nothing else keeps them until backward.
+        Tensors with fewer bytes are copied if a recipe reads them and no other code keeps them until backward.
     is_state
-        Whether a storage, given by identity, is of a parameter or a buffer that stays as it is until backward.
+        Returns whether a storage, given by identity, belongs to a parameter or a buffer that stays on the device.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     latest_pack
         Pack index of the latest pack that was reported to the recorder.
     window
-        Calls are stored in it as well, for a template that later steps follow. None: no template is wanted.
+        The window in which calls are stored too, for a template that later steps follow. None: no template is made.
     """
 
     def __init__(self, small_nbytes: int, is_state: Callable[[int], bool]) -> None:
@@ -67,29 +67,29 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Record from now on. Does nothing while another mode is on: that mode's exit would pop this one."""
+        """Turn the recorder on. Does nothing while another mode is on: that mode's exit would pop this one."""
         if self.is_on or mode_count() != self._modes or get_ident() != self.thread or callable(tracer()):
             return
         self.is_on = True
         push_mode(self)
 
     def suspend(self) -> None:
-        """Record no longer; what was recorded stays.
+        """Turn the recorder off; the recorded calls and values are kept.
 
-        The recorder stays on inside torch.compile, and if other code has removed all modes for a while.
+        The recorder stays on inside torch.compile, and if other code has temporarily removed all modes.
         """
         if self.is_on and get_ident() == self.thread and not callable(tracer()):
             self.is_on = not remove_mode(self)
 
     def forget(self) -> None:
-        """A window ends. Forget all values: until the next one, a write to what was not packed would not be seen."""
+        """End a window, and forget all values: until the next window, writes to tensors are not recorded."""
         self.values.clear()
         self.window = None
 
     def close(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self.suspend()
-        self.is_closed = True  # other code that had removed the mode may restore it; it records nothing then
+        self.is_closed = True  # if other code has removed the mode and restores it later, it records nothing
         self.window = None
         self.values.clear()
         self._saved.clear()
@@ -97,14 +97,14 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     # -- values -------------------------------------------------------------------------------------------------------
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
-        """The value that a tensor has now; None if it is not known, or if the tensor was changed since."""
+        """Return the present value of a tensor; None if unknown, or if a change of the tensor was not recorded."""
         value = self.values.get(storage_identity(tensor.untyped_storage()))
         return value if value is not None and value.version == version_of(tensor) else None
 
     def saved(self, tensor: torch.Tensor, index: int, slot: Any, nbytes: int) -> None:
-        """A storage was packed, so recipes can read it.
+        """Note that a storage was packed, so that recipes can read it.
 
-        `slot` is a weak reference to the place of its bytes. None: the tensor stays on the device.
+        `slot` is a weak reference to the swapped or dropped storage that has the bytes. None: the tensor is kept.
         """
         storage = tensor.untyped_storage()
         key, version = storage_identity(storage), version_of(tensor)
@@ -121,7 +121,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
             self.values[key] = leaf
 
     def source(self, index: int) -> torch.UntypedStorage | None:
-        """The storage that a pack saved; None if it was freed or changed."""
+        """Return the storage that a pack saved; None if it was freed or changed."""
         for key, saved in self._saved.items():
             if saved.index == index:
                 value = self.values.get(key)
@@ -170,14 +170,14 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                     return _NO_SOURCE
                 value = self.values[key] = self.leaf(given, given.untyped_storage(), key)
             elif value.version != version_of(given):
-                return _NO_SOURCE  # written to by something that is not recorded
+                return _NO_SOURCE  # changed by code that is not recorded
             return Reference(value, given)
         if kind is list or kind is tuple:
             return [self._note(each) for each in given]
         return _NO_SOURCE if isinstance(given, torch.Tensor) else given
 
     def leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: int) -> Value:
-        """The value of a tensor that was there before the window."""
+        """Return the value of a tensor that existed before the window."""
         version = version_of(tensor)
         saved = self._saved.get(key)
         if saved is not None and saved.version == version:
@@ -213,7 +213,7 @@ Place = int | str
 def written(
     places: Sequence[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Place, int, torch.Tensor]]:
-    """The known tensors at some arguments of an operator: argument, number within a list, tensor."""
+    """Yield the known tensors at the given arguments of an operator: argument, number within a list, tensor."""
     for place in places:
         given: Any = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
         for number, tensor in enumerate(given if type(given) in (list, tuple) else (given,)):
@@ -234,30 +234,30 @@ def run(func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def version_after(operator: Operator, tensor: torch.Tensor) -> int:
-    """The version that a tensor just written by an operator will have after the mode has returned."""
+    """Return the version that a tensor just written by an operator will have after the mode has returned."""
     # For tensors in lists, `run` has incremented it already. For others, autograd's in-place layer does so afterwards.
     return version_of(tensor) + (not operator.writes_lists)
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; `NO_KEY` if it has none."""
+    """Return the identity of a tensor's storage; `NO_KEY` if it has none."""
     try:
         return storage_identity(tensor.untyped_storage())
-    except NotImplementedError:  # what torch raises if there is none: sparse, opaque, wrapped by functorch
+    except NotImplementedError:  # torch raises this if there is none: sparse, opaque, wrapped by functorch
         return NO_KEY
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one with bytes and a version of its own."""
+    """Return whether a tensor is a plain, strided one that has its own bytes and a version."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_inference()
     return plain and has_own_bytes(tensor)
 
 
 def saves_factors(operator: Operator, args: tuple[Any, ...]) -> bool:
-    """Whether autograd saves the factors of a matrix product or convolution; without gradients it saves nothing."""
+    """Return whether autograd saves the factors of a matrix product or convolution; not without gradients."""
     return operator.is_heavy and torch.is_grad_enabled() and any(map(_has_history, args))
 
 
 def _has_history(given: Any) -> bool:
-    """Whether an argument is a tensor that was computed from others with gradients."""
+    """Return whether an argument is a tensor that requires a gradient and is not a parameter or a view of one."""
     return isinstance(given, torch.Tensor) and given.requires_grad and type(version_owner(given)) is not Parameter

@@ -1,4 +1,4 @@
-"""Cuts a recipe out of what was recorded: from a storage back to the nearest ones that will be there in backward."""
+"""Extracts a recipe from the recorded operators: from a storage back to the nearest ones available in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NOT_MADE", "Cut", "Sources", "cut_of", "recipe_of"]
 
 NOT_MADE = "not made by an operator of the step"
 
-_CALLS_MAX = 400  # of one recipe
+_CALLS_MAX = 400  # most operators of one recipe
 _UNSEEN = "written by a kernel that recording does not see"
 
 
@@ -29,7 +29,7 @@ def cut_of(target: Value) -> Cut | Refusal:
 
 
 class Sources:
-    """Where the bytes are that a recipe reads, by number of the value."""
+    """The swapped, dropped and kept storages that a recipe reads, by number of the value."""
 
     __slots__ = ("held", "indices", "slots")
 
@@ -39,7 +39,7 @@ class Sources:
         self.indices: dict[int, int] = {}
 
     def add(self, number: int, value: Value, is_saved: bool) -> bool:
-        """Store where a value's bytes are. Returns whether they are available in backward."""
+        """Store where a value's bytes are. Return whether they are available in backward."""
         slot = value.slot() if value.slot is not None else None
         # If a tensor was changed in place after its pack, its copy-out may contain the new bytes, or old and new bytes.
         if slot is not None and value.probe is not None and not value.probe.is_changed:
@@ -59,7 +59,7 @@ class Cut:
     Attributes
     ----------
     calls
-        The calls by their number in the step, which is their order.
+        The recorded calls by number, which gives their order.
     numbers
         The recipe's numbers of the values that the calls read and write.
     leaves
@@ -74,7 +74,7 @@ class Cut:
         self._sources = Sources()
 
     def take_in(self) -> Refusal:
-        """Find every call that is needed. Returns why no recipe is possible; empty if one is."""
+        """Find all calls that the recipe needs. Return why no recipe is possible; empty if one is."""
         if self.target.call is None:
             return NOT_MADE
         pending: list[Call] = [self.target.call]
@@ -112,7 +112,7 @@ class Cut:
         return is_there
 
     def recipe(self, weighs: bool) -> Recipe:
-        """What was found, in the order in which it ran."""
+        """Return the recipe: the calls in the order in which they ran, and their sources."""
         calls = [self.calls[number] for number in sorted(self.calls)]
         last_use = {reference.value: i for i, call in enumerate(calls) for reference, _, _ in _read_by(call)}
         made: dict[int, list[Value]] = {}
@@ -131,7 +131,7 @@ class Cut:
         )
 
     def _peak_bytes(self, calls: list[Call], made: dict[int, list[Value]], last_use: dict[Value, int]) -> int:
-        """Return the peak memory of the calls' results, if no two results share memory."""
+        """Return the peak memory of the calls' results, as if no two results shared memory."""
         now = peak = 0
         for i, call in enumerate(calls):
             now += sum(value.nbytes for value in made.get(call.number, ()))
@@ -159,7 +159,7 @@ class Cut:
 def _read_by(call: Call) -> list[tuple[Reference, bool, bool]]:
     """Return the tensor arguments of a call, each with two flags.
 
-    The first: the call writes to the argument. The second: it only adds the argument, so autograd does not save it.
+    The first: the call writes to the argument. The second: the call only adds it, so autograd does not save it.
     """
     if call.read is None:
         ignored, writes, added = call.ignored, call.operator.writes, call.operator.added

@@ -1,7 +1,7 @@
-"""The operators of a window, as one step has recorded them.
+"""The template of a window: the operators that one step has recorded.
 
-Later steps compare their operators with them and only note their own tensors, numbers and settings (*bind* them). A
-template is made once for each window of a schedule. It holds no tensor.
+Later steps compare their operators with the template's, and store only their own tensors (*bind* them), numbers and
+settings. A template is made once for each window of a schedule. It holds no tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ANY", "Line", "Read", "Several", "Slice", "Template", "Templates", "
 
 ANY = object()  # an argument that is not compared, because recipes do not use it: running statistics
 _NUMBERS = (int, float, bool, complex)
-_PATIENCE = 6
+_PATIENCE = 6  # a window with this many failures gets no template; see `Templates.followed`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +43,25 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A list argument, such as a list of tensors. A list of numbers alone is no `Several`, unless it is empty."""
+    """A list argument, such as a list of tensors. A list that contains only numbers is not a `Several`."""
 
     each: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One operator, in its place.
+    """One operator of a window.
 
     Attributes
     ----------
     call
-        The recorded call without its arguments and random state. None: no recipe needs the operator, so that later
-        steps compare only which operator it is.
+        The recorded call without its arguments and random state. None: no recipe needs the operator, so later steps
+        compare only which operator it is.
     args, kwargs
-        As recorded, but each tensor is a `Read`, and running statistics are `ANY`.
+        The recorded arguments; a tensor is replaced by a `Read`, running statistics by `ANY`.
     plain, plain_names
-        Positions and names of the arguments that are no tensors or lists of them. Later steps may have other values.
+        Positions and names of the arguments that are not tensors or lists of tensors. Later steps may have other
+        values.
     results, writes
         For each result and each written argument that a recipe reads: its place (`Place` in `recipe.py`) and the label
         of its value.
@@ -85,15 +86,15 @@ class Slice:
     target
         Label of the storage's value.
     steps
-        What the recipe runs.
+        The steps of the recipe.
     lines
         Position of each step in the window.
     leaves
-        Of each value that it reads: number in the recipe, label, and whether autograd saves it too.
+        For each value that the recipe reads: number in the recipe, label, and whether autograd saves the value too.
     is_heavy
-        Whether it runs a matrix product, convolution or attention.
+        Whether the recipe contains a matrix product, a convolution or attention.
     opens
-        Index of the pack after which its operators have to be recorded.
+        Index of the pack after which the recipe's operators have to be recorded.
     """
 
     target: int
@@ -106,7 +107,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What a window holds: its operators in order, and the slices by pack index. `script` has the lines for C++."""
+    """The operators of a window in order, and its slices by pack index. `script` contains the lines for C++."""
 
     lines: tuple[Line, ...]
     slices: dict[int, Slice]
@@ -115,18 +116,18 @@ class Template:
 
 
 class Window:
-    """A window of a step that records: calls in order, and for each dropped storage those of its recipe (`Cut`)."""
+    """A window of a step that records: its calls in order, and for each dropped storage the calls of its recipe."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self._cuts: dict[int, tuple[Cut, tuple[Step, ...]]] = {}
 
     def was_cut(self, index: int, cut: Cut, recipe: Recipe) -> None:
-        """A pack's storage was dropped."""
+        """Store the recipe of a pack whose storage was dropped."""
         self._cuts[index] = cut, recipe.steps
 
     def template(self, indices: set[int]) -> Template | None:
-        """The template that later steps follow, or None: then operators are recorded in every step.
+        """Return the template that later steps follow. None: the operators have to be recorded in every step.
 
         None if a storage of `indices` was not dropped, or if an operator may write to any of its arguments, because no
         version counter shows such a write.
@@ -144,19 +145,19 @@ class Templates:
         self._failures: dict[int, int] = {}
 
     def of(self, opens: int) -> Template | None:
-        """The template of a window, if there is one."""
+        """Return the template of a window; None if there is none."""
         return self._made.get(opens)
 
     def is_wanted(self, opens: int) -> bool:
-        """Whether to record a window's operators for a template: not if every third step or more differs."""
+        """Return whether to record a template for a window: not if a third of the steps or more differ."""
         return self._failures.get(opens, 0) < _PATIENCE
 
     def made(self, opens: int, template: Template) -> None:
-        """A step has recorded a template."""
+        """Store the template that a step has recorded."""
         self._made[opens] = template
 
     def followed(self, opens: int, *, to_its_end: bool) -> None:
-        """A step has followed a template to its end, or has differed from it: then the next step records a new one."""
+        """Count a step that has followed a template. If it has differed, the next step records a new template."""
         before = self._failures.get(opens, 0)
         self._failures[opens] = max(0, before - 1) if to_its_end else before + 2
         if not to_its_end:
@@ -222,15 +223,15 @@ class _Maker:
         )
 
 
-# Kinds of arguments, as csrc/operator_script.h has them.
+# Kinds of arguments, the same as in csrc/operator_script.h.
 _ANY, _READ, _SEVERAL, _PLAIN = range(4)
 
 
 def _encoded(call: Call, line: Line) -> tuple[Any, ...]:
-    """A line for C++.
+    """Encode a line for C++.
 
-    A flag in it says whether C++ may run the operator. Python runs it if it draws random numbers, writes to lists or
-    writes to an argument that is given by name.
+    One item says whether C++ may run the operator. Python runs it if it draws random numbers, writes to lists or writes
+    to an argument that is given by name.
     """
     operator = call.operator
     followed = [place for (place, _), _ in line.writes]

@@ -1,6 +1,6 @@
-"""What a step computes, as values that never change: a version of a storage, and the call that made it.
+"""The values that a step computes: each is one version of a storage, and has the call that made it.
 
-Recipes are cut out of these.
+Recipes are extracted from these values and calls.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from offload.torch_compat.tensors import conjugated, negated, version_of
 
 __all__ = ["Call", "Held", "Probe", "Reference", "Value", "View", "copy_of", "references"]
 
-COPIED_NBYTES_MAX = 64 << 10  # of a parameter or buffer that is copied rather than held
+COPIED_NBYTES_MAX = 64 << 10  # a parameter or buffer of at most this size is copied if autograd does not save it
 
 
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 class Probe:
-    """Tells whether a tensor was changed in place since; holds none of its memory."""
+    """Shows whether a tensor was changed in place after this object was created; holds none of its memory."""
 
     __slots__ = ("shape", "tensor", "version")
 
@@ -39,30 +39,30 @@ class Probe:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was."""
+        """Whether the tensor was changed in place."""
         return version_of(self.tensor) != self.version
 
     @property
     def kind(self) -> str:
-        """Torch's name for its type."""
+        """Torch's name of the tensor's type."""
         return self.tensor.type()
 
 
 class Held:
-    """A tensor that stays on the device until backward, and what version of it is meant.
+    """A tensor that stays on the device until backward, and its version when it was recorded.
 
     Attributes
     ----------
     is_own
-        Only recipes hold it; its bytes count as theirs.
+        Whether only recipes hold the tensor; its bytes count as theirs.
     is_state
-        It is a parameter or a buffer.
+        Whether it is a parameter or a buffer.
     """
 
     __slots__ = ("_is_settled", "is_own", "is_state", "nbytes", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, nbytes: int, *, is_own: bool = False, is_state: bool = False) -> None:
-        self.tensor = tensor  # with its history: below autograd no alias shares the version counter
+        self.tensor = tensor  # not detached: below autograd, a detached alias would not share the version counter
         self.version = version_of(tensor)
         self.nbytes = nbytes
         self.is_own = is_own
@@ -70,10 +70,10 @@ class Held:
         self._is_settled = False
 
     def is_usable(self, is_saved: bool) -> bool:
-        """Whether a recipe may read it in backward. `is_saved`: autograd saves it too, and notices changes.
+        """Return whether a recipe may read the tensor in backward. `is_saved`: autograd saves it too and checks it.
 
-        A small tensor is copied, so that it may be changed before backward, as plain torch allows: also in ways that
-        no version tells of, such as by way of numpy.
+        A small tensor is copied here, because the program may change it before backward, as without offload; also in
+        ways that do not increment its version, such as through numpy.
         """
         if self.is_changed:
             return False
@@ -89,57 +89,57 @@ class Held:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was changed in place since."""
+        """Whether the tensor was changed in place after it was recorded."""
         return version_of(self.tensor) != self.version
 
     @property
     def kind(self) -> str:
-        """Torch's name for its type."""
+        """Torch's name of the tensor's type."""
         return self.tensor.type()
 
     @property
     def shape(self) -> torch.Size:
-        """Its sizes."""
+        """The tensor's shape."""
         return self.tensor.shape
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One operator that ran: its arguments are references to values, or what they were."""
+    """One operator that ran. Its tensor arguments are stored as references to values, the others as they were."""
 
     number: int
     func: Any
     operator: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: tuple[Any, torch.Tensor] | None  # a generator, and its state before
-    opens: int  # the latest pack before the call that came before this one
-    saves_weights: bool  # autograd saves its factors
-    settings: Settings  # those of torch that were in force
-    read: list[tuple[Reference, bool, bool]] | None = None  # its tensor arguments; whether it writes to, or adds them
+    random: tuple[Any, torch.Tensor] | None  # a generator, and its state before the call
+    opens: int  # the latest pack before the previous call
+    saves_weights: bool  # autograd saves the factors
+    settings: Settings  # torch's settings during the call
+    read: list[tuple[Reference, bool, bool]] | None = None  # cache of `slicing._read_by`
 
     @property
     def ignored(self) -> tuple[int, ...]:
-        """Positions of running statistics that a normalization updates beside its result: they are updated once."""
+        """Positions of running statistics that a normalization updates. Recipes do not update them a second time."""
         operator = self.operator
         return operator.statistics if operator.statistics and self.args[operator.training] else ()
 
 
 def _copy(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The same view of other memory with the same bytes; `nbytes` of the storage."""
+    """Return the same view of a copy of the tensor's storage, which has `nbytes` bytes."""
     if tensor.is_contiguous() and tensor.nbytes == nbytes and not (tensor.is_conj() or tensor.is_neg()):
-        return tensor.data.clone()  # a third of the time
+        return tensor.data.clone()  # takes a third of the time
     return View(tensor).of(copy_of(tensor.untyped_storage()))
 
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Other memory with the same bytes."""
+    """Return a new storage with the same bytes."""
     copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
     return copied
 
 
 class View:
-    """How a tensor sees its storage."""
+    """The dtype, shape, stride and offset with which a tensor views its storage."""
 
     __slots__ = ("_dtype", "_is_conj", "_is_neg", "_offset", "_shape", "_stride")
 
@@ -157,7 +157,7 @@ class View:
         return self._dtype, self._shape, self._stride, self._offset, self._is_conj, self._is_neg
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor sees its storage so."""
+        """Return whether a tensor views its storage in this way."""
         return (
             tensor.size() == self._shape
             and tensor.stride() == self._stride
@@ -168,7 +168,7 @@ class View:
         )
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same view of other bytes."""
+        """Return a tensor with this view of a storage."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         tensor.set_(storage, int(self._offset), self._shape, self._stride)
         if self._is_conj:
@@ -177,13 +177,13 @@ class View:
 
 
 class Reference(View):
-    """A tensor argument: which value, and how it is seen."""
+    """A tensor argument: a value, and the tensor's view of it."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: Value, tensor: torch.Tensor) -> None:
         self.value = value
-        # Not by way of `super`: most of what recording costs is here.
+        # Does not call `super().__init__`, which is slower: recording takes most of its time here.
         self._dtype = tensor.dtype
         self._shape = tensor.size()
         self._stride = tensor.stride()
@@ -192,7 +192,7 @@ class Reference(View):
         self._is_neg = tensor.is_neg()
 
     def view(self) -> View:
-        """The same without the value, and without all that it was made of."""
+        """Return the view without the value, which would keep the recorded calls alive."""
         copied = View.__new__(View)
         copied._dtype, copied._shape, copied._stride = self._dtype, self._shape, self._stride
         copied._offset, copied._is_conj, copied._is_neg = self._offset, self._is_conj, self._is_neg
@@ -200,7 +200,7 @@ class Reference(View):
 
 
 def references(given: Any) -> list[Reference]:
-    """The references in an argument, or in several."""
+    """Return the references in an argument, which may be a list, a tuple or a dictionary."""
     if type(given) is Reference:
         return [given]
     if type(given) in (list, tuple):

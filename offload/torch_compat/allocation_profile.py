@@ -24,9 +24,9 @@ _LOG_ERRORS = 2
 
 
 class AllocationProfile:
-    """Records allocations on `device`, and marks. A process can have one at a time: torch crashes with two.
+    """Records allocations on `device`, and marks. A process can have only one at a time: torch crashes with two.
 
-    Only the thread that starts it is recorded, and the threads in which autograd runs that thread's backward passes.
+    It records the thread that starts it, and the threads in which autograd runs that thread's backward passes.
     """
 
     _recording: ClassVar[dict[str, AllocationProfile]] = {}
@@ -34,12 +34,12 @@ class AllocationProfile:
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
         self._device = device
-        self._thread = threading.current_thread()  # not its id, which a later thread may get
+        self._thread = threading.current_thread()  # the object, because a later thread may get the same id
         self._quiet: _QuietLog | None = None
         self._spans: dict[int, record_function] = {}  # the open span of each thread
 
     def start(self) -> bool:
-        """Start recording in this thread. False if a profiler is active in this process."""
+        """Start recording in this thread. Return False if a profiler is active in this process."""
         is_free = not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python()
         if not is_free or self._recording.setdefault("now", self) is not self:
             return False
@@ -90,10 +90,10 @@ class AllocationProfile:
             before.__exit__(None, None, None)
         span = record_function(text)
         span.__enter__()  # type: ignore[no-untyped-call]
-        self._spans[thread] = span  # after an interrupt within `__enter__` there is none to be ended
+        self._spans[thread] = span  # not if an interrupt has ended `__enter__`: then no span has to be ended
 
     def stop(self) -> list[tuple[str, int | str, int]] | None:
-        """Stop recording. None if another profiler has replaced it, or if its thread has ended.
+        """Stop recording. Return None if another profiler has replaced this one, or if its thread has ended.
 
         Returns
         -------
@@ -104,7 +104,7 @@ class AllocationProfile:
             self.release()  # torch's profile ended with its thread
             return None
         if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
-            self.release()  # stopping this one would stop the other one
+            self.release()  # stopping this profiler would stop the other one
             return None
         try:
             for span in self._spans.values():  # including those of autograd's threads
@@ -129,7 +129,7 @@ class AllocationProfile:
 
 
 def _is_profiling_in_python() -> bool:
-    """Whether a profiler of torch's Python interface is active in any thread."""
+    """Return whether a profiler of torch's Python interface is active in any thread."""
     return bool(profiler._is_profiler_enabled)
 
 
@@ -158,7 +158,7 @@ class _QuietLog:
     """
 
     def __init__(self) -> None:
-        # The profiler reads it at its first use in the process.
+        # The profiler reads this variable at its first use in the process.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._level = _native_log_level()
         self._before = self._level.value if self._level is not None else 0

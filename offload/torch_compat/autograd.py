@@ -24,7 +24,7 @@ __all__ = [
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
-# Looked up once: every step asks, and torch._C is a large module.
+# Looked up once, because every step needs them and torch._C is a large module.
 _dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _is_traced: Callable[[], bool] = torch._C._is_tracing
@@ -55,11 +55,11 @@ def hooks_forbidden_reason() -> str | None:
 
 
 def checkpoint_is_innermost() -> bool:
-    """Whether the hooks of non-reentrant checkpointing are the innermost; hooks inside them would disable it."""
+    """Return whether the innermost hooks are those of non-reentrant checkpointing; hooks inside would disable it."""
     hooks = innermost_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
 def is_tracing() -> bool:
-    """Whether TorchScript or torch.export traces in this thread; its tensors may have no data."""
+    """Return whether TorchScript or torch.export traces in this thread. Tensors may have no data then."""
     return _dispatch_mode(_FAKE) is not None or _is_traced()

@@ -1,7 +1,7 @@
 """Finds which module of a model is running, from Python's call stack.
 
-Profiles and timelines show the module's name. Hooks on modules are no alternative, because torch.compile breaks its
-graphs there.
+Profiles and timelines show the module's name. Hooks on modules could find it too, but torch.compile would break its
+graphs at these hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def running_module(names: Mapping[int, str]) -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _CALLS:  # reading the variables of other frames would keep them alive
+        if frame.f_code in _CALLS:  # only these frames: reading a frame's variables keeps them alive
             name = names.get(id(frame.f_locals.get("self")))
             if name:
                 return name

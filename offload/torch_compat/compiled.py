@@ -33,8 +33,8 @@ Result = TypeVar("Result")
 def opaque(function: Function) -> Function:
     """Make torch.compile run a function uncompiled, with a graph break and its reason at the call.
 
-    It does what `torch.compiler.disable(recursive=False)` does, without importing the compiler: the functions that it
-    calls are compiled as usual.
+    It has the effect of `torch.compiler.disable(recursive=False)`, without importing the compiler: functions that this
+    function calls are compiled as usual.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
@@ -66,10 +66,10 @@ def _call(function: Callable[..., Result], *args: object) -> Result:
 
 
 def _keep_tracer_out(rules: Any) -> None:
-    """Add rules by which the tracer skips this package: unlike a wrapper, a rule costs nothing per call of a hook.
+    """Add rules by which the tracer skips this package. Unlike a wrapper, a rule takes no time in each hook call.
 
-    The modules that run within a step are loaded by now. There is one rule per module, because a rule for the package
-    would also skip models in its folder.
+    All modules that run within a step are loaded at this time. There is one rule per module, because a rule for the
+    whole package would also skip models that are defined in it.
     """
     own = [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
     for module in own:
@@ -89,10 +89,10 @@ class _Tracer:
 
 
 def with_traced_frame(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a forward in a frame that torch.compile traces, if it would skip the forward's own frame.
+    """Return a function that calls a forward and that torch.compile traces, if it would skip the forward itself.
 
-    It skips those of torch.nn, such as Sequential's. `torch.compile(module)` adds such a frame itself, unless offload's
-    wrapper hides the forward. None if the compiler is not loaded.
+    torch.compile skips the forwards of torch.nn, such as Sequential's. `torch.compile(module)` adds such a function
+    itself, unless offload's wrapper hides the forward. None if the compiler is not loaded.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
@@ -102,7 +102,7 @@ def with_traced_frame(forward: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def untraceable_wrappers(module: nn.Module) -> list[nn.Module]:
-    """Return the results of torch.compile for a module, if torch.compile added a frame around its forward.
+    """Return the results of torch.compile for a module, if torch.compile has added a function around its forward.
 
     Their graphs would break at a wrapper of the module's forward.
     """
@@ -148,11 +148,11 @@ def compiled_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether the model or a part of it is compiled. Results of `torch.compile(model)` are not searched for."""
+    """Return whether the model or a part of it is compiled. Results of `torch.compile(model)` are not searched for."""
     kind = _optimized_module()
     if kind is None:
         return False
-    # Not `modules`, which makes a name for each and takes five times as long: every step that recomputes asks.
+    # `model.modules()` would take five times as long, and every step that recomputes calls this function.
     pending, seen = [model], {id(model)}
     while pending:
         part = pending.pop()
@@ -194,13 +194,13 @@ class Fallbacks:
         self._look()
 
     def step_begins(self) -> None:
-        """Read what was compiled since the last step, such as a function that calls the model."""
+        """Read the counters for code that was compiled since the last step, such as a function that calls the model."""
         if not _is_loaded():
             return
         self._breaks += sum(count for reason, count in self._look()[1].items() if _REASON in reason)
 
     def step_ends(self) -> None:
-        """Read what was compiled within the step."""
+        """Read the counters for code that was compiled within the step."""
         if not _is_loaded():
             return
         failures, reasons = self._look()
@@ -251,7 +251,7 @@ def _counted(what: str) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Demand:
-    """The tensors that one node of a compiled backward unpacks at once, among all that could be swapped."""
+    """Number and bytes of the tensors that one compiled backward node unpacks at once, and of all swappable ones."""
 
     tensors: int
     nbytes: int
@@ -273,7 +273,7 @@ class Demand:
 
 
 def is_compiled_node(name: str) -> bool:
-    """Whether an autograd node of this name is the backward of a compiled graph."""
+    """Return whether an autograd node of this name is the backward of a compiled graph."""
     return name.startswith(_COMPILED_NODE)
 
 

@@ -28,13 +28,13 @@ mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # One call into C, so an interrupt cannot divide it. `with mode:` also sets flags that only other kinds of modes need.
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 
-# Callable if this thread is inside a region of torch.compile, including its eager parts. At the end of a region torch
-# restores the dispatch keys of its start, whatever modes are on then.
+# Returns a callable if this thread is inside a region of torch.compile, including its eager parts. At the end of a
+# region torch restores the dispatch keys of its start, even if other modes are on then.
 tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def can_record() -> bool:
-    """Whether this torch has modes that compiled code ignores; otherwise torch.compile fails while one is on."""
+    """Return whether this torch has modes that compiled code ignores; if not, torch.compile fails while one is on."""
     return hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
@@ -45,7 +45,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code ignores the mode."""
+        """Return True: compiled code ignores the mode."""
         return True
 
     @classmethod
@@ -54,7 +54,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def modes_of_others() -> tuple[str, ...]:
-    """Names of the classes of the program's own modes on this thread's stack."""
+    """Return the class names of the program's own modes on this thread's stack."""
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(mode_count())]
     kinds = [type(mode) for mode in modes if not isinstance(mode, OperatorMode)]
     return tuple([f"{kind.__module__}.{kind.__qualname__}" for kind in kinds])
@@ -66,7 +66,7 @@ def remove_mode(mode: TorchDispatchMode) -> bool:
     Returns
     -------
     bool
-        False if it is not on the stack: other code has removed all modes temporarily and will restore them.
+        False if the mode is not on the stack: other code has removed all modes temporarily and will restore them.
     """
     above = []
     count = mode_count()
@@ -90,9 +90,9 @@ def undisturbed() -> Iterator[None]:
     try:
         while mode_count():
             modes.append(torch._C._pop_torch_dispatch_stack(None))
-        # Not `no_grad`: an interrupt in its Python code could leave gradients disabled.
+        # `no_grad` is not used: an interrupt in its Python code could leave gradients disabled.
         torch._C._set_grad_enabled(False)
-        # A recipe may enable gradients again, for kernels that ask; no graph comes of it below autograd.
+        # A recipe may enable gradients again, for kernels that depend on grad mode; below autograd no graph is built.
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             yield
     finally:

@@ -10,7 +10,7 @@ __all__ = ["observe_out_of_memory"]
 
 
 def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Call `observer` whenever a CUDA allocation fails, for the rest of this process. False if not available.
+    """Call `observer` whenever a CUDA allocation fails, until this process ends. Return False if not available.
 
     Parameters
     ----------

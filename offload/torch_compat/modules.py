@@ -1,6 +1,6 @@
 """Finds a module's parameters and buffers faster than torch's public iterators.
 
-They are needed at the beginning of every step. The public iterators build a name for each of them and visit each module
+They are needed at the beginning of every step. The public iterators build a name for each tensor and visit each module
 several times, which takes milliseconds for a deep model.
 """
 
@@ -35,5 +35,5 @@ def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters of a module, or of one around or inside it, are sharded: gathered for each call."""
+    """Return whether the model or a module inside it is sharded by FSDP: its parameters are gathered for each call."""
     return any(kind.__name__ in _SHARDED for part in model.modules() for kind in type(part).__mro__)

@@ -1,4 +1,4 @@
-"""What only private interfaces of torch tell of optimizers and their state.
+"""Properties of optimizers and their state that torch exposes only in private interfaces.
 
 `optimizer_state` uses them in every optimizer step.
 """
@@ -32,16 +32,16 @@ __all__ = [
 _forbid_writes: Callable[[Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 _holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
-# The function that runs the step hooks around a step; torch puts one around the step of each class.
+# Code of the function that runs the step hooks; torch wraps the step of each class in such a function.
 _HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
 _STATE_DICT = inspect.unwrap(Optimizer.state_dict).__code__
 
 
 def step_behind_hooks(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the function that the hooks of an optimizer surround.
+    """Return the step function that the hooks of an optimizer surround.
 
-    In a hook this is the function that runs next. It need not be the one behind `type(optimizer).step`, which may be
-    a wrapper around the function that runs the hooks.
+    In a hook before the step, this is the function that runs next. It may differ from the one behind
+    `type(optimizer).step`, which may be a wrapper around the function that runs the hooks.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -58,7 +58,7 @@ def _without_hooks(step: Any) -> Callable[..., Any]:
 
 
 def is_own_step(optimizer: Optimizer, step: Any) -> bool:
-    """Whether a function is the step that the optimizer's class, or a base, defines: nothing else is around it."""
+    """Return whether a function is the step that the optimizer's class or a base defines, without other wrappers."""
     while hasattr(step, "__wrapped__"):
         if not _is_torchs(step) or step.__code__ is _HOOKED:
             return False
@@ -73,7 +73,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def steps_through_hooks(optimizer: Optimizer) -> bool:
-    """Whether the step behind the hooks may call the step of a base class, which runs the hooks again."""
+    """Return whether the step behind the hooks may call the step of a base class, which runs the hooks again."""
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
     own = _without_hooks(type(optimizer).step)
     if all(_without_hooks(vars(kind)["step"]) is own for kind in kinds):
@@ -97,17 +97,17 @@ def _nested(codes: Sequence[object]) -> Iterator[CodeType]:
 
 
 def is_called_by_state_dict() -> bool:
-    """Whether the caller of the function that asks is torch's `Optimizer.state_dict` itself, not one of its hooks."""
+    """Return whether `Optimizer.state_dict` itself, not one of its hooks, has called the caller of this function."""
     return sys._getframe(2).f_code is _STATE_DICT
 
 
 def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:
-    """Whether torch chooses the foreach kernels for these parameters where the caller has chosen none."""
+    """Return whether torch chooses the foreach kernels for these parameters if the caller has not chosen."""
     return _default_to_fused_or_foreach(list(params), differentiable)[1]
 
 
 def nan_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape over one NaN: it reads as NaN, and writing to it raises an error."""
+    """Return a NaN scalar expanded to the tensor's shape. Writing to it raises an error."""
     one = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
     if _forbid_writes is not None:
         _forbid_writes(one)
@@ -123,7 +123,7 @@ _ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0
 
 
 def holds_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor and no other process shares this one's storage, all of which it covers."""
+    """Return whether a tensor covers its whole storage and no other tensor and no other process shares the storage."""
     storage = tensor.untyped_storage()
     if _holders is None or storage.nbytes() != tensor.nbytes or tensor.storage_offset() != 0:
         return False
@@ -132,5 +132,5 @@ def holds_alone(tensor: Tensor) -> bool:
 
 
 def is_in_shared_memory(tensor: Tensor) -> bool:
-    """Whether other processes may use a tensor's memory."""
+    """Return whether other processes may use a tensor's memory."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()

@@ -22,7 +22,7 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 # Names in torch's C interface: `_get_NAME` and `_set_NAME`. They choose the library, also for activation functions.
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _NAMES = ("mkldnn_enabled", *(("cudnn_enabled",) if _HAS_CUDA else ()))
-# Only matrix products, convolutions, attention and recurrent layers ask for these.
+# Only matrix products, convolutions, attention and recurrent layers depend on these.
 _NAMES_FOR_HEAVY = (
     "mkldnn_deterministic",
     "nnpack_enabled",
@@ -45,17 +45,17 @@ def _warn_only(value: bool) -> None:
 
 
 def _for_all() -> list[_Setting]:
-    return [  # all of them functions in C, which cost a tenth of Python's
+    return [  # all of these are C functions, which take a tenth of the time of Python functions
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
-        (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),  # it resets the next one
+        (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),  # resets the next setting
         (torch._C._get_deterministic_algorithms_warn_only, _warn_only),
         *_named(_NAMES),
     ]
 
 
 def _for_heavy() -> list[_Setting]:
-    # A recurrent layer of oneDNN runs its kernel for training, or the one for inference, whose bits are others.
+    # oneDNN's recurrent layers have different kernels for training and inference, whose results differ in some bits.
     gradients: _Setting = torch.is_grad_enabled, torch._C._set_grad_enabled
     read = getattr(torch._C, "_get_fp32_precision_getter", None)
     write = getattr(torch._C, "_set_fp32_precision_setter", None)
@@ -77,7 +77,7 @@ def in_force(*, is_heavy: bool) -> Settings:
 
 
 def readers() -> tuple[Callable[[], Any], ...]:
-    """Functions that read the settings, in the order of `in_force`."""
+    """Return the functions that read the settings, in the order of `in_force`."""
     return tuple(_READ)
 
 

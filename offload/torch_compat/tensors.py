@@ -24,18 +24,18 @@ __all__ = [
     "version_of",
 ]
 
-# The version: how often a tensor, or a view of the same memory, was changed in place.
+# Returns the version: how often a tensor, or a view of the same memory, was changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-# The identity of a storage, unique among live storages.
+# Returns the identity of a storage, unique among live storages.
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-# A weak reference to a tensor, which reserves its address.
+# Returns a weak reference to a tensor, which reserves its address.
 weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
-# Views that are conjugated or negated lazily.
+# Return a view that is conjugated or negated lazily.
 conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 
-# Whether it is wrapped by functorch.
+# Returns whether a tensor is wrapped by functorch.
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -80,7 +80,7 @@ def set_interface(*, dlpack: bool = True) -> bool:
     Returns
     -------
     bool
-        Whether it is used.
+        Whether DLPack's C interface is used.
     """
     holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     _core.set_tensor_interface(
