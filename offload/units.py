@@ -1,6 +1,6 @@
-"""Reads sizes, bandwidths and durations as people write them, and formats numbers in the same way.
+"""Parses sizes, bandwidths and durations as people write them, and formats numbers in the same way.
 
-Arguments are read and reports are written with it.
+Arguments are parsed with it, and reports are written with it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
     Parameters
     ----------
     value : str or number
-        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes. Not ``"12G"``,
-        which is the one to some programs and the other to others.
+        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes. ``"12G"`` is an
+        error, because programs differ in whether it is binary or decimal.
     name : str, default "size"
-        What it is called in the error message.
+        Name of the argument for the error message.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
     Raises
     ------
     ValueError
-        If it is no size, or not positive, or less than one byte.
+        If the value is not a size, or is less than one byte.
 
     Examples
     --------
@@ -73,19 +73,19 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
 
 
 def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
-    """Return a bandwidth in bytes per second; ``"inf"`` is a link that takes no time.
+    """Return a bandwidth in bytes per second; ``"inf"`` stands for a link that takes no time.
 
     Parameters
     ----------
     value : str or number
         ``"12GB/s"``, ``"11GiB/s"`` or a number of bytes per second.
     name : str, default "bandwidth"
-        What it is called in the error message.
+        Name of the argument for the error message.
 
     Raises
     ------
     ValueError
-        If it is no bandwidth, or not positive.
+        If the value is not a bandwidth, or not positive.
 
     Examples
     --------
@@ -110,12 +110,12 @@ def parse_flops(value: str | float, name: str = "speed") -> float:
     value : str or number
         ``"40TFLOP/s"``, ``"40 TFLOPS"`` or a number.
     name : str, default "speed"
-        What it is called in the error message.
+        Name of the argument for the error message.
 
     Raises
     ------
     ValueError
-        If it is no speed, or not positive.
+        If the value is not a speed, or not positive.
 
     Examples
     --------
@@ -139,14 +139,14 @@ def parse_seconds(value: str | float, name: str = "duration", *, zero: bool = Fa
     value : str or number
         ``"10us"``, ``"1.5ms"``, ``"2s"`` or a number of seconds.
     name : str, default "duration"
-        What it is called in the error message.
+        Name of the argument for the error message.
     zero : bool, default False
-        Whether zero is a duration too, as for a latency.
+        Whether zero is allowed, as for a latency.
 
     Raises
     ------
     ValueError
-        If it is no duration, or negative, or zero where that is not allowed.
+        If the value is not a duration, or is negative, or is zero and `zero` is False.
 
     Examples
     --------
@@ -169,14 +169,14 @@ def check_slowdown(value: object, name: str = "max_slowdown") -> float:
     Parameters
     ----------
     value : object
-        0.05 for 5 %. A whole number but 0 leaves open whether percent are meant.
+        0.05 for 5 %. An int other than 0 is an error, because it may mean percent.
     name : str, default "max_slowdown"
-        What it is called in the error message.
+        Name of the argument for the error message.
 
     Raises
     ------
     ValueError
-        If it is no such fraction.
+        If the value is not such a fraction.
 
     Examples
     --------
@@ -194,7 +194,7 @@ def check_slowdown(value: object, name: str = "max_slowdown") -> float:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes in words, binary units: ``"1.50 GiB"``, ``"512 B"``."""
+    """Return a number of bytes as text, with binary units: ``"1.50 GiB"``, ``"512 B"``."""
     for unit, factor in (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if abs(count) >= factor:
             return f"{count / factor:.2f} {unit}"
@@ -202,7 +202,7 @@ def format_bytes(count: float) -> str:
 
 
 def alike_bytes(counts: Iterable[int | None]) -> Callable[[int], str]:
-    """Return what writes numbers of bytes in one unit, chosen by the largest of `counts`.
+    """Return a function that formats numbers of bytes in one unit, chosen by the largest of `counts`.
 
     Examples
     --------
@@ -218,7 +218,7 @@ def alike_bytes(counts: Iterable[int | None]) -> Callable[[int], str]:
 
 
 def alike_seconds(durations: Iterable[float | None]) -> Callable[[float], str]:
-    """Return what writes durations in one unit, chosen by the longest of `durations`.
+    """Return a function that formats durations in one unit, chosen by the longest of `durations`.
 
     Examples
     --------
@@ -233,7 +233,7 @@ def alike_seconds(durations: Iterable[float | None]) -> Callable[[float], str]:
 
 
 def round_up_bytes(count: int) -> str:
-    """Return a size to write, at least `count`, that `parse_bytes` understands.
+    """Return a size of at least `count` as short text that `parse_bytes` understands.
 
     Examples
     --------
@@ -248,7 +248,7 @@ def round_up_bytes(count: int) -> str:
 
 
 def format_bandwidth(rate: float) -> str:
-    """Return a bandwidth in words, decimal units: ``"15.75 GB/s"``."""
+    """Return a bandwidth as text, with decimal units: ``"15.75 GB/s"``."""
     if math.isinf(rate):
         return "unlimited"
     for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
@@ -258,7 +258,7 @@ def format_bandwidth(rate: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration in words: ``"1.235 s"``, ``"12.3 ms"``, ``"45 us"``."""
+    """Return a duration as text: ``"1.235 s"``, ``"12.3 ms"``, ``"45 us"``."""
     if seconds == 0 or abs(seconds) >= 1:
         return f"{seconds:.3f} s"
     if abs(seconds) >= 1e-3:
@@ -267,12 +267,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def _digits(largest: float) -> int:
-    """Digits behind the point, for three in all of the largest."""
+    """Return the number of digits after the point with which `largest` has three digits."""
     return 2 if largest < 10 else 1 if largest < 100 else 0
 
 
 def _split(value: str | float, name: str, example: str) -> tuple[float, str]:
-    """Return the number and the lower-case unit; whole numbers stay exact."""
+    """Return the number and the lower-case unit; whole numbers are returned as int, without rounding."""
     if isinstance(value, bool):
         raise _error(name, value, example)
     if isinstance(value, (int, float)):

@@ -37,16 +37,16 @@ LIBCUDA = "libcuda.so.1"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Parameters
     ----------
     section, name : str
-        What it is about.
+        Group and name of the check.
     text : str
-        What was found, in words.
+        The result as text.
     value : object
-        The same for machines: bytes, seconds, bytes per second, plain names.
+        The result for programs: bytes, seconds, bytes per second, names.
     status : str
         ``"ok"``; ``"warning"``: it works, but worse than it could; ``"failed"``: the engine does not work here.
     remedy : str
@@ -61,20 +61,21 @@ class Finding:
     remedy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the finding as values that JSON can represent."""
         about = {"section": self.section, "name": self.name, "status": self.status, "text": self.text}
         return {**about, "value": self.value, "remedy": self.remedy}
 
 
 def examine() -> Iterator[Finding]:
-    """Look at versions, devices, the driver, links, memory and disk, and train ten steps with and without the engine.
+    """Check versions, devices, the driver, links, memory and disk, and train ten steps with and without the engine.
 
-    Takes a few seconds: links are measured anew. A probe that meets an error is a finding with status "failed".
+    This takes a few seconds, because links are measured again. If a check raises an error, its finding has the status
+    "failed".
 
     Yields
     ------
     Finding
-        In the order of the data path, as they come.
+        The findings in the order of the data path, each as soon as it is known.
 
     Examples
     --------
@@ -140,7 +141,7 @@ def _driver() -> Iterator[Finding]:
 
 
 def _load_error(library: str) -> str | None:
-    """Why a shared library does not load; None where it is not installed."""
+    """Return why a shared library does not load; None if it is not installed."""
     try:
         ctypes.CDLL(library)
     except OSError as error:
@@ -238,7 +239,7 @@ def _disk_link() -> Iterator[Finding]:
 def _pinned_link(accelerator: Accelerator) -> Iterator[Finding]:
     device = accelerator.torch_device
     section = str(device)
-    torch.zeros(1, device=device)  # the primary context, as torch makes it
+    torch.zeros(1, device=device)  # makes torch create the primary context
     pin_bytes = min(PIN_BYTES, default_host_limit())
     store = _core.SwapStore.slab(accelerator.driver(), _core.HostDriver(), pin_bytes, slab_bytes=pin_bytes)
     found = calibrate(store, device, "", fresh=True)
@@ -282,7 +283,7 @@ def _self_test(device: torch.device) -> Iterator[Finding]:
 
 
 def _train(device: torch.device, *, swap: bool) -> tuple[list[Tensor], int]:
-    """Losses and gradients of every step, and how many tensors were swapped."""
+    """Return the losses and gradients of every step, and the number of swapped tensors."""
     generator = torch.Generator().manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU())]
     model = nn.Sequential(*layers)

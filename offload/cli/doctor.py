@@ -1,4 +1,4 @@
-"""`offload doctor`: which parts of the machine the engine can use, and whether the engine works on it.
+"""`offload doctor`: shows which parts of the machine the engine can use, and whether the engine works on it.
 
 It prints the findings of `offload.cli.checks`.
 """
@@ -27,18 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Parameters
     ----------
     parser : argparse.ArgumentParser
-        What `run` is later given the parsed arguments of.
+        The parser of the command, whose result `run` takes.
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine the machine and print what was found.
+    """Examine the machine and print the findings.
 
     Returns
     -------
     int
-        1 where the engine does not work here, else 0; warnings do not count.
+        1 if the engine does not work on this machine, otherwise 0, also with warnings.
     """
     from offload.cli.checks import examine
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(findings: Iterable[Finding], out: TextIO) -> None:
-    """Write a table of findings, and the verdict below it."""
+    """Write a table of findings, and below it a summary."""
     found = list(findings)
     rows: list[list[Cell]] = []
     before = ""
@@ -71,7 +71,7 @@ def show(findings: Iterable[Finding], out: TextIO) -> None:
 
 
 def _with_progress(findings: Iterator[Finding]) -> Iterator[Finding]:
-    """Say on a terminal that the machine is being measured; it takes seconds."""
+    """Yield the findings; on a terminal, show meanwhile that the machine is being measured."""
     if not sys.stderr.isatty():
         yield from findings
         return

@@ -1,6 +1,6 @@
-"""`offload fit train.py --memory 12GiB`: whether the step of an unmodified script fits, and how.
+"""`offload fit train.py --memory 12GiB`: finds out whether the step of an unmodified script fits, and how.
 
-It runs the script until its first step has been profiled and prints the answer of `offload.capacity`.
+It runs the script until its first step has been profiled, and prints the answer of `offload.capacity`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     Parameters
     ----------
     subparsers : argparse's subparsers action
-        Of the `offload` command.
+        The subparsers of the `offload` command.
 
     Returns
     -------
@@ -49,8 +49,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         allow_abbrev=False,
         usage="offload fit [OPTION …] train.py [ARGUMENT …] [-- ARGUMENT …]",
         description="Run a training script, which need not mention offload, until its first step has been profiled "
-        "under the least memory. Tell whether the step fits into a limit: as it is, with swapping, or not. Options are "
-        "taken before and behind the script's name; what follows -- is the script's.",
+        "under the least memory. Tell whether the step fits into a limit: as it is, with swapping, or not. Options may "
+        "come before or after the script's name; arguments after -- are passed to the script.",
         epilog="exit status: 0 it fits, 2 a mistake in the call or no training step, 3 it does not fit",
     )
     parser.add_argument("script", metavar="train.py", help="the script; it need not call offload.enable")
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="estimate for a GPU that is not here: memory, link in each direction, speed in matrix products",
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
-    parser.add_argument("--plot", type=Path, metavar="fit.html", help="write a page: what less memory costs, the plan")
+    parser.add_argument("--plot", type=Path, metavar="fit.html", help="write a page: step time by memory, the plan")
     return parser
 
 
@@ -71,15 +71,15 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     Parameters
     ----------
     args : argparse.Namespace
-        What the parser of `add_parser` parsed.
+        The parsed arguments; see `add_parser`.
     words : sequence of str
         The script's own arguments.
 
     Returns
     -------
     int
-        Exit status: 0 where it fits, 2 for a mistake in the call or a script that trains nothing, 3 where it does not
-        fit; the script's own where it ends itself before its first step is over.
+        Exit status: 0 if the step fits, 2 for a mistake in the call or a script that trains nothing, 3 if the step does
+        not fit; the script's own status if it exits before its first step is over.
     """
     from offload.capacity.device import parse_device
     from offload.capacity.optimizer_step import watching_optimizers, with_optimizer
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     except ValueError as error:
         return _refuse(str(error))
     if not Path(args.script).is_file():
-        return _refuse(f"{args.script}: no such script; the words behind -- are the script's own")
+        return _refuse(f"{args.script}: no such script; arguments after -- are passed to the script")
     with watching_optimizers() as watch, enable_models(watch) as models:
         step = profile_script(args.script, words, _trial_bytes, quiet=args.json)
     if isinstance(step, int):
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _trial_bytes(step: RecordedStep) -> int | None:
-    """The trial step may take what the step takes unswapped, but no more than the device has."""
+    """Return the most that the trial step may take: the peak of the unswapped step, or the device's memory if less."""
     if not step.trace.tensors:
         return None
     return min(max(unswapped_bytes(step.trace)), step.device_bytes)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The words after `offload`; those of this process by default.
+        The words after `offload`. Default: those of this process.
 
     Returns
     -------
@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
-    if words[:1] == ["run"]:  # what follows its own options is not ours to parse
+    if words[:1] == ["run"]:  # the words after its own options are the command to run
         own = list(itertools.takewhile(lambda word: word != "--" and word[:1] == "-", words[1:]))
         command = words[1 + len(own) :]
         words = ["run", *own]
     script_args: list[str] | None = None
-    if words[:1] == ["plan"]:  # what follows a script is the script's
+    if words[:1] == ["plan"]:  # the words after a script are the script's arguments
         script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[:1] != "-"), None)
         if script is not None:
             script_args = words[script + 1 :]
             words = words[: script + 1]
-    if words[:1] == ["fit"]:  # its options may follow the script; what is not known is the script's too
+    if words[:1] == ["fit"]:  # its options may follow the script; unknown words are the script's arguments
         own = list(itertools.takewhile(lambda word: word != "--", words))
         args, script_args = _parser().parse_known_args(own)
         script_args += words[len(own) + 1 :]
@@ -79,7 +79,7 @@ def _dispatch(args: argparse.Namespace, script_args: list[str] | None) -> int:
 
 
 class _Output:
-    """Standard output that need not be read to its end: once its reader, `head` say, has left, the rest is dropped."""
+    """Standard output whose reader may end early, as `head` does: the rest of the output is then discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_parser(subparsers)
     plan_cli.add_parser(subparsers)
     top.add_arguments(subparsers.add_parser("top", help=top.HELP, description=top.HELP))
-    summary = "run a command on a malloc that recycles memory, where one is installed"
+    summary = "run a command with a malloc that reuses freed memory, if one is installed"
     run = subparsers.add_parser(
         "run",
         help=summary,
@@ -130,12 +130,12 @@ def _parser() -> argparse.ArgumentParser:
         usage="offload run [--no-preload] -- COMMAND [ARGUMENT …]",
         epilog="example: offload run -- python train.py",
     )
-    run.add_argument("--no-preload", action="store_true", help="run it on the malloc it has")
+    run.add_argument("--no-preload", action="store_true", help="run the command with its own malloc")
     return parser
 
 
 def _run(command: list[str], *, preload: bool) -> int:
-    """Become `command`, on a recycling allocator; return only when it cannot be started."""
+    """Replace this process by `command`, with a malloc that reuses freed memory. Return only if that fails."""
     if not command:
         return _refuse("no command; write: offload run -- python train.py", 2)
     environment = allocator.preload_environment() if preload else dict(os.environ)

@@ -1,4 +1,4 @@
-"""`offload plan TRACE.json`: the plan of a recorded step, as text or JSON.
+"""`offload plan TRACE.json`: prints the plan of a recorded step, as text or JSON.
 
 It reads the trace, calls the planner and prints the plan. Imports no torch.
 """
@@ -47,7 +47,7 @@ HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
 _LINK = ("out_bandwidth", "in_bandwidth", "latency")
-_NOISE = 0.01  # relative; a smaller gain is not worth a trial step
+_NOISE = 0.01  # relative gain in time or memory; for a smaller one there is no trial step
 _INFEASIBLE = 3
 _REFUSED = 2
 
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     Parameters
     ----------
     subparsers : argparse's subparsers action
-        Of the `offload` command.
+        The subparsers of the `offload` command.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "trace",
         metavar="TRACE.json | train.py [ARGUMENT …]",
-        help="a trace, as handle.trace().save(...) writes it; or a script, run until its first steps tell what to plan",
+        help="a trace written by handle.trace().save(...); or a script, run until its first steps are recorded",
     )
     wish = parser.add_argument_group("goal")
     wish.add_argument(
@@ -97,16 +97,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--no-recompute",
         dest="recompute",
         action="store_false",
-        help="swap only, if the trace contains recipes",
+        help="plan swaps only, and ignore the recipes of the trace",
     )
     link = parser.add_argument_group("link", "default: the link with which the trace was recorded")
     for name, words in (("--out-bandwidth", "out of device memory"), ("--in-bandwidth", "into device memory")):
         link.add_argument(name, type=_argument(parse_bandwidth, name), metavar="12GB/s", help=words)
     latency = _argument(lambda text, name: parse_seconds(text, name, zero=True), "--latency")
-    link.add_argument("--latency", type=latency, metavar="10us", help="of every copy")
+    link.add_argument("--latency", type=latency, metavar="10us", help="fixed time of every copy")
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="the plan as JSON")
-    shown.add_argument("--explain", action="store_true", help="every tensor, in words")
+    shown.add_argument("--explain", action="store_true", help="a sentence for every tensor")
     shown.add_argument("--plot", type=Path, metavar="plan.html", help="write a page: memory and lanes over the step")
     return parser
 
@@ -117,12 +117,12 @@ def run(args: argparse.Namespace) -> int:
     Parameters
     ----------
     args : argparse.Namespace
-        What the parser of `add_parser` parsed.
+        The parsed arguments; see `add_parser`.
 
     Returns
     -------
     int
-        Exit status: 0, 2 for a mistake in the call or the trace, 3 where no plan keeps the limit.
+        Exit status: 0, 2 for a mistake in the call or the trace, 3 if no plan keeps the limit.
     """
     try:
         trace = Trace.load(args.trace)
@@ -133,22 +133,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
-    """Run a training script until its `offload.enable` has profiled a step, and print what can be planned for it.
+    """Run a training script until its `offload.enable` has profiled a step, and print the plans for this step.
 
-    If the plan would wait for copies, the next step is the trial step of recomputation, and the plan may recompute.
+    If recomputation could improve the swap-only plan (see `_trial_bytes`), the next step is its trial step, and the
+    plan may recompute.
 
     Parameters
     ----------
     args : argparse.Namespace
-        What the parser of `add_parser` parsed; `args.trace` is the script's path.
+        The parsed arguments; see `add_parser`. `args.trace` is the script's path.
     script_args : sequence of str
         The script's own arguments.
 
     Returns
     -------
     int
-        Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 where no plan keeps the limit;
-        the script's own where it ends itself before.
+        Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 if no plan keeps the limit;
+        the script's own status if it exits before.
     """
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))
@@ -162,7 +163,7 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
 
 
 def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: int | None = None) -> int:
-    """Make the plans that `args` ask for and print them."""
+    """Make and print the plans that `args` request."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -195,7 +196,7 @@ def _show(args: argparse.Namespace, trace: Trace, link: Link, host_bytes_max: in
 
 
 def _trial_bytes(args: argparse.Namespace, step: RecordedStep) -> int | None:
-    """Return the most that a trial step may take; None where recomputation could not improve the plan asked for."""
+    """Return the most bytes that a trial step may take; None if recomputation could not improve the requested plan."""
     if not args.recompute or args.exact or args.n_tensors is not None:
         return None
     trace = step.trace
@@ -204,7 +205,7 @@ def _trial_bytes(args: argparse.Namespace, step: RecordedStep) -> int | None:
             warnings.simplefilter("ignore")
             plan = _plan(args, trace, _link(args, step.link))[0]
     except (InfeasibleLimitError, ValueError):
-        return None  # to be told when the plan is shown
+        return None  # `_show` reports the error
     if args.memory_limit is not None and args.max_slowdown is None:
         could_improve = plan.expected_seconds > (1 + _NOISE) * plan.compute_seconds
     else:
@@ -242,7 +243,7 @@ def options(trace: Trace, link: Link, *, recompute: bool = True) -> list[tuple[s
 
 
 def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str]:
-    """Return the plan that the arguments ask for, and its name."""
+    """Return the plan that the arguments request, and its name."""
     if args.lb is not None and args.n_tensors is None:
         raise ValueError("--lb needs --n-tensors; write --n-tensors N --lb K, or neither")
     for name, wish in (("--memory-limit", args.memory_limit), ("--max-slowdown", args.max_slowdown)):
@@ -268,13 +269,13 @@ def _plan(args: argparse.Namespace, trace: Trace, link: Link) -> tuple[Plan, str
 
 
 def _link(args: argparse.Namespace, recorded: Link | None) -> Link:
-    """Return the link that was recorded, but for what `args` say otherwise."""
+    """Return the recorded link, with the values that `args` give instead."""
     given = {name: value for name in _LINK if (value := getattr(args, name)) is not None}
     if recorded is not None:
         return replace(recorded, **given)
     missing = [f"--{name.replace('_', '-')} 12GB/s" for name in _LINK[:2] if name not in given]
     if missing:
-        raise ValueError(f"the trace does not tell its link; write {' '.join(missing)} (offload doctor measures it)")
+        raise ValueError(f"the trace does not contain a link; write {' '.join(missing)} (offload doctor measures it)")
     return Link(**given)
 
 
@@ -296,7 +297,7 @@ def _infeasible(error: InfeasibleLimitError, *, as_json: bool) -> int:
 
 
 def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:
-    """Return `parse` as argparse wants it: its message is shown as it is."""
+    """Return `parse` with one argument for argparse, which then shows the message of its error."""
 
     def convert(text: str) -> float:
         try:

@@ -15,14 +15,15 @@ _ROWS_MAX = 20
 
 
 def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None = None) -> None:
-    """Print plans side by side, one a row, on standard output.
+    """Print a table of plans on standard output, one row for each.
 
     Parameters
     ----------
     plans : sequence of (str, Plan)
         Name and plan.
     host_bytes_max : int, optional
-        Most that the host's memory takes, in bytes; the rest goes to disk. Not given: no such split is shown.
+        Most bytes that are swapped to host memory; the rest goes to disk. If this is not given, the table does not
+        show how the bytes are divided.
     """
     head = ["", "peak", "step", "slowdown", "swapped out", "tensors", "gap"]
     rows = [list(_row(name, plan)) for name, plan in plans]
@@ -48,7 +49,7 @@ def _tiers(plan: Plan, host_bytes_max: int) -> tuple[int, int]:
 
 
 def options_json(plans: Sequence[tuple[str, Plan]], host_bytes_max: int) -> list[dict[str, Any]]:
-    """Return plans side by side as JSON: their figures, and how their bytes are split between host memory and disk."""
+    """Return plans for JSON: their figures, and how their bytes are divided between host memory and disk."""
     rows = []
     for name, plan in plans:
         in_memory, on_disk = _tiers(plan, host_bytes_max)
@@ -58,14 +59,14 @@ def options_json(plans: Sequence[tuple[str, Plan]], host_bytes_max: int) -> list
 
 
 def print_plan(plan: Plan, title: str) -> None:
-    """Print a plan beside the unswapped step, and its largest tensors.
+    """Print a table with a plan and the unswapped step, and the plan's largest tensors.
 
     Parameters
     ----------
     plan : Plan
         The plan.
     title : str
-        What its row is called.
+        Name of the plan's row.
     """
     link = plan.link
     print(

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["profile_script"]
 
-_PROFILES_MAX = 8  # read before the trial step is over; then the step is taken without it
+_PROFILES_MAX = 8  # profiled steps before the trial step is over; after these, the trial step is not awaited
 
 
 def profile_script(
     path: str, words: Sequence[str], trial_bytes: Callable[[RecordedStep], int | None], *, quiet: bool
 ) -> RecordedStep | int | None:
-    """Run a script until a step of a model that it enables has been profiled, and its trial step if one is wanted.
+    """Run a script until a step of a model that it enables has been profiled, and the trial step if one is requested.
 
     Parameters
     ----------
@@ -29,15 +29,16 @@ def profile_script(
     words
         Its arguments.
     trial_bytes
-        Called with the profiled step: the most bytes that a trial step of recomputation may take; None for none.
+        Called with the profiled step. Returns the most bytes that a trial step of recomputation may take; None for no
+        trial step.
     quiet
-        Whether what the script prints goes to standard error: a machine reads one document.
+        Whether the script's output goes to standard error, so that standard output contains only JSON.
 
     Returns
     -------
     RecordedStep, int or None
-        The step, with recipes after the trial step. The script's own exit status if it ends itself before; None if it
-        ends without a training step.
+        The step; after a trial step, with recipes. The script's own exit status if it exits before; None if it ends
+        without a training step.
     """
     from offload.control.registry import listen_to_profiles
 
@@ -50,7 +51,7 @@ def profile_script(
             if waiting or room is not None:
                 waiting.append(step)
             if 1 < len(waiting) <= _PROFILES_MAX or room is not None:
-                return room  # of other models, or the same one again: the first one's trial step is due
+                return room  # a step of another model, or of the same one again: the first one's trial step is due
         found.append(waiting[0] if len(waiting) > 1 and step.may_try else step)
         raise SystemExit(0)
 

@@ -1,6 +1,7 @@
 """`offload top PID`: a live view of a running training: memory now and planned, use of the link, stalls.
 
-It says in a file that somebody looks, and shows what the process then writes (`offload.diagnostics.live`).
+It creates a watch file. The training process then writes its figures to other files (`offload.diagnostics.live`), which
+this command shows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["HELP", "add_arguments", "rows", "run"]
 HELP = "show a running training: memory now and planned, use of the link, stalls"
 _REFUSED, _NOTHING = 2, 1
 _UNKNOWN = "not known yet"
-_RATE_SECONDS = 2.0  # rates are counted over at least as long, once as much has passed
+_RATE_SECONDS = 2.0  # rates are computed over at least this time, as soon as it has passed
 
 Span = tuple[dict[str, Any], dict[str, Any]]
 
@@ -34,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Parameters
     ----------
     parser : argparse.ArgumentParser
-        What `run` is later given the parsed arguments of.
+        The parser of the command, whose result `run` takes.
     """
     parser.add_argument("pid", type=int, metavar="PID", help="the training process, of this user and machine")
     parser.add_argument("--once", action="store_true", help="print the figures once and end")
     parser.add_argument("--json", action="store_true", help="print the figures once, as JSON")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
-    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="for a first step (default: 30)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (1)")
+    parser.add_argument("--wait", type=float, default=30.0, metavar="SECONDS", help="wait for a first step (30)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0; 1 where the process has told nothing, 2 for a mistake in the call.
+        0; 1 if the process has begun no step, 2 for a mistake in the call.
     """
     if not _is_alive(args.pid):
         return _refuse(f"no process {args.pid} of yours; find it with: pgrep -af python")
@@ -73,19 +74,19 @@ def run(args: argparse.Namespace) -> int:
             else:
                 return _show(args.pid, places, args.interval)
     except KeyboardInterrupt:
-        pass  # this is how one leaves it
+        pass  # the user ends the view with Ctrl-C
     return 0
 
 
 def rows(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
-    """Return what is shown of one session: name and text.
+    """Return the rows for one session: name and text.
 
     Parameters
     ----------
     now
         The latest figures.
     before
-        Earlier ones: rates are those since.
+        Earlier figures: rates are computed from these to the latest ones.
     """
     verdict = now["verdict"]
     limit = f"; limit {format_bytes(now['limit_bytes'])}" if now["limit_bytes"] else ""
@@ -133,14 +134,14 @@ def _time(verdict: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _looking(pid: int) -> Iterator[list[Path]]:
-    """Say that somebody looks at a process. Afterwards, and for processes that have ended, remove what was written."""
+    """Create watch files for a process. Afterwards, remove its files; files of ended processes are removed before."""
     from offload.diagnostics.live import folders, is_private, watch_file
 
     places = []
     for folder in folders():
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError:  # nothing can be made there, or it is a file
+        except OSError:  # the folder cannot be created, or a file has its name
             continue
         if is_private(folder) and os.access(folder, os.W_OK | os.X_OK):
             places.append(folder)
@@ -159,7 +160,7 @@ def _looking(pid: int) -> Iterator[list[Path]]:
 
 
 def _read(pid: int, places: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The latest figures of each session of the process, by its file's name; says again that somebody looks."""
+    """Return the latest figures of each session of the process, by file name, and renew the watch files."""
     from offload.diagnostics.live import watch_file
 
     found = {}
@@ -168,7 +169,7 @@ def _read(pid: int, places: Sequence[Path]) -> dict[str, dict[str, Any]]:
         for path in sorted(folder.glob(f"{pid}-*.json"), key=lambda path: (len(path.name), path.name)):
             try:
                 found[path.name] = json.loads(path.read_text(encoding="utf-8"))
-            except FileNotFoundError:  # somebody else who looked has ended, and removed it
+            except FileNotFoundError:  # another `offload top` of the same process has ended and removed the file
                 continue
     return found
 
@@ -181,17 +182,17 @@ def _first(pid: int, places: Sequence[Path], wait_seconds: float) -> dict[str, d
 
 
 def _longer(span: Span | None, figures: dict[str, Any]) -> Span:
-    """The earlier figures that rates are counted from, and the latest ones."""
+    """Return the earlier figures from which rates are computed, and the latest ones."""
     if span is None:
         return figures, figures
     earlier, latest = span
-    if figures["at"] == latest["at"]:  # no step has begun since: the rates stay
+    if figures["at"] == latest["at"]:  # no further step has begun: the rates do not change
         return span
     return (latest if latest["at"] - earlier["at"] >= _RATE_SECONDS else earlier), figures
 
 
 def _sleep(pid: int, places: Sequence[Path], seconds: float) -> None:
-    """Wait, and say meanwhile that somebody looks, so that the figures are recent however long the wait."""
+    """Wait, and renew the watch files meanwhile, so that the figures are recent even after a long wait."""
     from offload.diagnostics.live import RECENT_SECONDS, watch_file
 
     until = time.monotonic() + seconds
@@ -218,7 +219,7 @@ def _show(pid: int, places: Sequence[Path], interval_seconds: float) -> int:
                 spans[name] = _longer(spans.get(name), figures)
                 table = Table.grid(padding=(0, 2))
                 for row in rows(figures, spans[name][0]):
-                    table.add_row(*map(Text, row))  # brackets in names are no markup
+                    table.add_row(*map(Text, row))  # as Text, so that rich does not read brackets in names as markup
                 age = time.time() - figures["at"]
                 title = f"offload top {pid}" + (f" (last step begun {age:.0f} s ago)" if age > 2 else "")
                 panels.append(Panel(table, title=title, title_align="left"))
@@ -236,7 +237,7 @@ def _print(sessions: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process of this user runs. One that has ended and was not waited for does not."""
+    """Return whether a process of this user runs. A zombie process does not."""
     try:
         about = Path(f"/proc/{pid}")
         is_own = about.stat().st_uid == os.getuid()

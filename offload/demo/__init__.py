@@ -1,1 +1,1 @@
-"""`offload demo`: one small model, trained plain and offloaded, and the page that compares them."""
+"""`offload demo`: trains one small model with and without offload, and writes a page that compares both."""

@@ -27,14 +27,14 @@ HELP = "train a small GPT plain and offloaded, and compare loss, memory and step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options, those for its own child processes and tests without a word of help.
+    """Add the demo's options. Those for its child processes and for tests are not shown in the help.
 
     Parameters
     ----------
     parser : argparse.ArgumentParser
-        What `run` is later given the parsed arguments of.
+        The parser of the command, whose result `run` takes.
     """
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps each (12)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps of each run (12)")
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -49,11 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write the page (offload-demo.html)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (0)")
     parser.add_argument(
         "--with-checkpoint",
         action="store_true",
-        help="add a third contestant: torch.utils.checkpoint around every block",
+        help="add a third run: torch.utils.checkpoint around every block",
     )
     parser.add_argument(
         "--no-preload",
@@ -69,13 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo as `add_arguments` described it.
+    """Run the demo with the parsed arguments.
 
     Returns
     -------
     int
-        0 when all contestants agree to the last bit, 1 when losses or gradients differ, 2 when
-        the demo could not run.
+        0 if losses and gradients of all runs are bit-equal, 1 if they differ, 2 if the demo could not run.
     """
     if args.worker is not None:
         from offload.demo import worker as demo_worker
@@ -104,19 +103,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo from the command line; what `python -m offload.demo` calls."""
+    """Run the demo from the command line. `python -m offload.demo` calls this."""
     parser = argparse.ArgumentParser(prog="offload demo", description=HELP)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 
 
 def agreement(results: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether all losses and the last gradients equal the first's to the last bit."""
+    """Return whether all losses and the last gradients are bit-equal to those of the first run."""
     return all(_agrees(key, results[0], other) for key in ("losses", "gradients") for other in results[1:])
 
 
 def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
-    """Compare the contestants with the first: every row a label and one cell a contestant."""
+    """Compare the runs with the first one. Return rows, each with a label and one cell for each run."""
     first = results[0]
 
     def compared(key: str, scale: float, unit: str, digits: int) -> list[str]:
@@ -142,12 +141,12 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 def show(rows: Sequence[Row], results: Sequence[dict[str, Any]], out: TextIO) -> None:
-    """Write the rows as a table, names of the contestants on top."""
+    """Write the rows as a table with the names of the runs as its head."""
     write_table(out, [(label, *cells) for label, cells in rows], head=("", *(result["name"] for result in results)))
 
 
 def setting(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what was trained, on what, and how much autograd saved."""
+    """Return sentences about the model, the data and the machine, and how much autograd saved."""
     first = results[0]
     saved, parameters = first["saved_bytes"], first["parameter_bytes"]
     sizes = f"byte-level GPT of {first['parameters'] / 1e6:.1f} M parameters"
@@ -166,7 +165,7 @@ def setting(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what the figures leave out, what the malloc costs, and what the engine notes."""
+    """Return remarks: what the figures exclude, the effect of the malloc, and the notes of the reports."""
     said = ["step times leave the first step out: the engine profiles it"]
     first = results[0]
     if not first["gpu"] and not allocator.recycles(first["allocator"]):
@@ -196,7 +195,7 @@ def _contestants(args: argparse.Namespace) -> list[str]:
 
 
 def _resolve_device(asked: str) -> str:
-    """Settle "auto", and refuse a GPU that torch cannot use."""
+    """Replace "auto" by a device. Raise a ValueError for a GPU that torch cannot use."""
     if asked == "cpu":
         return asked
 
@@ -211,21 +210,21 @@ def _resolve_device(asked: str) -> str:
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
-    """Return what every contestant's process starts with, the same malloc for all."""
+    """Return the environment of every run's process, with the same malloc for all."""
     if args.device != "cpu":
         return {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return dict(os.environ) if args.no_preload else allocator.preload_environment()
 
 
 def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train one contestant in a process of its own; hand back its result.
+    """Train one run in a separate process and return its result.
 
     Raises
     ------
     RuntimeError
-        When the process ends without one; the message carries the end of what it wrote to stderr.
+        The process ended without a result; the message contains the last lines of its standard error.
     """
-    # Not -m: it would put the current folder first on the path, and a source tree there has no built extension.
+    # -m would put the current folder first on the path, and a source tree there has no built extension.
     start = "import sys; sys.path.remove(''); from offload.demo.command import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "--worker", name]
     for option in (
@@ -239,7 +238,7 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "threads",
     ):
         command += [f"--{option}", str(getattr(args, option))]
-    command += ["--device", "cpu" if args.device == "cpu" else "auto"]  # the accelerator that was found, by any name
+    command += ["--device", "cpu" if args.device == "cpu" else "auto"]  # "auto" finds the same accelerator
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile("w+", errors="replace") as complaints,
@@ -268,7 +267,7 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _progress(name: str, steps: int) -> Iterator[Callable[[], Any]]:
-    """Show on stderr how far a contestant is: by tqdm where installed, else a line of dots."""
+    """Show a run's progress on standard error: with tqdm if it is installed, otherwise as a line of dots."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -281,7 +280,7 @@ def _progress(name: str, steps: int) -> Iterator[Callable[[], Any]]:
 
 
 def _summary(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return everything measured except the curves and the plan's chart, for `--json`."""
+    """Return all measurements except the curves and the plan's chart, for `--json`."""
     curves = ("event", "curve", "last_step_curve", "plan")
     return {
         "equal": agreement(results),

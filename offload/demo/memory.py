@@ -25,9 +25,9 @@ Sample = tuple[float, int]
 class MemoryMeter:
     """Measures one process's memory between `start` and `stop`.
 
-    On the CPU the bytes are the resident set (Linux: /proc/self; elsewhere: psutil), and besides
-    the heap's bytes in use where the malloc counts them; on a GPU what torch's allocator has
-    handed out. Used by one thread; the sampling thread is its own.
+    On the CPU it measures the resident set (Linux: /proc/self; elsewhere: psutil) and, if the malloc counts them, the
+    heap's bytes in use; on a GPU, the bytes that torch's allocator has allocated. One thread uses this object, and
+    another thread, which it starts, takes the samples.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class MemoryMeter:
         self._thread = threading.Thread(target=self._sample, name="memory-meter", daemon=True)
 
     def start(self) -> None:
-        """Take the present level as the baseline, forget earlier peaks and begin to sample."""
+        """Use the present memory as the baseline, discard earlier peaks and begin to sample."""
         if self._known.is_accelerator:
             self._known.synchronize()
             self._known.reset_peak()
@@ -59,7 +59,7 @@ class MemoryMeter:
         self._thread.start()
 
     def stop(self) -> None:
-        """End sampling and settle the peak: the larger of the samples' and the system's mark."""
+        """End sampling and set the peak: the larger one of the samples and of the system's high-water mark."""
         self._ended.set()
         self._thread.join()
         sampled = max((used for _, used in self.samples), default=self.baseline_bytes)
@@ -69,7 +69,7 @@ class MemoryMeter:
             self.peak_bytes = max(sampled, _resident_peak_bytes() if self._marked else 0)
 
     def seconds(self) -> float:
-        """Seconds since `start`, the clock of the samples."""
+        """Return the seconds since `start`; samples use the same clock."""
         return time.perf_counter() - self.started
 
     def _now_bytes(self) -> int:
@@ -92,7 +92,7 @@ def resident_bytes() -> int:
     Raises
     ------
     RuntimeError
-        Where there is no /proc and psutil is not installed.
+        There is no /proc, and psutil is not installed.
     """
     try:
         with Path("/proc/self/statm").open(encoding="ascii") as fields:
@@ -107,7 +107,7 @@ def resident_bytes() -> int:
 
 
 def thin(samples: list[Sample], points_max: int) -> list[Sample]:
-    """Keep the lowest and the highest sample of every stretch, in order, within `points_max`."""
+    """Return at most about `points_max` samples in order: the lowest and the highest of every interval."""
     stretch = max(1, math.ceil(2 * len(samples) / points_max))
     if stretch <= 2:
         return samples[:]
@@ -120,7 +120,7 @@ def thin(samples: list[Sample], points_max: int) -> list[Sample]:
 
 
 def _mark_resident_peak() -> bool:
-    """Make the kernel count the peak resident set from now on; False where it refuses."""
+    """Make the kernel measure the peak resident set from now on. Return False if it refuses."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -129,7 +129,7 @@ def _mark_resident_peak() -> bool:
 
 
 def _resident_peak_bytes() -> int:
-    """Read the kernel's mark: VmHWM of /proc/self/status, in bytes."""
+    """Return the kernel's high-water mark, VmHWM of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a training run: the model's, and the batch's in sequences and bytes of text."""
+    """The sizes of a training run: those of the model; sequences per batch, and bytes per sequence."""
 
     layers: int
     width: int
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.project_out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix every position with those before it: (batch, length, width) → the same."""
+        """Apply attention to (batch, length, width); the result has the same shape."""
         batch, length, width = x.shape
         parts = self.project_in(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -57,7 +57,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what attention and the MLP contribute: (batch, length, width) → the same."""
+        """Apply attention and the MLP to (batch, length, width); the result has the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 

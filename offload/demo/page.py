@@ -1,6 +1,6 @@
 """The page that `offload demo` writes: memory curves and the table, in one self-contained file.
 
-It computes the HTML text from the results and does nothing else.
+This file only computes the HTML text from the results.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def render(
     equal: bool,
     notes: Sequence[str],
 ) -> str:
-    """Lay out the page.
+    """Return the page.
 
     Parameters
     ----------
     rows : sequence of (label, cells)
-        The table, one cell a contestant.
+        The table, one cell for each run.
     results : sequence of dict
-        What the contestants' processes handed back, the baseline first.
+        The results of the runs, the baseline first.
     equal : bool
-        Whether all losses and gradients agree to the last bit.
+        Whether all losses and gradients are bit-equal.
     notes : sequence of str
-        One sentence each, for the foot of the page: the setting, and what the figures leave out.
+        Sentences for the foot of the page: the setting, and what the figures exclude.
 
     Returns
     -------
@@ -79,7 +79,7 @@ def render(
 
 
 def _lead(results: Sequence[dict[str, Any]], *, equal: bool) -> str:
-    """Say in a sentence what came out."""
+    """Return the result in a sentence."""
     first = results[0]
     parts = []
     for other in results[1:]:

@@ -41,7 +41,7 @@ def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
     Parameters
     ----------
     corpus_bytes : int
-        How much to read, in bytes; the last file is cut off there.
+        Number of bytes to read; the last file is cut off there.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
     Raises
     ------
     FileNotFoundError
-        Where this Python comes without its library's source text, or with less than that.
+        This Python does not have the source text of its library, or the text is shorter.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "__pycache__"}
@@ -69,7 +69,7 @@ def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
 
 
 def batches(text: Tensor, shape: Shape, *, steps: int, seed: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draw every step's input and target bytes, int64 (batch, length), from uint8 `text`."""
+    """Yield the input and target bytes of each step, int64 (batch, length), drawn from uint8 `text`."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(shape.length + 1)
     for _ in range(steps):
@@ -79,7 +79,7 @@ def batches(text: Tensor, shape: Shape, *, steps: int, seed: int, device: str) -
 
 
 def build(shape: Shape, *, seed: int, device: str, checkpointed: bool = False) -> tuple[ByteGPT, torch.optim.AdamW]:
-    """Build the model and AdamW with its two moments: what a training run holds between steps."""
+    """Build the model, and AdamW with its two moments, so that all memory held between steps exists."""
     torch.manual_seed(seed)
     model = ByteGPT(shape, checkpointed=checkpointed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -93,13 +93,13 @@ def build(shape: Shape, *, seed: int, device: str, checkpointed: bool = False) -
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a byte."""
+    """Return the mean cross-entropy in nats per byte."""
     logits = model(x)
     return functional.cross_entropy(logits.view(-1, VOCABULARY), y.view(-1))
 
 
 def gradient_hash(model: nn.Module) -> str:
-    """Hash the bytes of all gradients, in the order of the parameters' names; hexadecimal."""
+    """Return a hexadecimal hash of the bytes of all gradients, in the order of the parameters' names."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
@@ -109,7 +109,7 @@ def gradient_hash(model: nn.Module) -> str:
 
 
 class SavedBytesCounter:
-    """Counts the bytes saved for backward: every storage once, parameters and buffers never."""
+    """Counts the bytes saved for backward: each storage once, without parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.total = 0
@@ -117,7 +117,7 @@ class SavedBytesCounter:
         self._seen = {id(tensor.untyped_storage()) for tensor in owned}
 
     def counting(self) -> AbstractContextManager[None]:
-        """Count in this context. What is saved lives until backward, so no identity recurs."""
+        """Return a context in which saved tensors are counted. They live until backward, so no identity is reused."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class SavedBytesCounter:
 
 
 class Contestant:
-    """One way to train: what is done to the model, and the context of a step's forward."""
+    """One way to train: it may enable offload for the model, and gives the context of a step's forward."""
 
     def __init__(self, name: str, model: ByteGPT) -> None:
         self.name = name
@@ -140,24 +140,24 @@ class Contestant:
             self._handle = offload.enable(model)
 
     def step(self) -> AbstractContextManager[Any]:
-        """Enter around a step's forward and loss."""
+        """Return the context for a step's forward and loss."""
         return contextlib.nullcontext() if self._handle is None else self._handle.step()
 
     def report(self) -> dict[str, Any] | None:
-        """Return the engine's own account, None for a contestant without one."""
+        """Return the report; None without offload."""
         if self._handle is None:
             return None
         report = self._handle.report()
         return {**report.to_dict(), "text": str(report)}
 
     def plan(self) -> str | None:
-        """Return the chart of the plan, as HTML; None for a contestant without one."""
+        """Return the chart of the plan as HTML; None if there is no plan."""
         plan = None if self._handle is None else self._handle.plan
         return None if plan is None else plan_page.figure(plan)
 
 
 def warm_up(shape: Shape, device: str) -> None:
-    """Train a tiny model for one step, so that loading the kernels' code counts as no memory."""
+    """Train a tiny model for one step, so that the code of the kernels is loaded before memory is measured."""
     tiny = Shape(layers=1, width=8 * shape.heads, heads=shape.heads, batch=1, length=8)
     model, optimizer = build(tiny, seed=0, device=device)
     x = torch.zeros(1, 8, dtype=torch.int64, device=device)
@@ -174,7 +174,7 @@ def train(
     device: str,
     tell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Train one contestant and measure it.
+    """Train one run and measure it.
 
     Parameters
     ----------
@@ -183,18 +183,18 @@ def train(
     shape : Shape
         The model's and the batch's sizes.
     steps : int
-        How many steps; at least 2, because the first is left out of the step time.
+        Number of steps; at least 2, because the first one is excluded from the step time.
     seed : int
-        Decides the initial parameters and the batches.
+        Seed of the initial parameters and the batches.
     device : str
         "cpu" or "cuda".
     tell : callable
-        Is handed an event after every step.
+        Called with an event after every step.
 
     Returns
     -------
     dict
-        What `offload.demo.command` compares and shows; JSON can hold it.
+        The values that `offload.demo.command` compares and shows; JSON can represent them.
     """
     warm_up(shape, device)
     text = torch.from_numpy(numpy.frombuffer(bytearray(read_corpus()), dtype=numpy.uint8))
@@ -245,7 +245,7 @@ def train(
 
 
 def memory_of(meter: MemoryMeter, starts: list[float]) -> dict[str, Any]:
-    """Give the meter's figures: bytes over the baseline on the CPU, all of them on a GPU."""
+    """Return the meter's figures: on the CPU, bytes above the baseline; on a GPU, all bytes."""
     floor = 0 if meter.device != "cpu" else meter.baseline_bytes
     curve = [(round(at, 4), used - floor) for at, used in meter.samples]
     step_curve = curve
@@ -263,7 +263,7 @@ def memory_of(meter: MemoryMeter, starts: list[float]) -> dict[str, Any]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Describe where this process runs."""
+    """Return a description of the machine and the software."""
     return {
         "device": device_of(torch.device(device)).name() if device != "cpu" else processor_name(),
         "threads": torch.get_num_threads(),
@@ -277,7 +277,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Name the processor as the system does."""
+    """Return the system's name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -288,7 +288,7 @@ def processor_name() -> str:
 
 
 def run(args: Namespace) -> int:
-    """Run the contestant `args.worker` and print its events as JSON lines; the exit status is 0."""
+    """Train the run `args.worker` and print its events as JSON lines. Return the exit status 0."""
 
     def tell(event: dict[str, Any]) -> None:
         print(json.dumps(event), file=sys.stdout, flush=True)
