@@ -1,7 +1,4 @@
-"""Builds the verdict of a report from the plan and the measurements of a session.
-
-It only reads.
-"""
+"""Builds the verdict of a report from the plan and the measurements of a session, without changing them."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Subject:
     counts: Counts
     is_disabled: bool = False
     left_to_checkpoint: bool = False
-    problems: Iterable[str] = ()  # found elsewhere
+    problems: Iterable[str] = ()  # problems that the caller has found
 
 
 def wish(options: Options) -> str:
@@ -113,13 +110,13 @@ def _by_hand(verdict: Verdict, step: ManualStep | None, counts: Counts) -> Verdi
 def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep | None, subject: Subject) -> Verdict:
     if planned is None:
         if controller.gives_up:
-            reason = "the steps never run twice in the same way, so that everything swaps and comes back on demand"
+            reason = "no two steps are alike, so every tensor is swapped and loaded on demand"
             return replace(verdict, kind="unplanned", reason=reason)
         return replace(verdict, kind="profiling", reason="the first step is not over yet")
     trace = planned.plan.trace if planned.plan is not None else planned.trace()
-    before = controller.regions.before  # in its steps, no compiled part ran again in backward
+    before = controller.regions.before  # the profile without regions: no compiled part runs again in backward
     whole = before.trace() if before is not None else trace
-    # Uses the steps whose times the verdict gives, if there are any: other programs may have slowed earlier ones.
+    # If there are measured steps, uses only those whose times the verdict gives: other programs may have slowed others.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
     slowdown = planned.frontier.slowdown_of(planned.plan) if planned.plan is not None else None

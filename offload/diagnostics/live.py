@@ -1,9 +1,9 @@
-"""What `offload top` shows of a running training. The training process writes it, and only while somebody looks.
+"""The figures that `offload top` shows. The training process writes them only while `offload top` runs.
 
-`offload top PID` makes a private folder with a file ``PID.watch``, and renews the file's time as long as it runs. When
-a step begins, at most twice a second, the training process looks for that file. If it is there and recent, the figures
-are written beside it, as ``PID-N.json`` for the N-th session of the process; the file is replaced as a whole, so that
-no reader sees half of it. A forked child has a process id, and so a file, of its own.
+`offload top PID` creates a private folder with a file ``PID.watch``, and renews the file's time as long as it runs.
+When a step begins, at most twice a second, the training process checks for that file. If it exists and is recent, the
+process writes its figures to the same folder, as ``PID-N.json`` for its N-th session. The file is replaced as a whole,
+so that no reader sees a part of it. A forked child has its own process id, and so its own file.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["LivePublisher", "folders", "is_private", "watch_file"]
 log = logging.getLogger("offload")
 
 LOOK_SECONDS = 0.5
-RECENT_SECONDS = 10.0  # a watch file that is older was left behind
+RECENT_SECONDS = 10.0  # an older watch file was left by an `offload top` that has ended
 
 _numbers = itertools.count(1)
 
 
 def folders() -> list[Path]:
-    """Return the folders in which figures may be exchanged: of the user's session, and one below ``/tmp``."""
+    """Return the folders for exchanging figures: one in the user's runtime directory, and one below ``/tmp``."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     own = [Path(runtime) / "offload"] if runtime else []
     return [*own, Path(f"/tmp/offload-{os.getuid()}")]
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is this user's own, and nobody else may read or write in it."""
+    """Return whether a folder belongs to this user and no other user may read it or write to it."""
     try:
         about = folder.lstat()
     except OSError:
@@ -49,19 +49,19 @@ def is_private(folder: Path) -> bool:
 
 
 def watch_file(folder: Path, pid: int) -> Path:
-    """Return the file that says that somebody looks at a process."""
+    """Return the path of the file that shows that `offload top` runs for a process."""
     return folder / f"{pid}.watch"
 
 
 class LivePublisher:
-    """Writes the figures of one session while somebody looks. To be called whenever a step has begun."""
+    """Writes the figures of one session while `offload top` runs. Call it whenever a step has begun."""
 
     def __init__(self) -> None:
         self._number = next(_numbers)
         self._look_at = 0.0
 
     def __call__(self, enabled: EnabledModel) -> None:
-        """A step has begun."""
+        """Write the figures, if they are due, at the begin of a step."""
         now = time.monotonic()
         if now < self._look_at:
             return
@@ -77,7 +77,7 @@ class LivePublisher:
         try:
             unfinished.write_text(json.dumps(figures), encoding="utf-8")
             unfinished.replace(path)
-        except OSError as error:  # who looked has gone with the folder, or its disk is full: no matter of training
+        except OSError as error:  # the folder was removed, or its disk is full: training continues
             log.debug("figures for offload top: %s", error)
 
 

@@ -1,6 +1,6 @@
 """The figures of a step for loggers: TensorBoard, W&B, and the metric logging of frameworks.
 
-They are read when the next step begins, and cost a few look-ups.
+They are read when the next step begins; this takes a few look-ups.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _PREFIX = "offload/"
 class StepMetrics:
     """Reads the figures of a model's steps.
 
-    `read` returns, as far as known: ``peak_mib``, memory at the peak so far, of torch's tensors on a GPU and of the
-    process on the CPU; ``saved_mib``, what the plan takes off the peak of a step; ``stalled_ms``, how long each step
-    since the last call waited for copies; ``slowdown_percent``, of the last measured steps, against their computation.
+    `read` returns these figures, as far as they are known: ``peak_mib``, the peak of memory so far, of torch's tensors
+    on a GPU and of the process on the CPU; ``saved_mib``, by how much the plan lowers the peak of a step;
+    ``stalled_ms``, how long each step since the last call waited for copies, on average; ``slowdown_percent``, the
+    slowdown of the last measured steps relative to their computation.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class StepMetrics:
         enabled
             The model.
         is_step_begun
-            Whether the next step has begun, so that the latest one is not to be counted.
+            Whether the next step has begun already, so that it must not be counted.
         """
         here = enabled.on_device
         steps = here.counts.steps - is_step_begun
@@ -74,7 +75,7 @@ class StepLogger:
     Raises
     ------
     TypeError
-        It is none of these.
+        `target` is none of these.
     """
 
     def __init__(self, target: Any, *, commit: bool = False) -> None:
@@ -95,7 +96,7 @@ class StepLogger:
             )
 
     def __call__(self, enabled: EnabledModel) -> None:
-        """A step has begun: log the one before."""
+        """Log the previous step, when a step has begun."""
         step = enabled.on_device.counts.steps - 1
         figures = self._metrics.read(enabled, is_step_begun=True)
         if step > 0:
@@ -103,7 +104,7 @@ class StepLogger:
 
 
 def _slowdown(main: Any) -> float | None:
-    """Of the last measured steps; None if none was."""
+    """Return the slowdown of the last measured steps; None if no step was measured."""
     if isinstance(main, PlannedStep):
         known = main.frontier.slowdown_of(main.plan) if main.plan is not None else None
         if known is not None:

@@ -39,14 +39,14 @@ _FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage", "
 
 @dataclass(frozen=True)
 class Subject:
-    """The session that an explanation is about, and what its current step has saved so far.
+    """The session whose step failed, and the tensors that this step has saved so far.
 
     Parameters
     ----------
     model
         The enabled model; None after it was freed.
     engine, options
-        Those of the session.
+        The session's engine and options.
     swapped
         Tensors swapped out since the last forward began.
     kept
@@ -95,7 +95,7 @@ class Explanation:
         return _movable_bytes(self.kept)
 
     def saved_rows(self) -> list[tuple[str, str, str]]:
-        """Return what autograd saved in this step: reason, amount, and whether it can be swapped."""
+        """Return rows for the tensors that autograd saved in this step: reason, amount, whether they can be swapped."""
         rows = [("swapped out", _words(self.swapped), "copied out")] if self.swapped.tensors else []
         rows += [("dropped", _words(self.dropped), "recomputed in backward")] if self.dropped.tensors else []
         for reason, count in sorted(self.kept.items(), key=lambda item: -item[1].nbytes):
@@ -130,7 +130,7 @@ class Explanation:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception is an out-of-memory error, on a device or on the host."""
+    """Return whether an exception is an out-of-memory error, on a device or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
@@ -139,8 +139,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
     """Explain an out-of-memory error in a note on the exception (before Python 3.11: the log), and optionally a page.
 
-    Other exceptions, and those explained before, are not changed. Never raises an exception, so that the caller's is
-    not lost.
+    Other exceptions, and those that have an explanation already, are not changed. This function never raises, so that
+    the caller's exception is not lost.
     """
     if not is_out_of_memory(error):
         return
@@ -218,7 +218,7 @@ def address_of(traceback: TracebackType | None, model: nn.Module | None) -> str:
         module = frame.f_globals.get("__name__", "")
         holder = frame.f_locals.get("self")
         is_backward = module == "torch.autograd" and frame.f_code.co_name in ("backward", "grad")
-        # The second condition: a GPU's backward runs in a separate thread, without the frame of torch.autograd.
+        # The second condition is needed because a GPU's backward runs in a thread without the frame of torch.autograd.
         if is_backward or frame.f_code in _UNPACKS:
             where = "backward"
         elif isinstance(holder, torch.optim.Optimizer) and frame.f_code.co_name == "step":

@@ -1,8 +1,8 @@
-"""When each saved tensor is in memory in a recorded step: from its pack until its storage is freed, and once more for
-each time that backward has it back.
+"""Records when each saved tensor is in memory during a step.
 
-`step_recording` reports packs, unpacks and the moments at which it takes a mark. A storage that is freed is noticed at
-the next mark.
+It is in memory from its pack until its storage is freed, and again each time that backward loads or recomputes it.
+`step_recording` reports packs and unpacks, and calls `look` at each of its marks. A freed storage is noticed at the
+next mark.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class RecordedTensors:
     Parameters
     ----------
     engine
-        Tells which tensors share a storage.
+        The engine, which identifies storages.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._saved: list[_Saved] = []
-        self._of: dict[int, _Saved] = {}  # by identity of what the graph holds
-        self._by_storage: dict[int, _Saved] = {}  # a watch reserves the identity
-        self._leaving: dict[int, _Stay] = {}  # by storage: those that may be freed at any moment
+        self._of: dict[int, _Saved] = {}  # by identity of the object that the autograd node holds
+        self._by_storage: dict[int, _Saved] = {}  # by identity of the storage in memory, which a watch reserves
+        self._leaving: dict[int, _Stay] = {}  # by identity of the storage: stays that may end at any moment
 
     def packed(self, packed: Packed, tensor: Tensor, module: str, mark: int) -> None:
-        """A tensor with a storage was saved, its hook began at `mark`, and the graph holds `packed`."""
+        """Record a saved tensor: its hook began at `mark`, and the autograd node holds `packed`."""
         storage = self._engine.identity(tensor)
         is_moved = isinstance(packed, SwappedView)
         saved = self._by_storage.get(storage)
@@ -73,18 +73,18 @@ class RecordedTensors:
         self._of[id(packed)] = saved
 
     def unpacked(self, packed: Packed, tensor: Tensor, mark: int) -> None:
-        """Backward has a tensor back; its hook began at `mark`."""
+        """Record that backward has unpacked a tensor, in a hook that began at `mark`."""
         saved = self._of.get(id(packed))
         if saved is None:
             return
         storage = self._engine.identity(tensor)
         if self._by_storage.get(storage) is saved:
-            self._leaving[storage] = saved.stays[-1]  # with the graph, when the operation is done
+            self._leaving[storage] = saved.stays[-1]  # freed with the graph, after the operation
         else:
             self._begin(saved, storage, tensor, mark, may_leave=True)
 
     def look(self, mark: int, *, at_all: bool = False) -> None:
-        """Note which storages have been freed by now: of those that may be, or of all."""
+        """Record which storages have been freed by now. Checks those that may be freed at any moment, or all."""
         stays = self._leaving
         if at_all:
             stays = {storage: saved.stays[-1] for storage, saved in self._by_storage.items()}
@@ -106,7 +106,7 @@ class RecordedTensors:
             before = 0.0
             for stay in saved.stays:
                 begin, end = times[stay.begin], times[-1 if stay.end is None else stay.end]
-                if resident:  # its memory is taken when its copy-in begins, and was freed before that
+                if resident:  # memory is allocated when the copy-in begins, and was freed before that
                     begin = min([begin, *(start for start in starts if start > before)])
                     resident[-1] = min(resident[-1], begin)
                 before = times[stay.begin]

@@ -1,4 +1,4 @@
-"""Frees what a failed step still holds, after an out-of-memory error in a notebook.
+"""Frees the memory that a failed step still holds, after an out-of-memory error in a notebook.
 
 Models stay enabled.
 """

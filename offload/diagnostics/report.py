@@ -1,4 +1,4 @@
-"""The report: what was swapped, what was not and why, as a table or as a dictionary."""
+"""The report: which tensors were swapped, which were kept and why, as a table or as a dictionary."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LATE_SECONDS = 1e-3
 
 @dataclass
 class Feed:
-    """Counts of the batches that a loader returned, and how long steps waited for them."""
+    """Counters of a `contrib.Prefetcher`: the batches that it returned, and how long steps waited for them."""
 
     batches: int = 0
-    late_batches: int = 0  # those for which a step waited `LATE_SECONDS` or more
+    late_batches: int = 0  # batches for which a step waited `LATE_SECONDS` or more
     empty_batches: int = 0
     host_wait_seconds: float = 0.0
     device_wait_seconds: float = 0.0
@@ -36,7 +36,7 @@ class Feed:
 
     @classmethod
     def total(cls, feeds: Iterable[Feed]) -> Feed:
-        """Return the sum of several loaders' counts."""
+        """Return the sum of the counters of several loaders."""
         result = cls()
         for feed in feeds:
             for about in fields(cls):
@@ -63,7 +63,7 @@ class Feed:
 
 @dataclass(frozen=True)
 class Report:
-    """What a session has done so far: `str` returns a table, `to_dict` a dictionary; a notebook shows a page.
+    """The record of a session so far: `str` returns a table, `to_dict` a dictionary; a notebook shows a page.
 
     It begins with a verdict on planned steps. The other figures cover all steps since `enable`, also profiled ones.
 
@@ -88,7 +88,7 @@ class Report:
     store : dict of str to float
         Counters of the swap store: bytes, seconds, numbers of copies.
     misses : int
-        Storages that were loaded on demand, in all steps; in a profiled step all are.
+        Storages that were loaded on demand, in all steps; in a profiled step all storages are.
     prefetched : int
         Storages whose copy-in was started before backward needed them.
     loaded_late : int
@@ -102,7 +102,7 @@ class Report:
     trial_steps : int
         Trial steps of recomputation, which are slow: at most one for each profile of a shape.
     reference_steps : int
-        Steps that waited for each copy at once, which is slow: they tell what a step takes without swapping.
+        Reference steps. They wait while they copy, which is slow; they show how long a step takes without swapping.
     recomputed : Count
         Storages that were dropped and recomputed in backward, and their bytes.
     recompute_seconds : float
@@ -122,7 +122,7 @@ class Report:
     plan : Plan or None
         The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     optimizer_state : tuple of StateCounts
-        What has been moved of each optimizer's state; empty without `optimizer`.
+        Counters of each optimizer's state that was moved; empty without `optimizer`.
     """
 
     verdict: Verdict
@@ -199,7 +199,7 @@ class Report:
         return "\n".join([str(self.verdict), "", *lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: the verdict with bars, the details folded, a memory curve. It loads nothing."""
+        """Return HTML for a notebook: the verdict with bars, folded details, a memory curve. It loads nothing."""
         page = report_page.render(self.verdict, self.rows(), self.notes)
         return page if self.plan is None else f"<div>{page}\n{inline.curve(self.plan)}</div>"
 
@@ -232,7 +232,7 @@ class Report:
         return rows
 
     def _measured(self) -> Iterator[tuple[str, str]]:
-        """Yield how the figures of the verdict were measured."""
+        """Yield rows that say how the figures of the verdict were measured."""
         count = self.verdict.steps_measured
         if count:
             of = "step" if self.verdict.kind == "by hand" else "planned step"

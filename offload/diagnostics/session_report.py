@@ -28,7 +28,11 @@ __all__ = ["make_report", "make_verdict", "recorded_trace", "tier"]
 def make_report(
     enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[str], states: Sequence[StateCounts]
 ) -> Report:
-    """Return the report of an enabled model. `feeds`: counts of its loaders; `states`: of its optimizers' state."""
+    """Return the report of an enabled model.
+
+    `feeds` are the counters of its `contrib.Prefetcher` objects, `remarks` further notes, and `states` the counters of
+    its optimizers' state.
+    """
     here = enabled.on_device
     here.engine.collect()
     counts = here.counts
@@ -95,7 +99,7 @@ def tier(here: DeviceSession) -> str:
 
 
 def recorded_trace(controller: ManualController | PlanController) -> Trace:
-    """Return the latest profiled step with the link that was measured; see `Session.trace`."""
+    """Return the latest profiled step with the measured link; see `Session.trace`."""
     if not isinstance(controller, PlanController):
         raise RuntimeError('n_tensors profiles nothing; for a trace, add lb="auto" or enable without n_tensors')
     planned = controller.latest()
@@ -114,7 +118,7 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
         yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
     elif counts.steps == 0 and enabled.left_to_checkpoint:
         yield (
-            "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves its input alone; "
+            "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves only its input; "
             "checkpoint blocks inside the model instead, or none"
         )
     elif counts.steps == 0:
@@ -142,7 +146,8 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
     if here.engine.failed:
         yield f"{here.engine.failed} tensors stayed because writing them failed: {here.engine.failure}"
     if counts.prefetches_without_memory:
-        yield f"{counts.prefetches_without_memory} prefetches found no device memory and were left to demand"
+        count = counts.prefetches_without_memory
+        yield f"{count} prefetches found no device memory; their tensors were loaded on demand"
     if here.options.spill_dir and is_in_memory(here.options.spill_dir):
         yield f"{here.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
     if enabled.moved:

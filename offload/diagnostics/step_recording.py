@@ -38,9 +38,9 @@ WAIT_SECONDS_MIN = 50e-6  # a shorter time in a hook is not a wait, but work of 
 
 
 class Clock:
-    """Takes times of the compute stream: on the CPU the host's clock, on a GPU events, because work is queued there.
+    """Takes times of the compute stream: on the CPU with the host's clock, on a GPU with events.
 
-    On a GPU the times are known after `finish`.
+    On a GPU work is asynchronous, so the times are known after `finish`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,10 +67,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Mark:
-    """One moment, and what starts or ends then."""
+    """One moment of the step, at which something begins or ends."""
 
-    # forward (of the model begins); enter, exit (of a module); pack, packed; unpack, unpacked; backward end; optimizer,
-    # optimizer end
+    # start, end: of the recording. forward: the model's forward begins. enter, exit: of a module. pack, packed, unpack,
+    # unpacked: begin and end of a hook. backward end. optimizer, optimizer end: begin and end of an optimizer's step.
     kind: str
     moment: Any
     name: str
@@ -121,14 +121,14 @@ class WatchedRound(StepHooks):
 
 
 class StepRecording:
-    """One recorded step; `offload.Session.timeline` creates it. As a context manager it is written at the end.
+    """One recorded step; `offload.Session.timeline` creates it. Used as a context manager, it is written at its end.
 
     Parameters
     ----------
     model
-        The model; its modules are named.
+        The model, whose modules the recording names.
     engine
-        The engine; its copies are shown.
+        The engine, whose copies the recording contains.
     device
         The device of the model.
     tier
@@ -183,7 +183,7 @@ class StepRecording:
         return WatchedRound(policy, self) if self.is_on else None
 
     def forward_begins(self) -> None:
-        """A forward pass begins. Without a `with` block, the second one ends the recording."""
+        """Record that a forward pass begins. Without a `with` block, the second one ends the recording."""
         self._forwards += 1
         if self._forwards > 1 and not self._entered:
             self.finish()
@@ -213,7 +213,7 @@ class StepRecording:
         self._tickets.setdefault(ticket_id, module)
 
     def backward_runs(self) -> None:
-        """Called when backward runs in this thread: its end will be recorded."""
+        """Make sure that the end of the backward pass that runs in this thread is recorded."""
         if self.is_on and not self._backward_noted:
             self._backward_noted = True
             call_at_end_of_backward(self._backward_ends)

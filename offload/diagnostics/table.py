@@ -15,7 +15,7 @@ __all__ = ["Cell", "write_table"]
 Cell = str | tuple[str, str]  # text, or text and its style: "bold", "green", …
 
 _PIPED_COLUMNS = 80
-_SHORT, _NARROWEST = 16, 8  # columns up to the first width are narrowed last; the second is the minimum width
+_SHORT, _NARROWEST = 16, 8  # columns of at most the first width are narrowed last; the second is the minimum width
 _GAP = "  "
 
 
@@ -25,7 +25,7 @@ def write_table(out: TextIO, rows: Sequence[Sequence[Cell]], *, head: Sequence[s
     Parameters
     ----------
     out : text file
-        Output. On a terminal, colours and its whole width are used; otherwise plain text of at most 80 columns.
+        Output. A terminal gets colours and text of its whole width; other files get plain text of at most 80 columns.
     rows : sequence of sequence of str or (text, style)
         One cell per column; a row without cells is an empty line.
     head : sequence of str, optional
@@ -46,7 +46,7 @@ def write_table(out: TextIO, rows: Sequence[Sequence[Cell]], *, head: Sequence[s
 
 
 def _write_rich(out: TextIO, rows: Sequence[Sequence[Cell]], head: Sequence[str]) -> bool:
-    """Write with rich. False if rich is not installed or the output is not a terminal with colours."""
+    """Write with rich. Return False if rich is not installed or the output is not a terminal."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -83,7 +83,7 @@ def _wrap(cell: str, width: int) -> list[str]:
 
 
 def _widths(rows: Sequence[Sequence[str]], head: Sequence[str], width: int) -> list[int]:
-    """Return the widths of the columns. Heads are wrapped first, then sentences, then long words; not short values."""
+    """Return the widths of the columns. Heads are wrapped first, then sentences, then long words, last short values."""
     columns = list(zip(*rows, strict=True)) or [()] * len(head)
     heads = head or [""] * len(columns)
     cells = [max(map(len, column), default=0) for column in columns]

@@ -64,7 +64,7 @@ class StepTimeline:
     device, tier : str
         The device, and the tier below it.
     memory_label : str
-        What `in_use` of the samples means.
+        Meaning of `in_use` of the samples.
     seconds : float
         Length of the recording.
     spans : tuple of Span
@@ -72,7 +72,7 @@ class StepTimeline:
     memory : tuple of MemorySample
         Samples in order of time.
     tensors : tuple of RecordedTensor
-        The tensors that the step saved, in that order, without parameters and buffers.
+        The tensors that the step saved, in the order of their packs, without parameters and buffers.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class StepTimeline:
     tensors: tuple[RecordedTensor, ...] = ()
 
     def on(self, lane: str) -> list[Span]:
-        """The spans of a lane."""
+        """Return the spans of a lane."""
         return [span for span in self.spans if span.lane == lane]
 
     def busy_seconds(self, lane: str) -> float:
@@ -102,7 +102,7 @@ class StepTimeline:
         return round(total, 12)
 
     def moved_bytes(self, kind: str) -> int:
-        """Bytes of all spans of a kind."""
+        """Return the bytes of all spans of a kind."""
         return sum(span.nbytes for span in self.spans if span.kind == kind)
 
     def summary(self) -> list[str]:
@@ -128,7 +128,7 @@ class StepTimeline:
         return lines
 
     def to_chrome(self) -> dict[str, Any]:
-        """The step as trace events, which ui.perfetto.dev and chrome://tracing open."""
+        """Return the step as trace events, for ui.perfetto.dev and chrome://tracing."""
         events: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"offload, {self.device}"}}
         ]
@@ -162,7 +162,7 @@ def _rate(nbytes: int, seconds: float) -> str:
 
 
 def merged(spans: Sequence[Span], gap_seconds: float = 0.0) -> list[Span]:
-    """Join neighbours of one lane that have the same kind and name and are no more than `gap_seconds` apart."""
+    """Join adjacent spans of one lane that have the same kind and name and are at most `gap_seconds` apart."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None

@@ -1,6 +1,6 @@
 """The verdict: memory, time and state of planned steps, in three lines.
 
-A session fills in the figures, and a report begins with the text.
+`assessment` computes the figures; a report begins with the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _SHORT = 1e-4  # seconds; a shorter wait is not mentioned
 class Verdict:
     """Memory and time of planned steps. Profiled steps, which are slower and need less memory, are not counted.
 
-    If several shapes were trained, it describes the one with the most steps. None: not known.
+    If several shapes were trained, the verdict describes the one with the most steps. A figure is None if it is not
+    known.
 
     Attributes
     ----------
@@ -48,7 +49,7 @@ class Verdict:
         All memory on the device at the peak of a step, as predicted with the plan's swaps and without: parameters,
         gradients, optimizer state, temporaries and activations.
     reference_steps : int
-        Steps that waited for each copy at once, whose computation `compute_seconds` is; 0: it is estimated.
+        Number of reference steps from which `compute_seconds` was computed; 0: it is estimated.
     steps_measured : int
         Number of measured steps of the current plan; the three figures below are their medians.
     step_seconds : float or None
@@ -81,7 +82,7 @@ class Verdict:
         Resident set of this process, now and at its peak, if malloc keeps freed memory, so that the resident set does
         not shrink with the tensors.
     process_reason : str
-        Why malloc keeps it.
+        Why malloc keeps freed memory.
     """
 
     kind: Kind
@@ -212,7 +213,7 @@ class Verdict:
 
 
 def _compared(found: int | None, without: int, words: Callable[[int], str], where: str, how: str) -> str:
-    """Return one figure compared with that without offload. `how`: how it is known, if that differs."""
+    """Return one figure compared with the one without offload. `how` is added if the figures differ."""
     if found is None:
         return f"{words(without)}{where} without offload"
     if abs(found - without) <= _SAME * without:

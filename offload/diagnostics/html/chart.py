@@ -1,7 +1,7 @@
-"""The chart of all pages: lanes of boxes, and memory over time as tensors and curves, to zoom into and to hover over.
+"""The interactive chart of all pages: lanes of boxes, and memory over time as tensors and curves.
 
-Pages give it data in seconds and bytes. It returns them as HTML with JSON inside, which the scripts in `assets` draw in
-the browser; `page.document` adds these to each page.
+Its input is data in seconds and bytes. It returns the data as HTML that contains JSON. The scripts in `assets`, which
+`page.document` adds to each page, draw the chart in the browser.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 COLORS = ("red", "orange", "amber", "green", "blue", "violet", "pink", "slate", "gray", "pale")
 
-_RESOLUTION = 8192  # narrower boxes and closer points of a curve than this part of the axis are joined
+_RESOLUTION = 8192  # boxes narrower than this fraction of the axis, and closer points of a curve, are joined
 _STACKED_MAX = 300  # TENSORS_MAX of assets/stack.js
 _LIMIT_SHARE = 2  # a limit is drawn if it is at most this many times the peak
 
@@ -63,7 +63,7 @@ TENSOR_KINDS = {
 
 
 class Box(NamedTuple):
-    """A box on a lane: its kind, name, start and end, bytes, and the id of the tensor that it is about, if any."""
+    """A box on a lane: its kind, name, start and end, bytes, and the id of its tensor (-1: none)."""
 
     kind: Kind
     name: str
@@ -136,17 +136,17 @@ def chart(
     seconds : float
         Length of the time axis.
     origin : str
-        What is at 0, such as "the start of the step".
+        Meaning of time 0, such as "the start of the step".
     lanes : mapping of str to sequence of Box, optional
         Boxes by name of the lane, from the top; the boxes of a lane in order of time.
     series : sequence of Series, optional
         Curves.
     tensors : sequence of Tensor, optional
-        What the memory is stacked of, the largest ones by themselves and the others as one.
+        The tensors of which the memory is stacked; the largest ones are drawn individually, the others as one.
     rest : Series, optional
-        All of the memory; what the tensors do not account for is filled and has this name.
+        All of the memory. The part that does not belong to tensors is filled and has this name.
     limit_bytes : int, optional
-        Where to draw a horizontal line. A limit of more than twice the peak is named in the legend alone.
+        Position of a horizontal line. A limit of more than twice the peak is only named in the legend.
     from_zero : bool, default True
         Whether the byte axis begins at 0; otherwise near the lowest value.
 
@@ -180,7 +180,7 @@ def bar_chart(label: str, parts: Sequence[Part]) -> str:
     label : str
         Description for screen readers.
     parts : sequence of Part
-        From the left; parts of 0 bytes are left out.
+        The parts from the left; parts of 0 bytes are omitted.
 
     Returns
     -------
@@ -199,7 +199,7 @@ def bar_chart(label: str, parts: Sequence[Part]) -> str:
 
 
 def cost_chart(label: str, series: Sequence[Series], *, limit_bytes: int) -> str:
-    """Return a chart of what memory costs: seconds of a step by bytes.
+    """Return a chart of the step time over the memory.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def cost_chart(label: str, series: Sequence[Series], *, limit_bytes: int) -> str
     series : sequence of Series
         Curves of points (bytes, seconds), from the fewest bytes; each value holds until the next point.
     limit_bytes : int
-        Where to draw a vertical line.
+        Position of a vertical line.
 
     Returns
     -------
@@ -228,7 +228,7 @@ def cost_chart(label: str, series: Sequence[Series], *, limit_bytes: int) -> str
 
 
 class _Data:
-    """What the scripts read: rows of numbers; names and kinds are numbers too, which index `names` and `kinds`."""
+    """The data for the scripts: rows of numbers. Names and kinds are indices into `names` and `kinds`."""
 
     def __init__(self, unit: str, end: float, title: str) -> None:
         self._end = end
@@ -237,7 +237,7 @@ class _Data:
         self._kinds: dict[Kind, int] = {}
         self.spec: dict[str, object] = {"unit": unit, "up": "bytes", "end": end, "title": title}
         self.spec |= {"lanes": [], "tensors": [], "curves": [], "rest": None, "from_zero": True}
-        self.spec |= {"limit": None, "mark": None}  # where lines are drawn: across at a height, and upright
+        self.spec |= {"limit": None, "mark": None}  # positions of a horizontal and a vertical line
 
     def add_lanes(self, lanes: Mapping[str, Sequence[Box]]) -> None:
         self.spec["lanes"] = [(name, list(map(self._box, self._visible(boxes)))) for name, boxes in lanes.items()]
@@ -247,7 +247,7 @@ class _Data:
         return [self._kind(each.kind), self._name(each.name), each.nbytes, each.id, *times]
 
     def curve(self, each: Series) -> dict[str, object]:
-        """Return a curve; of points too close to be told apart, the largest and the last."""
+        """Return a curve. Of points that are too close to be distinguished, it has the largest and the last."""
         points: list[tuple[float, float]] = []
         column, largest = -1, 0
         for at, count in each.points:
@@ -264,7 +264,7 @@ class _Data:
 
     def json(self) -> str:
         text = json.dumps({**self.spec, "names": [*self._names], "kinds": [*self._kinds]}, separators=(",", ":"))
-        return text.replace("<", "\\u003c")  # a name must not end the script that holds it
+        return text.replace("<", "\\u003c")  # so that no name ends the script element
 
     def _box(self, box: Box) -> list[object]:
         start, end = round(box.start, self._digits), round(box.end, self._digits)
@@ -277,7 +277,7 @@ class _Data:
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _visible(self, boxes: Sequence[Box]) -> list[Box]:
-        """Join boxes of one kind that are too narrow and too close to be told apart."""
+        """Join boxes of one kind that are too narrow and too close to be distinguished."""
         least = self._end / _RESOLUTION
         found: list[Box] = []
         counts: list[int] = []

@@ -1,7 +1,7 @@
 """The small memory curve of a plan that notebooks show in handle, report and plan.
 
-It is a picture without scripts, because many viewers of notebooks remove scripts. Its colours fit light and dark pages,
-as those of the report do.
+It is a picture without scripts, because many viewers of notebooks remove scripts. Like those of the report, its colours
+fit light and dark pages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def curve(plan: Plan) -> str:
 
 
 def render_plan(plan: Plan) -> str:
-    """Return a plan for a notebook: its summary, its curve, and folded, what becomes of each tensor."""
+    """Return a plan for a notebook: its summary, its curve, and in a folded part a line for each tensor."""
     folded = f"<details><summary>All tensors</summary><pre>{escape(plan.explain())}</pre></details>"
     summary = escape(plan.summary())
     return f'<div class="offload-plan"><pre>{summary}</pre>{curve(plan)}{folded}</div>'
@@ -61,4 +61,4 @@ def _path(timing: Timing, seconds: float, most: int) -> str:
     return "M" + "L".join(points) + "Z"
 
 
-Plan.notebook_page = staticmethod(render_plan)  # a plan imports nothing that draws
+Plan.notebook_page = staticmethod(render_plan)  # set here, because `plan/` does not import this module

@@ -1,6 +1,6 @@
 """The common parts of all pages: the document with its style, sections and tables.
 
-Pages are self-contained: their style and scripts are inside, and browsers are told to load nothing else.
+Pages are self-contained: they contain their style and scripts, and their security policy forbids to load anything else.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ def render(plan: Plan, title: str, *, limit_bytes: int | None = None) -> str:
     Parameters
     ----------
     plan : Plan
-        What to show.
+        The plan.
     title : str
-        Name of what was planned, such as the trace's file name.
+        Name of the planned step, such as the trace's file name.
     limit_bytes : int, optional
-        The memory limit that was asked for; shown as a line. None: no limit was asked for.
+        The requested memory limit, shown as a line. None: no limit was requested.
 
     Returns
     -------
@@ -70,11 +70,11 @@ def _series(name: str, color: str, timing: Timing) -> Series:
 
 
 def _tensors(plan: Plan) -> Iterator[Tensor]:
-    """Yield every saved tensor with its times in memory, from its first to its last node and without its absence."""
+    """Yield every saved tensor with its times in memory: from its first to its last node, except while it is away."""
     begin = (*plan.timing.ready, plan.timing.step_seconds)
     swaps = {swap.id: swap for swap in plan.swaps}
     remade = {row.id: row.at for row in plan.recomputes}
-    remakes: dict[int, int] = {}  # the last node at which others are recomputed from it
+    remakes: dict[int, int] = {}  # for each source, the last node at which a tensor is recomputed from it
     for tensor in plan.trace.tensors:
         if tensor.id in remade and tensor.recompute is not None:
             for source in tensor.recompute.inputs:
@@ -102,7 +102,7 @@ def _lanes(plan: Plan) -> dict[str, list[Box]]:
         if start > before:
             compute.append(Box(STEP_KINDS["wait"], f"before {node.name}", before, start))
         begin = start
-        for tensor in sorted(dropped.get(k, ()), key=lambda x: x.produced):  # the node's first seconds
+        for tensor in sorted(dropped.get(k, ()), key=lambda x: x.produced):  # at the start of the node
             assert tensor.recompute is not None
             end = begin + tensor.recompute.seconds
             name = f"tensor {tensor.id} of {plan.trace.nodes[tensor.produced].name}"

@@ -1,4 +1,4 @@
-"""The report as HTML for a notebook: the verdict with bars, the details folded.
+"""The report as HTML for a notebook: the verdict with bars, and the details in a folded part.
 
 It needs no scripts and no external resources. The text uses the colour of the surrounding page, and the bars fit light
 and dark pages, because a notebook's theme may differ from the system's.
@@ -30,7 +30,7 @@ _STYLE = """.offload-report { font: 14px/1.5 system-ui, -apple-system, "Segoe UI
 
 
 def render(verdict: Verdict, rows: Sequence[tuple[str, str]], notes: Sequence[str]) -> str:
-    """Return the piece of HTML.
+    """Return the report as HTML.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _bars(verdict: Verdict) -> Iterator[str]:
-    """Two bars, with offload and without, for the activations and for the whole step where both are known."""
+    """Yield a table with two bars, with offload and without, for activations and whole step, if both are known."""
     activations = verdict.activation_bytes
     if activations is None:
         activations = verdict.activation_bytes_planned

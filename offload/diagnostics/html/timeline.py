@@ -26,7 +26,7 @@ def render(step: StepTimeline) -> str:
     Parameters
     ----------
     step : StepTimeline
-        What to show.
+        The recorded step.
 
     Returns
     -------
