@@ -27,8 +27,8 @@ struct CopyEntry {
   CopyKind kind;
   uint64_t ticket_id;
   size_t bytes;
-  double begin_seconds;  // of the first slice
-  double end_seconds;    // of the last one
+  double begin_seconds;  // when the copy of the first slice began
+  double end_seconds;    // when the copy of the last slice ended
 };
 
 double now_seconds();

@@ -33,8 +33,8 @@ struct PackRow {
   int64_t watched = -1;        // the node that starts with the unpack of this tensor
   bool is_swapped = false;     // the tensor, or another view of its storage, is swapped or dropped
   int64_t swapped_bytes = -1;  // a storage of exactly this size is swapped
-  uint64_t need = 0;           // its spill priority: larger if it is needed later
-  int64_t first = -1;          // the pack that saved its storage first
+  uint64_t need = 0;           // spill priority of that storage: larger if backward needs it later
+  int64_t first = -1;          // the pack that saved the storage of this tensor first
 };
 
 // A copy that is due at a node, for the storage of a pack.

@@ -49,13 +49,13 @@ void SlabParts::free_slot(SlabSlot& slot) {
     count_out(slot);
     count_in(slot);
   } catch (const DriverError&) {
-    // One copy is missing from the statistics; the slot is freed all the same.
+    // One copy is missing from the statistics; the slot is freed nevertheless.
   }
   if (slot.block) {
     try {
       pool.release(slot.block, last_copy(slot));
     } catch (...) {
-      if (settle(in_stream)) pool.release(slot.block, nullptr);  // else a copy may still read it: leaked
+      if (settle(in_stream)) pool.release(slot.block, nullptr);  // otherwise leaked: a copy may still read the block
     }
     slot.block = {};
   }

@@ -55,7 +55,7 @@ struct SlabParts {
             std::shared_ptr<HostDriver> host_driver, const std::shared_ptr<EventPool>& device_events,
             const std::shared_ptr<EventPool>& host_events, const StoreOptions& options);
 
-  // A reference that keeps the store alive. Every task on a lane holds one.
+  // Returns a reference that keeps the store alive. Every task on a lane holds one.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.

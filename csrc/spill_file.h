@@ -1,4 +1,4 @@
-// The disk tier: one private file of extents, written and read with direct I/O where the file system allows it.
+// The disk tier: one private file of extents, written and read with direct I/O if the file system supports it.
 //
 // The file is unnamed (O_TMPFILE, or created in a 0700 directory and unlinked at once), mode 0600: the OS deletes it
 // when the process ends. Space is allocated before it is written, so that a full disk is noticed early; freed extents
@@ -35,7 +35,7 @@ struct Extent {
 
 struct SpillStats {
   uint64_t file_bytes = 0;  // allocated on disk
-  uint64_t used_bytes = 0;  // in extents
+  uint64_t used_bytes = 0;  // bytes of allocated extents
   uint64_t high_water_bytes = 0;
   uint64_t written_bytes = 0;
   uint64_t read_bytes = 0;

@@ -94,7 +94,7 @@ bool Spiller::write_extent(SlabSlot& slot, std::unique_lock<std::mutex>& lock) {
   bool written = true;
   try {
     // Whole sectors are written. Blocks are allocated in multiples of 4 KiB, so the last sector can be read in full. At
-    // least one sector is written, because an extent of zero bytes means that there is none.
+    // least one sector is written, because an extent of zero bytes means that the block has no extent.
     extent = parts_.file->allocate((std::max<size_t>(slot.bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes);
     crc = parts_.file->write(extent, 0, slot.block.data, extent.bytes, 0);
   } catch (...) {

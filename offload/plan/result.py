@@ -76,7 +76,7 @@ class Plan:
     notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # set by offload.diagnostics
 
     def _repr_html_(self) -> str | None:
-        """Return HTML for a notebook; None, so that it shows the text, if offload's diagnostics are not imported."""
+        """Return HTML for a notebook. None if offload's diagnostics are not imported: the notebook shows the text."""
         render = type(self).notebook_page
         return render(self) if render is not None else None
 

@@ -26,7 +26,8 @@ def serial_swaps(plan: Plan) -> tuple[Swap, ...]:
     Parameters
     ----------
     plan : Plan
-        Its peak is also that of the result, unless the step needs more if each tensor is swapped alone.
+        The result stays within its peak, unless the step exceeds it even if these tensors are swapped for as long as is
+        allowed.
 
     Returns
     -------

@@ -42,7 +42,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """How a saved tensor can be recomputed instead of swapped: its recipe.
+    """The recipe of a saved tensor, with which it can be recomputed instead of swapped.
 
     Parameters
     ----------

@@ -77,7 +77,7 @@ class Calibration:
     processor_seconds: float
 
     def link(self, *, slows: bool = False) -> Link:
-        """Return the link for the planner, with the bandwidths while both directions are busy: the lower ones.
+        """Return the link for the planner, with the bandwidths measured while both directions are busy.
 
         Parameters
         ----------

@@ -37,7 +37,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     small_nbytes
         Tensors with fewer bytes are copied if a recipe reads them and no other code keeps them until backward.
     is_state
-        Returns whether a storage, given by identity, belongs to a parameter or a buffer that stays on the device.
+        Returns whether a storage, given by identity, is that of a parameter or a buffer that keeps its memory until
+        backward.
 
     Attributes
     ----------
@@ -116,8 +117,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 each.index, each.slot, each.probe, each.held = index, slot, probe, held
         self._saved[key] = leaf
         if value is not None and value.version != version:
-            # A pack within an operator opened the window. Operators that this one called afterwards made `value`, so it
-            # is not the version that was packed.
+            # A pack hook inside an operator has opened the window. Operators that this operator called after the pack
+            # have made `value`, so it is not the version that was packed.
             self.values[key] = leaf
 
     def source(self, index: int) -> torch.UntypedStorage | None:

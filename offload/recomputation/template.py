@@ -43,7 +43,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A list argument, such as a list of tensors. A list that contains only numbers is not a `Several`."""
+    """A list argument, such as a list of tensors. A non-empty list that contains only numbers is not a `Several`."""
 
     each: tuple[Any, ...]
 

@@ -66,12 +66,12 @@ class AllocationProfile:
 
     @property
     def is_of_another_thread(self) -> bool:
-        """Whether another thread started it; only that thread can stop it."""
+        """Whether another thread has started the recording; only that thread can stop it."""
         return threading.current_thread() is not self._thread
 
     @property
     def thread_is_alive(self) -> bool:
-        """Whether the thread that started it is still running."""
+        """Whether the thread that has started the recording is still running."""
         return self._thread.is_alive()
 
     def mark(self, text: str) -> None:

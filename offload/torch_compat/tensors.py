@@ -40,7 +40,7 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its own bytes: it is neither wrapped by functorch nor a zero tensor without memory."""
+    """Return whether a tensor has its own bytes: not wrapped by functorch, and no zero tensor without memory."""
     return not tensor._is_zerotensor() and not _is_wrapped(tensor)
 
 

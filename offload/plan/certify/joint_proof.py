@@ -156,7 +156,7 @@ def _nodes_of(plan: Plan, excess: Ints) -> set[int]:
 
 
 def _placed(trace: Trace, link: Link, limit_bytes: int, dropped: Collection[int]) -> tuple[set[int], Plan | None]:
-    """Return the nodes at which a set of dropped tensors exceeds the limit, and, if there are none, a plan with it."""
+    """Return the nodes over the limit if these tensors are dropped; if there are none, also the fastest plan found."""
     step = Step(recomputed(trace, dropped), link)
     more = overfull_nodes(step, range(step.count), limit_bytes)
     if more:

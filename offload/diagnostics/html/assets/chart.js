@@ -1,6 +1,6 @@
 // The chart of all pages: lanes of boxes, and below them memory as a stack of tensors with curves over it, on one axis.
-// Each figure.chart holds its data as JSON, written by chart.py. uPlot draws axes, curves and cursors; this file draws
-// boxes and tensors, and does zoom, hover and keys.
+// Each figure.chart contains its data as JSON, written by chart.py. uPlot draws axes, curves and cursors; this file
+// draws boxes and tensors, and handles zoom, hovering and keyboard shortcuts.
 "use strict";
 
 const AXIS = 92; // width of the axis on the left, the same for all panels so that they are aligned
@@ -22,7 +22,7 @@ function secondsInWords(seconds) {
   return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
 }
 
-/** Labels of an axis' ticks, all in one unit, in which the distance of two ticks is a short number. */
+/** Returns the labels of an axis' ticks, all in one unit, in which the distance of two ticks is a short number. */
 function ticks(unit, values) {
   const span = Math.max(...values.map(Math.abs));
   const least = Math.min(span, 8 * (values[1] - values[0] || Infinity));
@@ -47,7 +47,7 @@ class Chart {
     this.words = this.data.unit === "bytes" ? bytesInWords : secondsInWords;
     this.stack = new Stack(this.data.tensors);
     this.whole = [0, this.data.end || 1];
-    this.pointer = null; // {panel, x, y}: what is hovered over, by mouse or by keys
+    this.pointer = null; // {panel, x, y}: position of the mouse or of the keyboard pointer
     this.tip = element("div", "tip");
     this.tip.hidden = true;
     this.said = element("p", "said");
@@ -78,7 +78,7 @@ class Chart {
 
   // -- the view --------------------------------------------------------------------------------------------------
 
-  /** The range of bytes that a view needs. */
+  /** Returns the range of bytes that a view needs. */
   fullHeight([from, to]) {
     const { curves, rest, limit, from_zero } = this.data;
     let lowest = Infinity;
@@ -96,12 +96,12 @@ class Chart {
     }
     if (limit !== null && limit <= 2 * highest) highest = Math.max(highest, limit);
     if (from_zero) return [0, 1.05 * highest || 1];
-    lowest = Math.min(lowest, 0.9 * highest); // a curve that hardly changes must not look otherwise
+    lowest = Math.min(lowest, 0.9 * highest); // so that a curve that hardly changes looks flat
     const margin = 0.05 * (highest - lowest);
     return [Math.max(lowest - margin, 0), highest + margin || 1];
   }
 
-  /** Shows a range of the axis, and of bytes where `y` is given. */
+  /** Shows a range of the axis, and, if `y` is given, a range of bytes. */
   show(x, y) {
     const [from, to] = this.whole;
     const width = Math.min(Math.max(x[1] - x[0], (to - from) * 1e-5), to - from);
@@ -119,7 +119,7 @@ class Chart {
     this.point(null);
   }
 
-  /** Zooms around the pointer, else around the middle. */
+  /** Zooms around the pointer; without a pointer, around the middle. */
   zoom(factor, around) {
     const [from, to] = this.view.x;
     const middle = around ?? this.pointer?.x ?? (from + to) / 2;
@@ -258,7 +258,7 @@ class Chart {
     pen.globalAlpha = 1;
   }
 
-  /** Fills what is below a curve of steps. */
+  /** Fills the area below a step curve. */
   fill(plot, pen, xs, ys, paint) {
     const [from, to] = this.view.x;
     const ground = plot.valToPos(0, "y", true);
@@ -277,7 +277,7 @@ class Chart {
     pen.fill();
   }
 
-  /** The limits, and a dot at each curve's peak. */
+  /** Draws the limits, and a dot at each curve's peak. */
   marks(plot) {
     const { curves, limit, mark } = this.data;
     const pen = plot.ctx;
@@ -317,13 +317,13 @@ class Chart {
   }
 }
 
-/** The value of a curve at a moment, held since its last point; null before its first and after its last. */
+/** Returns the value of a curve at a time, that of its last point; null before its first and after its last point. */
 function valueAt({ x, y }, moment) {
   const i = lastUpTo(x.length, moment, (k) => x[k]);
   return i < 0 || (i === x.length - 1 && moment > x[i]) ? null : y[i];
 }
 
-/** Curves with points of their own as uPlot's columns. */
+/** Returns curves, each with its own points, as the columns that uPlot needs. */
 function joined(curves, [from, to]) {
   const moments = [...new Set([from, to, ...curves.flatMap((curve) => curve.x)])].sort((one, other) => one - other);
   return [moments, ...curves.map((curve) => moments.map((at) => valueAt(curve, at)))];

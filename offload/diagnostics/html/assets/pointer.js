@@ -1,4 +1,4 @@
-// What a chart does under the mouse and with keys: the tooltip, the outline of a tensor, zoom and steps.
+// Reactions of a chart to mouse and keyboard: the tooltip, the outline of a tensor, zoom and steps.
 "use strict";
 
 const HINT =
@@ -6,7 +6,7 @@ const HINT =
 const near = (plot) => (plot.scales.x.max - plot.scales.x.min) / Math.max(plot.bbox.width, 1);
 
 Object.assign(Chart.prototype, {
-  /** The buttons above a chart. */
+  /** Adds the buttons above a chart. */
   tools() {
     const bar = element("div", "tools");
     const actions = [["−", "zoom out", () => this.zoom(2)], ["+", "zoom in", () => this.zoom(0.5)]];
@@ -45,7 +45,7 @@ Object.assign(Chart.prototype, {
     this.zoom(event.deltaY > 0 ? 1.25 : 0.8, plot.posToVal(left, "x"));
   },
 
-  /** The end of a drag. */
+  /** Handles the end of a drag. */
   select(panel, plot) {
     const { left, top, width, height } = plot.select;
     if (width < 3) return;
@@ -84,7 +84,7 @@ Object.assign(Chart.prototype, {
     if (rows.length) this.point(direction > 0 ? rows[0] : rows[rows.length - 1]);
   },
 
-  /** What there is at a moment, from the top: boxes, and the middle of each tensor and of what lies above them. */
+  /** Returns the items at a time from the top: boxes, and the middle of each tensor and of the tensors drawn as one. */
   rowsAt(moment) {
     const rows = [];
     for (const panel of this.panels) {
@@ -96,7 +96,7 @@ Object.assign(Chart.prototype, {
     return rows.length ? rows : [{ panel: this.panels[0], x: moment, y: 0 }];
   },
 
-  /** The middle of each tensor in memory at a moment, and of what lies above them, from the top. */
+  /** Returns the middle of each tensor in memory at a time, and of the tensors drawn as one, from the top. */
   heightsAt(moment) {
     const found = this.stack.at(moment).map(([index, , , below]) => below + this.data.tensors[index][2] / 2);
     const { at, shown, all } = this.stack.steps;
@@ -108,7 +108,7 @@ Object.assign(Chart.prototype, {
     return found.length ? found.reverse() : [(this.view.y[0] + this.view.y[1]) / 2];
   },
 
-  /** Points at a place of a panel: cursors, tooltip and outlines; null: nowhere. */
+  /** Moves the pointer to a place of a panel, and shows cursors, tooltip and outlines; null removes the pointer. */
   point(pointer) {
     this.pointer = pointer;
     const found = pointer ? this.find(pointer) : null;
@@ -131,7 +131,7 @@ Object.assign(Chart.prototype, {
     this.tip.style.top = `${Math.max(y - this.tip.offsetHeight - 8, 0)}px`;
   },
 
-  /** What is at a place: the lines of the tooltip, and the tensor to outline. */
+  /** Returns the lines of the tooltip for a place, and the tensor to outline. */
   find({ panel, x, y }) {
     return panel.kind === "lanes" ? this.findBox(panel, x, y) : this.findBytes(x, y);
   },
@@ -179,7 +179,7 @@ Object.assign(Chart.prototype, {
     return row < 0 ? 0 : all[row];
   },
 
-  /** Outlines the tensor or box that is pointed at, and the same tensor in the other places. */
+  /** Outlines the tensor or box at the pointer, and the same tensor everywhere else in the chart. */
   outline({ plot, kind, glass }, found) {
     const ratio = RATIO();
     const [width, height] = [plot.over.clientWidth, plot.over.clientHeight];

@@ -1,10 +1,10 @@
-// How tensors lie on each other over time, as torch's memory_viz shows them: a tensor is placed on top, and those above
-// it move down when it is freed. The largest tensors of a view are drawn one by one, the others above them as one.
+// Stacks tensors over time, as torch's memory_viz does: a new tensor is placed on top, and those above it move down
+// when it is freed. The largest tensors of a view are drawn individually, the others above them as one.
 "use strict";
 
 const TENSORS_MAX = 300;
 
-/** Index of the last of `count` sorted values that is not above `value`; -1 where all are. `at(i)` is the i-th. */
+/** Returns the index of the last of `count` sorted values `at(i)` that is not above `value`; -1 if all are above. */
 function lastUpTo(count, value, at) {
   let low = 0;
   let high = count;
@@ -40,7 +40,7 @@ class Stack {
     const seen = [...tensors.keys()].filter((index) => isSeen(tensors[index]));
     seen.sort((one, other) => tensors[other][2] - tensors[one][2] || one - other);
     const shown = new Set(seen.slice(0, TENSORS_MAX));
-    const live = []; // of those shown, from the bottom: [tensor, since, bytes below]
+    const live = []; // the tensors that are shown, from the bottom: [tensor, start, bytes below]
     const steps = { at: [], shown: [], all: [], others: [] };
     let bytesShown = 0;
     let bytesOther = 0;
@@ -73,13 +73,13 @@ class Stack {
     }
   }
 
-  /** The segments at one moment, from the bottom. */
+  /** Returns the segments at a time, from the bottom. */
   at(moment) {
     const found = this.segments.filter((each) => each[1] <= moment && moment < each[2]);
     return found.sort((one, other) => one[3] - other[3]);
   }
 
-  /** What is at a moment and a height: {segment}, {others, bytes}, or nothing. */
+  /** Returns the item at a time and a height: {segment}, {others, bytes}, or nothing. */
   find(moment, height) {
     const { steps } = this;
     const row = lastUpTo(steps.at.length, moment, (i) => steps.at[i]);
