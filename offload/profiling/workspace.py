@@ -22,8 +22,8 @@ _SLICE_WORDS = 1 << 17  # compared at a time, so that little memory is needed
 
 
 def as_words(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The bytes of a storage as int64, or as uint8 if their number is no multiple of 8."""
-    # In words if possible: a comparison takes a byte for each element.
+    """Return the bytes of a storage as int64, or as uint8 if their number is not a multiple of 8."""
+    # Words where possible: the result of a comparison takes one byte for each element.
     dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
