@@ -134,8 +134,8 @@ class Ticket {
   bool cancel();
   // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
   // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
-  // only until the ticket is destroyed; if that may be before the end of the copy, the caller must keep the target
-  // alive until in_done() is true or settle() returns. Throws std::logic_error if a copy-in is in flight or nothing was
+  // only until the ticket is destroyed, and the destructor does not wait for the copy. So destroy the ticket after
+  // in_done() is true or settle() has returned, or keep the target alive until the copy has ended. Throws std::logic_error if a copy-in is in flight or nothing was
   // swapped out.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Returns whether no copy-in writes to the target any more; true also after a failure.

@@ -226,7 +226,8 @@ class Session:
         """Record a step and write a timeline: when compute ran and waited, and when bytes were copied.
 
         In a `with` block the recording ends with the block, so put one training step inside. Otherwise the next step is
-        recorded, until the second forward pass from now on begins, or until `disable`. Recording slows the step down.
+        recorded: the recording ends when the second forward pass after this call begins, or at `disable`. Recording
+        slows the step down.
 
         Parameters
         ----------

@@ -65,7 +65,7 @@ class Controller(Protocol):
 class PlanController:
     """Chooses what each step does: profile, follow a plan, or swap on demand.
 
-    With `n_tensors`, it swaps this number of longest-lived tensors, and only plans when each of them is prefetched.
+    With `n_tensors`, the set is fixed to this number of longest-lived tensors; plans choose releases and prefetches.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class PlanController:
             return self._trials.begin_due(state, planned, model) or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
-        """Return False if the plan moves nothing, its steps are measured, and there is no `memory_limit`; else True.
+        """Return False if the plan moves nothing, enough steps have been measured, and there is no `memory_limit`.
 
         True even then for one step in `recheck_steps`. With a limit, a deviation must be noticed as soon as it begins.
         """
@@ -275,7 +275,7 @@ class PlanController:
     def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
         """Return the latest planned step with inputs at least as large in every dimension; None if there is none.
 
-        A smaller step that follows its plan keeps the limit and needs no profile, even if each step has another length.
+        A smaller step that follows the larger one's plan keeps the limit, so not every length of inputs is profiled.
         """
         planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
         if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # the optimizer may have created its state during the profiled step
+        if self._on_profile is not None:  # for others, `_plan` adds what the optimizer has allocated since
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -377,7 +377,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The planned step of the signature with the most planned steps; of several, the one used last."""
+        """The `PlannedStep` that most steps have followed; of several, that of the signature used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

@@ -207,7 +207,10 @@ class Step:
             indices = [i for i in indices if i not in useless]
 
     def releases(self, indices: Iterable[int], limit_bytes: int) -> dict[int, int]:
-        """Return the releases that `place` would choose. A release may be at `first_backward` or later."""
+        """Return the releases of all given tensors as the first pass of `place` chooses them.
+
+        Unlike `place`, this keeps tensors whose release is at `first_backward` or later.
+        """
         indices = sorted(indices)
         return self._choose_releases(indices, self.headroom(indices, limit_bytes).tolist())[0]
 

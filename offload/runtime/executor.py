@@ -58,7 +58,7 @@ class StepObserver(Protocol):
     def pass_by(self, pack_index: int) -> None:
         """Called if the schedule keeps a tensor, but Python has to act at its pack.
 
-        A release or a prefetch is due at the node that begins, or nodes are timed with device events.
+        Either a release or a prefetch is due at the node that begins after it, or nodes are timed with device events.
         """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
@@ -338,7 +338,7 @@ class ScheduleExecutor:
         self.copies.act(node)
 
     def _start_over(self, node: int, pack_index: int) -> None:
-        """Continue at an earlier node: this is a second backward over a retained graph, or in another order."""
+        """Go back to an earlier node: for a second backward over a retained graph, or a backward in another order."""
         if not self.cursor.has_used(pack_index):
             self._deviate()
         self.cursor.forget_uses()
