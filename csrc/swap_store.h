@@ -154,8 +154,8 @@ class Ticket {
 
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
-  // `device`: driver of the device. `lanes`: host driver whose streams ("lanes") run file I/O; the same object if the
-  // device is the host. Throws SpillError, PoolExhausted (no room for the bounce buffers), DriverError,
+  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O; in the
+  // direct tier it is the driver of the device too. Throws SpillError, PoolExhausted (no room for the bounce buffers), DriverError,
   // std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,

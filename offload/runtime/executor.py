@@ -50,7 +50,7 @@ class StepObserver(Protocol):
 
     @property
     def caps_in_flight(self) -> bool:
-        """Whether `Engine.in_flight_bytes_max` applies: the limit on storages kept only until their copy-out ends."""
+        """Whether `Engine.in_flight_bytes_max` applies: the limit on bytes in memory only until their copy-out ends."""
 
     def begin(self) -> None:
         """Called when a hook begins that may wait."""
