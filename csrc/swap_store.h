@@ -135,8 +135,8 @@ class Ticket {
   // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
   // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
   // only until the ticket is destroyed, and the destructor does not wait for the copy. So destroy the ticket after
-  // in_done() is true or settle() has returned, or keep the target alive until the copy has ended. Throws std::logic_error if a copy-in is in flight or nothing was
-  // swapped out.
+  // in_done() is true or settle() has returned, or keep the target alive until the copy has ended. Throws
+  // std::logic_error if a copy-in is in flight or nothing was swapped out.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Returns whether no copy-in writes to the target any more; true also after a failure.
   bool in_done();
@@ -154,9 +154,9 @@ class Ticket {
 
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
-  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O; in the
-  // direct tier it is the driver of the device too. Throws SpillError, PoolExhausted (no room for the bounce buffers), DriverError,
-  // std::invalid_argument.
+  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O; in
+  // the direct tier it is the driver of the device too. Throws SpillError, PoolExhausted (no room for the bounce
+  // buffers), DriverError, std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
                                                 const StoreOptions& options);
