@@ -38,7 +38,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // Only where a test leaves this guard out: the extent is released before it has been read.
+  // Only in a test that disables this guard (of slab_slot.cpp): the extent is released before it has been read.
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 

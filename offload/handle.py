@@ -137,8 +137,8 @@ class Session:
     def log_to(self, target: Any, *, commit: bool = False) -> None:
         """Log figures of each step from now on: memory at the peak, memory saved, time stalled, slowdown.
 
-        They are logged when the next step begins, as ``offload/peak_mib``, ``offload/saved_mib``,
-        ``offload/stalled_ms`` and ``offload/slowdown_percent``.
+        They are logged when the next step begins, as far as they are known: ``offload/peak_mib`` and
+        ``offload/stalled_ms``, ``offload/saved_mib`` with a plan, ``offload/slowdown_percent`` once steps are measured.
 
         Parameters
         ----------

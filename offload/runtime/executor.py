@@ -50,7 +50,7 @@ class StepObserver(Protocol):
 
     @property
     def caps_in_flight(self) -> bool:
-        """Whether `Engine.in_flight_bytes_max` applies: the limit on bytes in memory only until their copy-out ends."""
+        """Whether `Engine.in_flight_bytes_max` limits the bytes of tensors whose copy-out has not ended."""
 
     def begin(self) -> None:
         """Called when a hook begins that may wait."""
