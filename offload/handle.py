@@ -73,12 +73,10 @@ class Session:
             engine,
             asked,
             self,
-            _session_on,
+            partial(_session_on, states),
             registry.is_unused,
             always=registry.profile_listener() is not None,
         )
-        if (held := self._on_device.held) is not None:
-            held.count_moving(states.bytes_in_memory_max)
         self._enabled.step_listeners.append(LivePublisher())
 
     # -- public -------------------------------------------------------------------------------------------------------
@@ -318,6 +316,7 @@ class Session:
 
 
 def _session_on(
+    states: StateMovers,
     model: nn.Module,
     device: torch.device,
     options: Options,
@@ -325,7 +324,9 @@ def _session_on(
     on_recorded: Callable[[StepOrder], None],
 ) -> DeviceSession:
     link, listener = partial(measure_link, device, options), registry.profile_listener()
-    return DeviceSession(model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS)
+    return DeviceSession(
+        model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS, states
+    )
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:

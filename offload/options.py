@@ -168,7 +168,7 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
 def check_optimizers(
     model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, optimizer_state: object
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose state is swapped: with `optimizer_state=True` those that are given, else none.
+    """Return the optimizers whose state may be swapped: those that are given, unless `optimizer_state` is False.
 
     Raises
     ------
@@ -195,7 +195,7 @@ def check_optimizers(
                 f"optimizer: {type(each).__name__} has no parameter of this model; create it from "
                 "model.parameters(), or give another one"
             )
-    return given if optimizer_state is True else ()
+    return given if optimizer_state else ()
 
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

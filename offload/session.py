@@ -79,10 +79,11 @@ def enable(
         matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
 
     optimizer
-        The optimizer of the model, or a list of them. Needed by `optimizer_state`.
+        The optimizer of the model, or a list of them. Needed by ``optimizer_state=True``.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``False`` and ``"auto"``: it stays in memory.
+        parameters at a time. ``"auto"``: with `memory_limit`, as much of it as the limit demands or as makes steps
+        faster, of every optimizer that steps parameters of the model; without, none. ``False``: it stays in memory.
 
     Returns
     -------
@@ -113,7 +114,15 @@ def enable(
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
-    states = StateMovers(model, optimizers, partial(make_engine, device, options), options.min_tensor_bytes)
+    # Nothing is planned where the first step is all that runs.
+    is_planned = optimizer_state == "auto" and options.memory_limit is not None and registry.profile_listener() is None
+    states = StateMovers(
+        model,
+        optimizers if is_planned or optimizer_state is True else (),
+        partial(make_engine, device, options),
+        options.min_tensor_bytes,
+        is_planned=is_planned,
+    )
     try:
         session = compiled.untraced(Session, model, device, options, engine, asked, states)
         registry.register(session._enabled)

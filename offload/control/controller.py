@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -16,12 +17,13 @@ from typing import Protocol
 from torch import nn
 
 from offload.control.limits import LIMITS, Limits
-from offload.control.phase import Phase, SignatureState
+from offload.control.phase import Phase, SignatureState, larger_plan
 from offload.control.planned_step import PlannedStep, most
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
 from offload.control.signature import Signature
+from offload.control.state_plan import StatePlanner
 from offload.control.trial import MakeTrial
 from offload.control.trials import Trials
 from offload.options import Options, device_bytes
@@ -83,6 +85,8 @@ class PlanController:
         Called with every profile before it is planned.
     limits
         Bounds and tolerances.
+    plan_state
+        Chooses what moves of the optimizers' state, where a plan does.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class PlanController:
         regions: CompiledRegions,
         on_profile: ProfileListener | None = None,
         limits: Limits = LIMITS,
+        plan_state: StatePlanner | None = None,
     ) -> None:
         self._options = options
         self._engine = engine
@@ -109,7 +114,7 @@ class PlanController:
         self.regions = regions
         self._on_profile = on_profile
         self._limits = limits
-        self._promise = SlowdownPromise(options, limits, engine)
+        self._promise = SlowdownPromise(options, limits, engine, plan_state)
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
@@ -133,7 +138,7 @@ class PlanController:
             state = self._state(signature)
             planned = state.planned
             if planned is None:
-                larger = self._larger(signature, state)
+                larger = larger_plan(self._states, signature, state, self._limits.borrow_from)
                 if larger is None:
                     return self._record(state, model, held())
                 return self._borrow(state, signature, larger, model, held)
@@ -264,26 +269,12 @@ class PlanController:
             planned.frontier.search_again()
         planned.held = most(planned.held, held)
         try:
-            room = device_bytes(self._engine.device)
-            plan = self._promise.plan(planned, room)
+            plan = self._promise.plan(planned)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
-            planned.refusal = InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, error.reasons)
+            planned.refusal = copy(error)
             raise
         planned.follow(plan, limit_bytes)
         self._latest = planned
-
-    def _larger(self, signature: object, state: SignatureState) -> PlannedStep | None:
-        """Return the latest planned step with inputs at least as large in every dimension; None if there is none.
-
-        A smaller step that follows the larger one's plan keeps the limit, so not every length of inputs is profiled.
-        """
-        planned = [(other, each.planned) for other, each in self._states.items() if each.planned is not None]
-        if len(planned) < self._limits.borrow_from or state.deviations or not isinstance(signature, Signature):
-            return None
-        fitting = (
-            each for other, each in reversed(planned) if isinstance(other, Signature) and signature.is_within(other)
-        )
-        return next(fitting, None)
 
     def _borrow(
         self, state: SignatureState, signature: object, larger: PlannedStep, model: nn.Module, held: HeldBefore
@@ -304,7 +295,7 @@ class PlanController:
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()
         if self._on_cpu and isinstance(signature, Signature):
-            return HeldBytes(held.state + signature.input_bytes, held.gradients)
+            return replace(held, state=held.state + signature.input_bytes)
         return held
 
     # -- profiles -----------------------------------------------------------------------------------------------------

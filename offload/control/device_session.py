@@ -22,7 +22,10 @@ from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener
 from offload.control.regions import CompiledRegions
+from offload.control.state_plan import StatePlanner
 from offload.control.trial import MakeTrial
+from offload.optimizer_state import mover
+from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory, ModelState
@@ -59,6 +62,8 @@ class DeviceSession:
         Adds an explanation to an out-of-memory error. If a path is given, it also writes the explanation to this page.
     limits
         Bounds and tolerances of the controller.
+    states
+        The state of the model's optimizers, where some may move.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class DeviceSession:
         on_profile: ProfileListener | None,
         explain: Callable[[BaseException, DeviceSession, str | os.PathLike[str] | None], None],
         limits: Limits,
+        states: StateMovers | None = None,
     ) -> None:
         self.device = device
         self.options = options
@@ -92,10 +98,16 @@ class DeviceSession:
         else:
             self.held = HeldMemory(self.state, engine)
             regions = CompiledRegions(options, engine, limits, partial(_is_in_step, weakref.ref(self)))
-            self.controller = PlanController(
-                options, engine, self.counts, on_recorded, link, self.held.look, make_trial, regions, on_profile, limits
-            )
+            look, plan_state = self.held.look, None
+            if states is not None and options.memory_limit is not None:
+                latest = partial(_latest, weakref.ref(self))
+                plan_state = StatePlanner(states, options, limits, self.counts, latest, self.held)
+                self.held.on_found(states.found)
+            about = (options, engine, self.counts, on_recorded, link, look, make_trial, regions, on_profile, limits)
+            self.controller = PlanController(*about, plan_state)
             self.held.on_optimizer_step(self.controller.end_profiles)
+            if states is not None:
+                self.held.count_moving(states.away_bytes, mover.BEHIND_BYTES)
 
     def latest(self) -> PlannedStep | None:
         """Read all complete measurements; return the planned step used last. None in the manual mode."""
@@ -192,6 +204,11 @@ class DeviceSession:
             yield
         finally:
             self._local.excluded -= 1
+
+
+def _latest(session: weakref.ref[DeviceSession]) -> PlannedStep | None:
+    found = session()
+    return found.latest() if found is not None else None
 
 
 def _is_in_step(session: weakref.ref[DeviceSession]) -> bool:

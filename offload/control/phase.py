@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.control.planned_step import PlannedStep
+from offload.control.signature import Signature
 from offload.profiling.profiler import Profiler
 
-__all__ = ["Phase", "SignatureState"]
+__all__ = ["Phase", "SignatureState", "larger_plan"]
 
 log = logging.getLogger("offload")
 
@@ -65,3 +67,26 @@ class SignatureState:
         if phase is not self.phase:
             log.debug("phase: %s → %s%s", self.phase.value, phase.value, f" ({why})" if why else "")
             self.phase = phase
+
+
+def larger_plan(
+    states: Mapping[object, SignatureState], signature: object, state: SignatureState, borrow_from: int
+) -> PlannedStep | None:
+    """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
+
+    A smaller step on this plan keeps the limit too, and needs no profile, if every step has another length.
+
+    Parameters
+    ----------
+    states
+        Of all signatures, in order of use, latest last.
+    signature, state
+        That of the step that begins.
+    borrow_from
+        Signatures with a plan before a new one may run on the plan of a larger one.
+    """
+    planned = [(other, each.planned) for other, each in states.items() if each.planned is not None]
+    if len(planned) < borrow_from or state.deviations or not isinstance(signature, Signature):
+        return None
+    fitting = (each for other, each in reversed(planned) if isinstance(other, Signature) and signature.is_within(other))
+    return next(fitting, None)

@@ -129,13 +129,20 @@ class PlannedStep:
         """Whether enough steps of the present plan have been measured to judge it."""
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
-    def trace(self) -> Trace:
-        """Return the profile's trace with the bytes held now, the durations measured since, and the proven recipes."""
+    def trace(self, away_bytes: int | None = None) -> Trace:
+        """Return the profile's trace with the bytes held now, the durations measured since, and the proven recipes.
+
+        Parameters
+        ----------
+        away_bytes
+            How many bytes of the held optimizer state are not on the device. Default: those of `held`.
+        """
         trace = self.profile.trace
         profile, held = self.profile, self.held
+        held = held if away_bytes is None else replace(held, away=away_bytes)
         # If gradients exist already, the ones that the profiled step allocated are not allocated a second time.
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
-        more = [max(held.total - profile.held.total - made, held.state - profile.held.state) for made in own]
+        more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
         if self.frontier.compute_seconds is not None:
             seconds = self.frontier.node_seconds()
@@ -296,8 +303,8 @@ class PlannedStep:
 
 
 def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
-    """Return the larger of each figure."""
-    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients))
+    """Return the larger of each figure, with the optimizer state that is away in `b`."""
+    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients), b.away)
 
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
@@ -325,7 +332,8 @@ def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes:
             prefetch -= 1
         swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
     recomputes = None if plan.swap_only else [row.id for row in plan.recomputes]
-    return make_plan(plan.trace, plan.link, tuple(swaps.values()), plan.limit_bytes, recomputes=recomputes)
+    made = make_plan(plan.trace, plan.link, tuple(swaps.values()), plan.limit_bytes, recomputes=recomputes)
+    return replace(made, state=plan.state)
 
 
 def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:

@@ -9,9 +9,11 @@ from statistics import median
 
 from offload.control.limits import Limits
 from offload.control.planned_step import PlannedStep
+from offload.control.state_plan import StatePlanner
 from offload.control.wanted_plan import measured_link, wanted_plan
-from offload.options import Options
+from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
+from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Stopwatch
@@ -35,13 +37,18 @@ class SlowdownPromise:
     engine
         The engine whose copies are measured. On an accelerator copies do not slow the computation, and only the first
         steps are measured, so there `max_slowdown` limits the predicted slowdown.
+    plan_state
+        Chooses the share of optimizer state that moves, if plans do.
     """
 
-    def __init__(self, options: Options, limits: Limits, engine: Engine) -> None:
+    def __init__(
+        self, options: Options, limits: Limits, engine: Engine, plan_state: StatePlanner | None = None
+    ) -> None:
         self._options = options
         self._limits = limits
         self._engine = engine
         self._on_cpu = engine.device.type == "cpu"
+        self._plan_state = plan_state
         self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
 
     def applies(self, planned: PlannedStep) -> bool:
@@ -124,7 +131,7 @@ class SlowdownPromise:
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
         return True
 
-    def plan(self, planned: PlannedStep, device_bytes: int) -> Plan:
+    def plan(self, planned: PlannedStep) -> Plan:
         """Return the next plan.
 
         Raises
@@ -132,10 +139,15 @@ class SlowdownPromise:
         InfeasibleLimitError
             No plan keeps the memory limit.
         """
+        if self._plan_state is not None:
+            return self._plan_state.plan(planned, partial(self._plan, planned))
+        return self._plan(planned, planned.trace())
+
+    def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
         options, frontier, allowed = self._options, planned.frontier, self._options.max_slowdown
-        trace = planned.trace()
+        room = device_bytes(self._engine.device)
         held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
-        make = partial(wanted_plan, trace, planned.link, device_bytes=device_bytes, limits=self._limits)
+        make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
         if allowed is None or not self._on_cpu:
             return make(options=options, held_bytes=held_bytes)
         # A search is to take no longer than a step.
@@ -158,7 +170,8 @@ class SlowdownPromise:
         frontier, limit_bytes = planned.frontier, self._options.memory_limit
         plan = frontier.best(allowed)
         if plan is None:
-            plan = make_plan(planned.trace(), planned.link, ())
+            state = planned.plan.state if planned.plan is not None else None
+            plan = replace(make_plan(planned.trace(), planned.link, ()), state=state)
             if limit_bytes is not None and plan.peak_bytes > limit_bytes:
                 plan = min(frontier.tried, key=lambda each: each.slowdown).plan
         frontier.is_settled = True

@@ -15,6 +15,7 @@ from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes, format_seconds
 
 LATE_SECONDS = 1e-3
+RATED_BYTES = 600 * 10**12  # drives do not tell their own rating to programs
 
 
 @dataclass
@@ -59,6 +60,40 @@ class Feed:
                 "a pass over the data gave no batch at all: with drop_last, the batch size must not exceed the rows "
                 "that this process gets"
             )
+
+
+@dataclass(frozen=True)
+class DiskWrites:
+    """Bytes written to disk so far, and what they mean for a drive.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of saved tensors and optimizer state.
+    steps : int
+        Forward passes since `enable`.
+    seconds : float
+        Since `enable`.
+    """
+
+    nbytes: int
+    steps: int
+    seconds: float
+
+    @property
+    def days_to_rating(self) -> float | None:
+        """Days in which `RATED_BYTES` are written at this rate; None if nothing is."""
+        return RATED_BYTES * self.seconds / self.nbytes / 86400 if self.nbytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return bytes, bytes per step, and days until a drive with `RATED_BYTES` is at its rating."""
+        per_step = self.nbytes / max(self.steps, 1)
+        return {"bytes": self.nbytes, "bytes_per_step": per_step, "days_to_600_tb": self.days_to_rating}
+
+    def __str__(self) -> str:
+        per_step = format_bytes(round(self.nbytes / max(self.steps, 1)))
+        days = self.days_to_rating or 0.0
+        return f"{per_step} per step; at this rate 600 TB, a usual rating of a 1 TB drive, in {days:,.0f} days"
 
 
 @dataclass(frozen=True)
@@ -122,7 +157,9 @@ class Report:
     plan : Plan or None
         The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     optimizer_state : tuple of StateCounts
-        Counters of each optimizer's state that was moved; empty without `optimizer`.
+        Counters of each optimizer's state that was moved; empty if none may move.
+    disk : DiskWrites
+        Bytes that steps write to disk.
     """
 
     verdict: Verdict
@@ -152,6 +189,7 @@ class Report:
     feed: Feed = field(default_factory=Feed)
     plan: Plan | None = field(default=None, repr=False)
     optimizer_state: tuple[StateCounts, ...] = ()
+    disk: DiskWrites = field(default_factory=lambda: DiskWrites(0, 0, 0.0))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
@@ -189,6 +227,7 @@ class Report:
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
+            "disk_writes": self.disk.to_dict(),
             "notes": list(self.notes),
         }
 
@@ -221,6 +260,7 @@ class Report:
             ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             *[("optimizer state", str(counts)) for counts in self.optimizer_state],
+            *([("disk writes", str(self.disk))] if self.disk.nbytes else []),
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),
             ("allocator", self.allocator),

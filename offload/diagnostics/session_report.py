@@ -5,6 +5,7 @@ It only reads the session.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from offload.control.manual import ManualController
 from offload.control.planned_step import PlannedStep
 from offload.devices import allocator
 from offload.diagnostics.assessment import Subject, assess, weigh_process
-from offload.diagnostics.report import Feed, Report
+from offload.diagnostics.report import DiskWrites, Feed, Report
 from offload.diagnostics.verdict import Verdict
 from offload.optimizer_state.mover import StateCounts
 from offload.options import is_in_memory
@@ -71,7 +72,16 @@ def make_report(
         feed=Feed.total(feeds),
         plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
         optimizer_state=tuple(replace(state) for state in states),
+        disk=_disk_writes(here),
     )
+
+
+def _disk_writes(here: DeviceSession) -> DiskWrites:
+    stats, is_direct = here.engine.store_stats(), not here.engine.is_accelerator
+    if is_direct and is_in_memory(here.options.spill_dir):
+        return DiskWrites(0, here.counts.steps, 0.0)
+    written = stats["out_bytes"] if is_direct else stats["spill_written_bytes"]
+    return DiskWrites(int(written), here.counts.steps, time.monotonic() - here.counts.began)
 
 
 def make_verdict(enabled: EnabledModel) -> Verdict:

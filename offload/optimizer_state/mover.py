@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
 from offload.optimizer_state.separable import is_separable
+from offload.optimizer_state.share import Share
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
@@ -30,7 +31,7 @@ from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import is_own_step, step_behind_hooks, steps_through_hooks
 from offload.units import format_bytes
 
-__all__ = ["StateCounts", "StateMover"]
+__all__ = ["StateCounts", "StateMover", "why_it_stays"]
 
 log = logging.getLogger("offload")
 
@@ -38,6 +39,8 @@ log = logging.getLogger("offload")
 CHUNK_BYTES = 32 << 20
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
+
+STAYS_BY_PLAN = "the plan keeps memory_limit without it, and no other plan is faster"
 
 # Backward needs no state: it goes to disk before any saved tensor does.
 NEED_FIRST = 1 << 40
@@ -127,6 +130,13 @@ class StateMover:
         The name of a parameter, for errors.
     behind
         Shared by the optimizers of a model.
+    moved
+        Identities of the parameters whose state leaves; None: all.
+
+    Attributes
+    ----------
+    share
+        These parameters, and how long their updates take.
     """
 
     def __init__(
@@ -136,8 +146,9 @@ class StateMover:
         min_nbytes: int,
         name_of: Callable[[Tensor], str],
         behind: WriteBehind | None = None,
+        moved: frozenset[int] | None = None,
     ) -> None:
-        self.counts = StateCounts(type(optimizer).__name__, _why_it_stays(optimizer))
+        self.counts = StateCounts(type(optimizer).__name__, why_it_stays(optimizer))
         self.engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._min_nbytes = min_nbytes
@@ -145,6 +156,8 @@ class StateMover:
         self._is_separable: bool | None = True if is_known(optimizer) else None
         self._state: StreamedState | None = None
         self._behind = behind or WriteBehind()
+        self.share = Share(engine)
+        self.share.moved = moved
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
             return
@@ -160,6 +173,7 @@ class StateMover:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
         ]
+        self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
         self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
         self.look()
 
@@ -179,7 +193,37 @@ class StateMover:
         self._hooks.clear()
         self.engine.drain()
 
+    def follow(self, moved: frozenset[int] | None) -> None:
+        """Have the state of these parameters leave, now and after each step; other state stays once a step has used it.
+
+        Parameters
+        ----------
+        moved
+            Identities of these parameters; None: all.
+        """
+        self.share.moved = moved
+        optimizer = self._optimizer()
+        if optimizer is None or not self._hooks or self.share.is_empty:
+            return
+        if self._state is not None:
+            self._leave_all(self._streamed(optimizer))
+            return
+        self.counts.stays = why_it_stays(optimizer)
+        if not self.counts.stays:
+            self._after_load_state_dict(optimizer)
+            self.look()
+
     # -- the state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, as long as it is alive."""
+        return self._optimizer()
+
+    @property
+    def rests(self) -> bool:
+        """Whether the optimizer is as it was found: nothing is to leave, and nothing is away."""
+        return self._state is None and (self.share.is_empty or bool(self.counts.stays))
 
     def _streamed(self, optimizer: Optimizer) -> StreamedState:
         """The optimizer's state; one that torch or the caller has put there since is taken over."""
@@ -198,6 +242,9 @@ class StateMover:
                 optimizer.state = defaultdict(dict, dict.items(state))
 
     def _leave(self, state: StreamedState, key: Any, need: int) -> None:
+        if key not in self.share:
+            state.stay(key)
+            return
         self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
         self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
         self._behind.wait(self.engine, BEHIND_BYTES)
@@ -225,6 +272,12 @@ class StateMover:
         return untraced(self._begin_step, optimizer, args, kwargs)
 
     def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        self.share.begin()
+        if self.share.is_empty and self._state is not None:
+            self._bring_back(optimizer)
+            self.counts.stays = STAYS_BY_PLAN
+        if self.rests:
+            return None
         state, step = self._streamed(optimizer), step_behind_hooks(optimizer)
         self.engine.collect()
         self.counts.steps += 1
@@ -284,7 +337,8 @@ class StateMover:
                 begun = self._read_ahead(state, chunks, number, begun)
                 for param in chunk:
                     self.counts.in_bytes += state.fetch(param)
-                step.run(chunk)
+                with self.share.timed(chunk):
+                    step.run(chunk)
                 for param in chunk:
                     self._leave(state, param, need)
                     need += 1
@@ -318,16 +372,22 @@ class StateMover:
         untraced(self._end_step, optimizer)
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        if self._hooks:
-            self._leave_all(self._streamed(optimizer))
+        if not self._hooks:
+            return
+        if self.rests:
+            self.share.end(optimizer)
+            return
+        self._leave_all(self._streamed(optimizer))
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
+        if self.rests:
+            return
         state = self._streamed(optimizer)
         for need, key in enumerate(state.owned()):
             self._leave(state, key, need)
 
 
-def _why_it_stays(optimizer: Optimizer) -> str:
+def why_it_stays(optimizer: Optimizer) -> str:
     if isinstance(optimizer, LBFGS):
         return "LBFGS uses the state of all parameters at once, several times per step"
     if any(group.get("capturable") for group in optimizer.param_groups):

@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optimizer_state import mover as one
+from offload.optimizer_state.chunks import split
 from offload.optimizer_state.mover import StateCounts, StateMover
+from offload.optimizer_state.state_tensor import is_movable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
+from offload.torch_compat.compiled import untraced
 
-__all__ = ["StateMovers"]
+__all__ = ["MovableChunk", "StateMovers"]
+
+_CHUNKS_MAX = 512  # of an optimizer, for the planner
+_STATE_MOST = 3  # times the bytes of its parameters: the most state that one of torch's optimizers has
+
+
+@dataclass(frozen=True)
+class MovableChunk:
+    """State that a plan may have leave.
+
+    Attributes
+    ----------
+    params
+        Whose it is.
+    nbytes
+        Its size.
+    seconds
+        What their update takes; 0 where it is not known.
+    name
+        Of the parameters, in words.
+    """
+
+    params: tuple[Tensor, ...]
+    nbytes: int
+    seconds: float
+    name: str
 
 
 class StateMovers:
@@ -27,11 +56,16 @@ class StateMovers:
         Makes an engine of its own for each of them.
     min_nbytes
         Smaller tensors stay.
+    is_planned
+        Whether a plan chooses what moves, of these optimizers and of others that step the model's parameters. Until
+        there is a plan, everything does.
 
     Attributes
     ----------
     counts
         Of each optimizer, also of one that is gone.
+    has_room
+        Whether so many bytes fit beside the recorded step: then nothing moves before there is a plan.
 
     Raises
     ------
@@ -40,13 +74,25 @@ class StateMovers:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], make_engine: Callable[[], Engine], min_nbytes: int
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        make_engine: Callable[[], Engine],
+        min_nbytes: int,
+        *,
+        is_planned: bool = False,
     ) -> None:
         self.counts: list[StateCounts] = []
+        self.is_planned = is_planned
+        self.has_room: Callable[[int], bool] = bool
         self._model = weakref.ref(model)
         self._movers: list[weakref.ref[StateMover]] = []  # the hooks of their optimizers hold them
+        self._make_engine = make_engine
+        self._min_nbytes = min_nbytes
+        self._is_closed = False
+        self._moved: frozenset[int] | None = None
         self._pid = os.getpid()
-        behind = WriteBehind()
+        self._behind = WriteBehind()
         for optimizer in optimizers:
             if isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved:
                 raise ValueError(
@@ -55,21 +101,81 @@ class StateMovers:
                 )
         try:
             for optimizer in optimizers:
-                mover = StateMover(optimizer, make_engine(), min_nbytes, _NameOf(self._model), behind)
-                self._movers.append(weakref.ref(mover))
-                self.counts.append(mover.counts)
+                self._add(optimizer, None)
         except BaseException:
             self.close()
             raise
+
+    def _add(self, optimizer: Optimizer, moved: frozenset[int] | None) -> None:
+        mover = StateMover(optimizer, self._make_engine(), self._min_nbytes, _NameOf(self._model), self._behind, moved)
+        self._movers.append(weakref.ref(mover))
+        self.counts.append(mover.counts)
+
+    def found(self, optimizer: Optimizer) -> None:
+        """Take over an optimizer of the model that is about to step, where a plan chooses what moves."""
+        if self.is_planned and not self._is_closed and os.getpid() == self._pid:
+            untraced(self._take_over, optimizer)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        if _mover_of(optimizer) is not None:  # of another enabled model, or of this one
+            return
+        nbytes = sum(param.nbytes for group in optimizer.param_groups for param in group["params"])
+        stays = self._moved is not None or self.has_room(_STATE_MOST * nbytes)
+        try:
+            self._add(optimizer, frozenset() if stays else None)
+        except (OSError, RuntimeError, MemoryError) as error:
+            counts = StateCounts(type(optimizer).__name__, f"nothing can be written: {error}")
+            self.counts.append(counts)
 
     def look(self) -> None:
         """Bring the counts up to date."""
         for mover in self._alive():
             mover.look()
 
-    def bytes_in_memory_max(self) -> int:
-        """Of state that has left and whose copies may be under way while the model runs."""
-        return min(sum(mover.counts.nbytes for mover in self._alive()), one.BEHIND_BYTES)
+    # -- what a plan needs --------------------------------------------------------------------------------------------
+
+    def away_bytes(self) -> tuple[int, int]:
+        """Return the bytes of state that is away, and of those the bytes that are still being written."""
+        away = writing = 0
+        for mover in self._alive():
+            state = _streamed(mover)
+            away += state.away_nbytes if state is not None else 0
+            mover.engine.collect()
+            writing += mover.engine.in_flight_bytes
+        return away, writing
+
+    @property
+    def updates(self) -> int:
+        """How often the optimizer that has stepped most has begun a step."""
+        return max((mover.share.updates for mover in self._alive()), default=0)
+
+    def settle(self) -> None:
+        """Have what is to be away leave again where it was asked for since the last step."""
+        for mover in self._alive():
+            mover.follow(mover.share.moved)
+
+    def chunks(self) -> list[MovableChunk]:
+        """Return the state that can move, in the order in which it is updated."""
+        model = self._model()
+        names = {id(each): name for name, each in model.named_parameters()} if model is not None else {}
+        return [chunk for mover in self._alive() for chunk in _chunks(mover, self._min_nbytes, names)]
+
+    def movable_bytes(self, optimizers: Iterable[Optimizer]) -> int:
+        """Return the bytes of state of optimizers whose state is not moved now, as far as it could be."""
+        states = [state for each in optimizers if not one.why_it_stays(each) for state in dict.values(each.state)]
+        return sum(
+            value.nbytes
+            for state in states
+            if isinstance(state, dict)
+            for value in state.values()
+            if isinstance(value, Tensor) and is_movable(value, value.device, self._min_nbytes)
+        )
+
+    def follow(self, params: Iterable[Tensor]) -> None:
+        """Have the state of these parameters leave, and no other."""
+        self._moved = frozenset(map(id, params))
+        for mover in self._alive():
+            mover.follow(self._moved & frozenset(map(id, _params(mover))))
 
     def close(self) -> None:
         """Bring all state back.
@@ -79,12 +185,61 @@ class StateMovers:
         OptimizerStateError
             Some of it cannot be read.
         """
-        if os.getpid() == self._pid:  # in a forked child the store is that of its parent
-            for mover in self._alive():
-                mover.close()
+        self._is_closed = True
+        for mover in self._alive():
+            mover.close()
 
     def _alive(self) -> list[StateMover]:
+        if os.getpid() != self._pid:  # in a forked child the store is that of its parent
+            return []
         return [mover for reference in self._movers if (mover := reference()) is not None]
+
+
+def _chunks(mover: StateMover, min_nbytes: int, names: dict[int, str]) -> Iterator[MovableChunk]:
+    sizes = {param: nbytes for param in _params(mover) if (nbytes := _movable_nbytes(mover, param, min_nbytes))}
+    nbytes_max = max(one.CHUNK_BYTES, sum(sizes.values()) // _CHUNKS_MAX)
+    if mover.counts.whole_steps:  # all of it is in memory during a step
+        nbytes_max = sum(sizes.values())
+    for params in split(sizes, sizes.__getitem__, nbytes_max):
+        ends = (params[0], params[-1]) if len(params) > 1 else (params[0],)
+        name = " … ".join(names.get(id(each), f"a parameter of shape {list(each.shape)}") for each in ends)
+        yield MovableChunk(tuple(params), sum(map(sizes.__getitem__, params)), mover.share.seconds_of(params), name)
+
+
+def _params(mover: StateMover) -> Iterator[Tensor]:
+    optimizer = mover.optimizer
+    for group in optimizer.param_groups if optimizer is not None else ():
+        yield from group["params"]
+
+
+def _streamed(mover: StateMover) -> StreamedState | None:
+    """An optimizer's state, where some of it may be away."""
+    state = mover.optimizer.state if mover.optimizer is not None else None
+    return state if isinstance(state, StreamedState) and state.is_moved else None
+
+
+def _movable_nbytes(mover: StateMover, param: Tensor, min_nbytes: int) -> int:
+    """Bytes of one parameter's state that are away, or can leave as far as is known."""
+    optimizer, streamed = mover.optimizer, _streamed(mover)
+    assert optimizer is not None  # it has this parameter
+    if streamed is not None and param in mover.share:  # all has left that can
+        return sum(each.nbytes for each in streamed.tensors.get(param, ()) if each.is_away)
+    state = dict.get(optimizer.state, param)
+    if not isinstance(state, dict) or mover.counts.stays not in ("", one.STAYS_BY_PLAN):
+        return 0
+    away = {id(each.tensor): each for each in streamed.tensors.get(param, ())} if streamed is not None else {}
+    nbytes = 0
+    for value in state.values():
+        if id(value) in away:
+            nbytes += away[id(value)].nbytes
+        elif is_movable(value, mover.engine.device, min_nbytes):
+            nbytes += value.nbytes
+    return nbytes
+
+
+def _mover_of(optimizer: Optimizer) -> StateMover | None:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), StateMover)), None)
 
 
 class _NameOf:

@@ -61,6 +61,7 @@ class StreamedState(defaultdict[Any, State]):
         self.engine = engine
         self.is_moved = True
         self.tensors: dict[Any, list[StateTensor]] = {}
+        self._away_nbytes: int | None = 0  # None where something has left or come back since it was computed
         self.held: dict[Any, int] = {}  # of each key, tensors that stay because others hold them
         self.refused = 0  # tensors for which there was no room, each time
         self.refusal = ""
@@ -74,6 +75,14 @@ class StreamedState(defaultdict[Any, State]):
         """Of all tensors that leave."""
         return sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
 
+    @property
+    def away_nbytes(self) -> int:
+        """Of the tensors that are away now."""
+        if self._away_nbytes is None:
+            every = (each for tensors in self.tensors.values() for each in tensors)
+            self._away_nbytes = sum(each.nbytes for each in every if each.is_away)
+        return self._away_nbytes
+
     def nbytes_of(self, key: Any) -> int:
         """Of the tensors of one parameter that leave; 0 where none has left yet."""
         return sum(each.nbytes for each in self.tensors.get(key, ()))
@@ -81,6 +90,7 @@ class StreamedState(defaultdict[Any, State]):
     def leave(self, key: Any, need: int) -> int:
         """Start the copy-outs of what can leave of one parameter's state. Returns the bytes."""
         state = self.peek(key)
+        self._away_nbytes = None
         if not isinstance(state, dict):  # gone, or not of a parameter
             self._keep(key, [])
             return 0
@@ -107,8 +117,14 @@ class StreamedState(defaultdict[Any, State]):
         self._keep(key, present, held)
         return nbytes
 
+    def stay(self, key: Any) -> None:
+        """Forget those of one parameter's tensors that are in memory: they are to stay there."""
+        if key in self.tensors or key in self.held:
+            self._keep(key, [each for each in self.tensors.get(key, ()) if each.is_away])
+
     def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
         """Forget the tensors of a key but these."""
+        self._away_nbytes = None
         self.tensors[key], self.held[key] = present, held
         if not present:
             del self.tensors[key]
@@ -164,6 +180,7 @@ class StreamedState(defaultdict[Any, State]):
             if each.is_away:
                 self._read(key, each, each.bring)
                 nbytes += each.nbytes
+                self._away_nbytes = None
         return nbytes
 
     def _read(self, key: Any, each: StateTensor, read: Callable[[], Any]) -> Any:
@@ -242,6 +259,7 @@ class StreamedState(defaultdict[Any, State]):
     def clear(self) -> None:
         """As of any dictionary."""
         super().clear()
+        self._away_nbytes = 0
         self.tensors.clear()
         self.held.clear()
 

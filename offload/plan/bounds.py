@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -27,15 +28,17 @@ __all__ = [
     "least_feasible_limit",
 ]
 
+NOT_SAVED = "not saved for backward"
 _TOLERANCE = 1e-9  # relative; far above the rounding of the segment tree, far below any relevant duration
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Something that stays resident under every plan: its bytes, and a description."""
+    """Bytes in the way of a limit, or that an argument frees, with a description; of base bytes, with their node."""
 
     bytes: int
     text: str
+    node: int | None = None
 
 
 class InfeasibleLimitError(ValueError):
@@ -49,15 +52,21 @@ class InfeasibleLimitError(ValueError):
         The least feasible limit, in bytes.
     reasons : tuple of Reason
         The largest items that stay resident under every plan at the node that needs `least_limit_bytes`; at most three.
+    knobs : tuple of Reason
+        Arguments of `offload.enable` that would free more, with the bytes that they free at most; largest first.
     """
 
-    def __init__(self, limit_bytes: int, least_limit_bytes: int, reasons: tuple[Reason, ...]) -> None:
+    def __init__(
+        self, limit_bytes: int, least_limit_bytes: int, reasons: tuple[Reason, ...], knobs: tuple[Reason, ...] = ()
+    ) -> None:
         self.limit_bytes, self.least_limit_bytes, self.reasons = limit_bytes, least_limit_bytes, reasons
+        self.knobs = knobs
         listed = "; ".join(f"{format_bytes(reason.bytes)} {reason.text}" for reason in reasons)
+        more = "; ".join(f"{knob.text}: up to {format_bytes(knob.bytes)}" for knob in knobs)
         super().__init__(
             f"memory_limit: no plan keeps {format_bytes(limit_bytes)}; the least that works for this step is "
             f'{format_bytes(least_limit_bytes)}. Write memory_limit="{round_up_bytes(least_limit_bytes)}" or more, or '
-            f"make the batch smaller. In the way: {listed}"
+            f"make the batch smaller. In the way: {listed}" + (f". What frees more: {more}" if more else "")
         )
 
     @property
@@ -65,8 +74,8 @@ class InfeasibleLimitError(ValueError):
         """The same as `least_limit_bytes`."""
         return self.least_limit_bytes
 
-    def __reduce__(self) -> tuple[type[InfeasibleLimitError], tuple[int, int, tuple[Reason, ...]]]:
-        return type(self), (self.limit_bytes, self.least_limit_bytes, self.reasons)
+    def __reduce__(self) -> tuple[type[InfeasibleLimitError], tuple[Any, ...]]:
+        return type(self), (self.limit_bytes, self.least_limit_bytes, self.reasons, self.knobs)
 
 
 def least_feasible_limit(trace: Trace) -> int:
@@ -101,19 +110,26 @@ def check_limit(trace: Trace, limit_bytes: int) -> None:
     InfeasibleLimitError
         If no plan stays within the limit. The error has the least feasible limit and the three largest reasons.
     """
+    error = refusal(trace, limit_bytes)
+    if error is not None:
+        raise error
+
+
+def refusal(trace: Trace, limit_bytes: int) -> InfeasibleLimitError | None:
+    """Return the error that `check_limit` raises; None where a plan stays within the limit."""
     unavoidable = unavoidable_bytes(trace)
     least_bytes = max(unavoidable, default=0)
     if least_bytes <= limit_bytes:
-        return
+        return None
     k = unavoidable.index(least_bytes)
     name = trace.nodes[k].name
-    reasons = [Reason(trace.base_bytes[k], f"not saved for backward, while node {k} ({name}) runs")]
+    reasons = [Reason(trace.base_bytes[k], f"{NOT_SAVED}, while node {k} ({name}) runs", k)]
     for tensor in trace.tensors:
         if tensor.produced <= k <= tensor.last_forward or tensor.first_backward <= k <= tensor.last_use:
             text = f"tensor {tensor.id} of {trace.nodes[tensor.produced].name}, in use at node {k} ({name})"
             reasons.append(Reason(tensor.bytes, text))
     reasons.sort(key=lambda reason: -reason.bytes)
-    raise InfeasibleLimitError(limit_bytes, least_bytes, tuple(reasons[:3]))
+    return InfeasibleLimitError(limit_bytes, least_bytes, tuple(reasons[:3]))
 
 
 @dataclass(frozen=True, slots=True)

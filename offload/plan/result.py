@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from offload.plan.bounds import cut_bound
 from offload.plan.joint_bounds import joint_bound
 from offload.plan.recompute import Recomputation, recomputations, recomputed
+from offload.plan.share import StateShare
 from offload.plan.simulate import Link, Swap, Timing, simulate, unswapped_bytes
 from offload.plan.trace import SavedTensor, Trace
 from offload.units import format_bytes, format_seconds
@@ -57,6 +58,9 @@ class Plan:
         Whether recomputation was excluded, from the plan and from the bound.
     refusals : mapping of int to str
         For ids of tensors that cannot be recomputed, the reason if it is known.
+    state : StateShare, optional
+        The optimizer state that leaves memory between updates, if some can. The other figures are those of forward and
+        backward with this share: state that is in memory is part of the base bytes.
     """
 
     swaps: tuple[Swap, ...]
@@ -73,6 +77,7 @@ class Plan:
     recomputes: tuple[Recomputation, ...] = ()
     swap_only: bool = True
     refusals: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
+    state: StateShare | None = None
     notebook_page: ClassVar[Callable[[Plan], str] | None] = None  # set by offload.diagnostics
 
     def _repr_html_(self) -> str | None:
@@ -118,10 +123,11 @@ class Plan:
             "unswapped_peak_bytes": self.unswapped_peak_bytes,
             "swaps": [swap._asdict() for swap in self.swaps],
             "recomputes": [row._asdict() for row in self.recomputes],
+            **({"state": self.state.to_dict()} if self.state is not None else {}),
         }
 
     def summary(self) -> str:
-        """Return step time, bound and peak as two lines of text."""
+        """Return step time, bound and peak as two lines of text, and a third one on optimizer state that can move."""
         # The durations were added in another order, so rounding leaves a difference far below a nanosecond.
         stalls = max(0.0, round(self.step_seconds - self.compute_seconds - self.recompute_seconds, 9))
         again = f"recomputing {format_seconds(self.recompute_seconds)}, " if self.recomputes else ""
@@ -136,10 +142,11 @@ class Plan:
             f"than {format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
             f"peak {format_bytes(self.peak_bytes)} instead of {format_bytes(self.unswapped_peak_bytes)}; "
             f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, up to {format_bytes(self.host_bytes)}{made}"
+            + (f"\n{self.state.summary()}" if self.state is not None else "")
         )
 
     def explain(self) -> str:
-        """Return the summary, then a line for each tensor: swapped, recomputed or kept, and why.
+        """Return the summary, then lines on optimizer state that moves, then a line for each tensor, with the reason.
 
         Returns
         -------
@@ -147,7 +154,7 @@ class Plan:
             Lines of text: swaps in copy-out order, recomputations and kept tensors in the order of the step. If no
             tensor is swapped or recomputed, one line with the reason replaces the lines of the tensors.
         """
-        lines = [self.summary()]
+        lines = [self.summary(), *(self.state.explain() if self.state is not None else ())]
         if not self.swaps and not self.recomputes:
             reason = "every tensor stays in device memory"
             if self.unswapped_peak_bytes <= self.limit_bytes:

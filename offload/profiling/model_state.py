@@ -31,13 +31,19 @@ __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "storage_bytes
 class HeldBytes:
     """Bytes in use on the device before a step begins."""
 
-    state: int  # parameters, buffers, optimizer state; on an accelerator everything except gradients
+    state: int  # parameters, buffers, all optimizer state; on an accelerator everything except gradients
     gradients: int
+    away: int = 0  # of `state`: optimizer state that is not on the device
+
+    @property
+    def kept(self) -> int:
+        """Of `state`: what is on the device."""
+        return self.state - self.away
 
     @property
     def total(self) -> int:
-        """The sum of both."""
-        return self.state + self.gradients
+        """What is on the device, with gradients."""
+        return self.kept + self.gradients
 
 
 HeldBefore = Callable[[], HeldBytes]
@@ -146,16 +152,30 @@ class HeldMemory:
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
-        self._moving: Callable[[], int] = int
+        self._moving: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._behind_bytes = 0
+        self._found: Callable[[torch.optim.Optimizer], None] | None = None
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Register a bound method that is called before every optimizer step. At that time backward is over."""
         self._before_step = weak_callback(call)
 
-    def count_moving(self, nbytes: Callable[[], int]) -> None:
-        """Register a function whose result `look` adds: bytes of swapped-out optimizer state still being copied."""
-        self._moving = nbytes
+    def count_moving(self, nbytes: Callable[[], tuple[int, int]], behind_bytes: int) -> None:
+        """Register what tells `look` how much optimizer state is away.
+
+        Parameters
+        ----------
+        nbytes
+            Returns the bytes that are away, and how many of them are being written at this moment.
+        behind_bytes
+            The most bytes that are still being written while the model runs. They count as on the device.
+        """
+        self._moving, self._behind_bytes = nbytes, behind_bytes
+
+    def on_found(self, call: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Register a function that is called with each optimizer of the model before its first step."""
+        self._found = call
 
     def close(self) -> None:
         """Ignore further optimizer steps."""
@@ -169,17 +189,29 @@ class HeldMemory:
         """
         state = self._state
         state.look()
+        moved_bytes, writing_bytes = self._moving()
+        away_bytes = max(0, moved_bytes - self._behind_bytes)
         if self._engine.is_accelerator:
-            allocated_bytes = device_of(self._engine.device).allocated_bytes()
-            return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes)
+            allocated_bytes = device_of(self._engine.device).allocated_bytes() - writing_bytes + moved_bytes
+            return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes, away_bytes)
         states = [list(dict.values(each.state)) for each in self._optimizers]  # swapped-out state stays so
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
         if not self._watch.same_leaves(states) or counted != state.changes:
             found = storage_bytes(tensors_in(states))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
         self._counted = state.changes
-        more_bytes = self._more_bytes + self._moving()
-        return HeldBytes(state.nbytes + more_bytes + self._engine.resident.now, state.gradient_bytes)
+        more_bytes = self._more_bytes + moved_bytes
+        return HeldBytes(state.nbytes + more_bytes + self._engine.resident.now, state.gradient_bytes, away_bytes)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have stepped parameters of the model, as long as they are alive."""
+        return list(self._optimizers)
+
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of optimizer state in memory, of the optimizers that have stepped."""
+        found = storage_bytes(tensors_in([list(dict.values(each.state)) for each in self._optimizers]))
+        return sum(nbytes for storage, nbytes in found.items() if storage not in self._state.storages)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer that is about to step, if it steps parameters of the model."""
@@ -194,6 +226,8 @@ class HeldMemory:
         own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             self._optimizers.add(optimizer)
+            if self._found is not None:
+                self._found(optimizer)
 
 
 _DEPTH_MAX = 16  # nesting of containers in an optimizer's state; one may contain itself. The same as in `StateWatch`

@@ -5,6 +5,7 @@ Reports show them.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class Counts(defaultdict[str, Count]):
         self.loaded_late = 0
         self._follows = False
         self._misses_before = 0
+        self.began = time.monotonic()
         self.begun = _core.Gauge()  # steps begun; the meter of a step reads it to see whether another one begins
         self.profiled_steps = 0
         self.trial_steps = 0

@@ -26,8 +26,9 @@ class Loop:
         self.before(self.make())
         self.handle = None
         if is_moved:
-            knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "spill_dir": folder, **self.knobs}
-            self.handle = offload.enable(self.model, optimizer=self.optimizers, optimizer_state=True, **knobs)
+            moved = {"optimizer": self.optimizers, "optimizer_state": True}
+            knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "spill_dir": folder, **moved, **self.knobs}
+            self.handle = offload.enable(self.model, **knobs)
         self.after()
         self.generator = torch.Generator().manual_seed(3)
 

@@ -25,7 +25,7 @@ def test_the_memory_that_moves_is_not_counted_as_activations(tmp_path):
     held = loop.handle._on_device.held.look()
     parameters = sum(p.nbytes for p in loop.model.parameters())
     state = loop.handle.report().optimizer_state[0].nbytes
-    assert held.state < parameters + state
+    assert held.kept < parameters + state
 
 
 def optimizer_of(model):

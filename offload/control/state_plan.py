@@ -1,0 +1,162 @@
+"""Plans which optimizer state moves, for each signature with its own plan, and has the optimizers follow.
+
+`SlowdownPromise` calls it for every plan where a memory limit is given. Without ``optimizer_state="auto"`` it only says
+what that would free where no plan keeps the limit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from offload.control.limits import Limits
+from offload.control.planned_step import PlannedStep
+from offload.control.refusal import explained
+from offload.optimizer_state import mover
+from offload.optimizer_state.movers import MovableChunk, StateMovers
+from offload.options import Options
+from offload.plan import InfeasibleLimitError, Plan, StateChunk, Update, fastest_share, unswapped_bytes
+from offload.plan.trace import Trace
+from offload.profiling.model_state import HeldMemory
+from offload.runtime.counters import Counts
+from offload.runtime.weak import WeakReferences
+
+__all__ = ["StatePlanner"]
+
+
+class StatePlanner:
+    """Chooses a share of the state for each plan. What moves is the largest share of all plans in use.
+
+    Parameters
+    ----------
+    states
+        The model's optimizers.
+    options
+        With a memory limit.
+    limits
+        Its `noise` is the gain for which no more state moves.
+    counts
+        Of the session: its steps.
+    latest
+        Returns the signature that was profiled last, with its profile read.
+    held
+        Knows the optimizers.
+    """
+
+    def __init__(
+        self,
+        states: StateMovers,
+        options: Options,
+        limits: Limits,
+        counts: Counts,
+        latest: Callable[[], PlannedStep | None],
+        held: HeldMemory,
+    ) -> None:
+        self._states = states
+        self._options = options
+        self._limits = limits
+        self._counts = counts
+        self._latest = latest
+        self._held = held
+        self._planned: WeakReferences[PlannedStep] = WeakReferences()
+        states.has_room = partial(_has_room, weakref.ref(self))
+
+    def plan(self, planned: PlannedStep, make: Callable[[Trace], Plan]) -> Plan:
+        """Return a signature's next plan, and have the state that it moves leave.
+
+        Parameters
+        ----------
+        planned
+            The signature.
+        make
+            Returns a plan of forward and backward for a trace.
+
+        Raises
+        ------
+        InfeasibleLimitError
+            No plan keeps the memory limit even if all state moves.
+        """
+        chunks: list[MovableChunk] = []
+        if self._states.is_planned:
+            self._states.settle()
+            chunks = self._states.chunks()
+            if not chunks and self._states.updates:  # none of it can leave
+                self._states.follow(())
+        try:
+            return self._with_state(planned, make, chunks) if chunks else make(planned.trace())
+        except InfeasibleLimitError as error:
+            raise self._explained(error, planned, chunks) from None
+
+    def _with_state(self, planned: PlannedStep, make: Callable[[Trace], Plan], chunks: Sequence[MovableChunk]) -> Plan:
+        limit_bytes = self._options.memory_limit
+        assert limit_bytes is not None
+        update = Update(
+            tuple(StateChunk(each.nbytes, each.seconds, each.name) for each in chunks),
+            ahead_bytes=mover.AHEAD_BYTES,
+            behind_bytes=mover.BEHIND_BYTES,
+            micro_batches=self._micro_batches(),
+        )
+        plan = fastest_share(
+            planned.trace(away_bytes=0),
+            planned.link,
+            limit_bytes,
+            update,
+            self._held_in_update(planned, update),
+            make,
+            least=min(len(chunks), self._moved_by_others(planned)),
+            noise=self._limits.noise,
+            smallest=self._options.max_slowdown is not None,
+        )
+        assert plan.state is not None
+        planned.held = replace(planned.held, away=plan.state.freed_bytes)
+        if all(each is not planned for each in self._planned):
+            self._planned.add(planned)
+        self._states.follow(param for i in plan.state.moved for param in chunks[i].params)
+        return plan
+
+    def _explained(
+        self, error: InfeasibleLimitError, planned: PlannedStep, chunks: Sequence[MovableChunk]
+    ) -> InfeasibleLimitError:
+        kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
+        kept += away - sum(chunk.nbytes for chunk in chunks)  # with the plan that was refused
+        movable = 0
+        if not (self._states.is_planned or away):
+            movable = self._states.movable_bytes(self._held.optimizers)
+        return explained(
+            error,
+            planned,
+            self._options,
+            self._counts,
+            optimizer_bytes=max(0, kept),
+            movable_bytes=max(0, movable - mover.BEHIND_BYTES),
+            window_bytes=min(movable, mover.CHUNK_BYTES + mover.AHEAD_BYTES),
+        )
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes fit beside the recorded step with everything kept."""
+        planned, limit_bytes = self._latest(), self._options.memory_limit
+        return (
+            planned is not None
+            and limit_bytes is not None
+            and max(unswapped_bytes(planned.trace()), default=limit_bytes) + nbytes <= limit_bytes
+        )
+
+    def _micro_batches(self) -> int:
+        """Passes for each update so far; the one that is about to begin is not counted."""
+        return max(1, round((self._counts.steps - 1) / max(1, self._states.updates)))
+
+    def _moved_by_others(self, planned: PlannedStep) -> int:
+        others = [each.plan for each in self._planned if each is not planned]
+        return max((len(plan.state.moved) for plan in others if plan is not None and plan.state is not None), default=0)
+
+    @staticmethod
+    def _held_in_update(planned: PlannedStep, update: Update) -> int:
+        gradients = max(planned.held.gradients, *planned.profile.gradient_bytes, 0)
+        return max(0, planned.held.state - update.bytes) + gradients
+
+
+def _has_room(planner: weakref.ref[StatePlanner], nbytes: int) -> bool:
+    found = planner()
+    return found is not None and found.has_room(nbytes)
