@@ -134,11 +134,12 @@ class Plan:
         slowed = f", slowed by swaps {format_seconds(self.overhead_seconds)}" if self.overhead_seconds else ""
         size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
         dropped = sum(size[row.id] for row in self.recomputes)
+        share = " with this share of optimizer state" if self.state is not None else ""
         made = f"; {len(self.recomputes)} are recomputed, {format_bytes(dropped)}" if self.recomputes else ""
         return (
             f"step {format_seconds(self.expected_seconds)}: compute {format_seconds(self.compute_seconds)}, {again}"
             f"waiting {format_seconds(stalls)}{slowed}; no "
-            f"{'swap-only ' if self.swap_only else ''}plan within {format_bytes(self.limit_bytes)} takes less "
+            f"{'swap-only ' if self.swap_only else ''}plan within {format_bytes(self.limit_bytes)}{share} takes less "
             f"than {format_seconds(self.bound_seconds)} (gap {self.gap:.3%})\n"
             f"peak {format_bytes(self.peak_bytes)} instead of {format_bytes(self.unswapped_peak_bytes)}; "
             f"{len(self.swaps)} of {len(self.trace.tensors)} tensors swap, up to {format_bytes(self.host_bytes)}{made}"
