@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_three_limits_of_a_tiny_model(tmp_path: Path) -> None:
     out = tmp_path / "state.json"
     command = [sys.executable, "bench/state_plan.py", "--quick", "--json", str(out)]

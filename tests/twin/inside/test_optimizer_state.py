@@ -1,6 +1,7 @@
 """Optimizer state on the simulated accelerator, in pinned memory between steps: the same bits, and no finding."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -52,3 +53,44 @@ def test_state_in_pinned_memory(options, seed):
     assert counts.in_bytes > 0
     assert (counts.failed > 0) == ("host_limit" in options)
     handle.disable()
+
+
+def planned(limit):
+    """Weights and state after training on a plan within a limit, the peaks of planned steps, and the plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU()))).to("sim")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False}
+    handle = offload.enable(model, **knobs) if limit else None
+    peaks = []
+    try:
+        for step in range(STEPS + 2):
+            optimizer.zero_grad()
+            x = torch.randn((64, 64), generator=torch.Generator().manual_seed(step)).to("sim")
+            if step > 2:
+                torch.sim.synchronize()
+                torch.sim.reset_peak_memory_stats()
+            model(x).square().mean().backward()
+            peaks.append(torch.sim.memory_stats()["allocated_bytes.all.peak"])
+            optimizer.step()
+        plan = handle.plan if handle is not None else None
+    finally:
+        if handle is not None:
+            handle.disable()
+    state = [value.cpu() for each in optimizer.state_dict()["state"].values() for value in each.values()]
+    return [*(parameter.detach().cpu() for parameter in model.parameters()), *state], max(peaks[3:]), plan
+
+
+@pytest.mark.parametrize("room", [0.0, 0.5])
+def test_state_that_a_plan_moves(room):
+    expected, plain_peak, _ = planned(None)
+    with pytest.raises(offload.InfeasibleLimitError) as refused:
+        planned(64 << 10)
+    least = refused.value.least_limit_bytes
+    del refused  # its frames hold the model
+    gc.collect()
+    limit = int(least + room * (plain_peak - least))
+    found, peak, plan = planned(limit)
+    assert all(map(torch.equal, found, expected))
+    assert plan.state.moved or room
+    assert peak <= limit or not room  # the least has no room for the rounding of small blocks
