@@ -65,7 +65,7 @@ class Controller(Protocol):
 class PlanController:
     """Chooses what each step does: profile, follow a plan, or swap on demand.
 
-    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner only chooses the nodes for it.
+    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses at which nodes.
 
     Parameters
     ----------
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # it is to see the optimizer's state, which `_plan` takes into account later
+        if self._on_profile is not None:  # which is told before `_plan` adds the optimizer's state
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
