@@ -329,5 +329,6 @@ def _session_on(
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    about = (*at.counts.in_step(), at.counts.dropped_in_step())
+    running = at.controller.running.place() if isinstance(at.controller, PlanController) else None
+    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running)
     oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)

@@ -76,6 +76,7 @@ def test_a_script_that_fits_with_swapping(text: dict[str, Any]) -> None:
     assert text["fits"] in ("swap", "swap or recompute")
     assert text["line"] == 'offload.enable(model, memory_limit="88MiB")'
     assert text["batch"] == 24
+    assert "twice more, with 24 items and with 12" in text["notes"][-1]
     as_it_is = happens("text")["peak_bytes"]
     assert as_it_is > LIMIT["text"]
     assert abs(as_it_is - text["peak_bytes"]) <= ROOM

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from torch import nn
 
@@ -21,6 +20,7 @@ from offload.control.planned_step import PlannedStep, most
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
+from offload.control.running_step import RunningStep
 from offload.control.signature import Signature
 from offload.control.trial import MakeTrial
 from offload.control.trials import Trials
@@ -35,31 +35,12 @@ from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, 
 from offload.runtime.schedule import Schedule, StepOrder
 from offload.runtime.weak import weak_callback
 
-__all__ = ["Controller", "PlanController"]
+__all__ = ["PlanController"]
 
 log = logging.getLogger("offload")
 
 _KEPT = "kept by plan"
 _MORE_HELD = "more memory is in use before a step"
-
-
-class Controller(Protocol):
-    """The interface of a controller, as a session uses it."""
-
-    def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """Return the observer of the step that begins now."""
-
-    def needs_hooks(self, signature: object) -> bool:
-        """Return whether the step that begins now needs hooks. Call `observer` first."""
-
-    def forget(self, signature: object) -> None:
-        """Record the next step of this signature. Called if a step deviated from the recorded one."""
-
-    def end_finished_profiles(self) -> None:
-        """Stop recording steps that are over."""
-
-    def end_profiles(self) -> None:
-        """Stop recording every step, even one that is not over: an optimizer is about to step, or the session ends."""
 
 
 class PlanController:
@@ -112,6 +93,7 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine)
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
+        self.running = RunningStep()
         self._lock = threading.RLock()
 
     # -- the beginning of a step --------------------------------------------------------------------------------------
@@ -125,6 +107,7 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
+            self.running.end()
             self._promise.end_reference()
             self.regions.end_trial()
             self.end_finished_profiles()
@@ -235,14 +218,14 @@ class PlanController:
         about = self._about(signature, planned.reference_schedule() if is_reference else planned.schedule)
         if not is_reference and not self._measures(state, planned):
             self._counts.unmeasured_steps += 1
-            return ScheduleExecutor(*about)
+            return self.running.follows(ScheduleExecutor(*about), planned.plan)
         assert planned.weights is not None
         stopwatch = Stopwatch(self._engine)
         if is_reference:
             self._promise.defer_copy_outs(stopwatch)
         executor = MeteredExecutor(*about, stopwatch, planned.weights)
         planned.executors.append(executor)
-        return executor
+        return executor if is_reference else self.running.follows(executor, planned.plan)
 
     def _about(
         self, signature: object, schedule: Schedule | None

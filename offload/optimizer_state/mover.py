@@ -30,7 +30,7 @@ from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import is_own_step, step_behind_hooks, steps_through_hooks
 from offload.units import format_bytes
 
-__all__ = ["StateCounts", "StateMover"]
+__all__ = ["StateCounts", "StateMover", "why_it_stays"]
 
 log = logging.getLogger("offload")
 
@@ -137,7 +137,7 @@ class StateMover:
         name_of: Callable[[Tensor], str],
         behind: WriteBehind | None = None,
     ) -> None:
-        self.counts = StateCounts(type(optimizer).__name__, _why_it_stays(optimizer))
+        self.counts = StateCounts(type(optimizer).__name__, why_it_stays(optimizer))
         self.engine = engine
         self._optimizer = weakref.ref(optimizer)
         self._min_nbytes = min_nbytes
@@ -327,7 +327,8 @@ class StateMover:
             self._leave(state, key, need)
 
 
-def _why_it_stays(optimizer: Optimizer) -> str:
+def why_it_stays(optimizer: Optimizer) -> str:
+    """Return why no state of an optimizer can be moved; empty if it can."""
     if isinstance(optimizer, LBFGS):
         return "LBFGS uses the state of all parameters at once, several times per step"
     if any(group.get("capturable") for group in optimizer.param_groups):
