@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import run_python
 from page_check import charts_of, check_page
 
 HERE = Path(__file__).parent
@@ -20,7 +20,7 @@ ROOM = 2 * MIB  # the small tensors of a loop that are not the step's
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
+    return run_python(*words, timeout=280)
 
 
 def fit(script: str, *words: object) -> tuple[int, dict[str, Any]]:

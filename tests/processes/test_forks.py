@@ -1,9 +1,7 @@
 """Forked children: one that touches the engine gets a clear error, one that does not is unharmed."""
 
-import subprocess
-import sys
-
 import pytest
+from forked_python import run_python
 
 REFUSED = (
     "DriverError: offload failed with code 0: the engine's threads did not survive fork(): in this process call "
@@ -71,5 +69,5 @@ def test_child_that_leaves_the_engine_alone(processes, spill_directory, tier):
 @pytest.mark.parametrize("knobs", [pytest.param("n_tensors=-1", marks=pytest.mark.long), "max_slowdown=0.05"])
 def test_what_the_error_says_to_do_helps(knobs):
     script = CHILD.replace("{knobs}", knobs)
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    ran = run_python("-c", script, timeout=120)
     assert ran.returncode == 0, ran.stderr
