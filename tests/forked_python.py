@@ -1,8 +1,8 @@
 """Runs `python ARGUMENT …` in a process that is forked from one which has imported torch and the library.
 
-Importing torch and what its optimizers import takes seconds, a fork milliseconds. Nothing has been used in that process,
-which has no engine and no thread of its own. A test of how a process begins or ends, of what it has loaded, or of an
-environment that is read as an interpreter starts, runs a fresh interpreter instead.
+Importing torch and what its optimizers import takes seconds, a fork milliseconds. Nothing has been used in that
+process: no engine exists in it. A test of how a process begins or ends, of what it has loaded, or of an environment that
+is read as an interpreter starts, runs a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ForkedPython:
         assert self._server.stdout is not None
         streams = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         job = {"words": words, "environment": environment, "streams": list(map(str, streams)), "timeout": timeout}
-        self._server.stdin.write(json.dumps(job | {"folder": os.getcwd()}) + "\n")
+        self._server.stdin.write(json.dumps(job | {"folder": str(Path.cwd())}) + "\n")
         self._server.stdin.flush()
         status = json.loads(self._server.stdout.readline())
         if status is None:
@@ -77,7 +77,7 @@ def become(job: dict[str, Any]) -> None:
         os.close(descriptor)
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.dup2(descriptor, 0)
-    sys.stdin = open(0)  # noqa: SIM115: for the life of the process
+    sys.stdin = open(0)  # noqa: PTH123, SIM115
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
@@ -114,8 +114,6 @@ def ended(pid: int, timeout: float) -> int | None:
 def serve() -> None:
     """Answer each line of stdin, a job, with its status; in a child, return to end as any interpreter ends."""
     import torch
-
-    import offload.cli.main  # noqa: F401: with all that it imports
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports half of torch
     gc.collect()

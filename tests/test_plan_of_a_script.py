@@ -45,7 +45,7 @@ from torch import nn
 
 import offload
 
-layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+layers = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
 model = nn.Sequential(*layers)
 offload.enable(model, min_tensor_bytes="4KiB"{options})
 for step in range({steps}):

@@ -49,10 +49,8 @@ def is_the_default_run(config):
 def test_who_misses_a_guard_runs_by_default(request):
     """All but those two tests that read what a sanitizer says, whose builds take minutes."""
     named = sorted({WALK, *(test for tests in TESTED.values() for test in tests)})
-    if is_the_default_run(request.config):  # the same, without a process that collects again
-        found = [item.nodeid for item in request.session.items]
-    else:
-        found = collected(*named)
+    here = [item.nodeid for item in request.session.items]
+    found = here if is_the_default_run(request.config) else collected(*named)  # in a process of its own
     assert [test for test in named if not any(belongs(each, test) for each in found)] == []
     on_accelerators = collected("--device", "sim", SCENARIOS.partition("::")[0])
     assert any(belongs(each, SCENARIOS) for each in on_accelerators)
