@@ -1,8 +1,8 @@
 """Runs `python ARGUMENT …` in a process that is forked from one which has imported torch and the library.
 
 Importing torch and what its optimizers import takes seconds, a fork milliseconds. Nothing has been used in that
-process: no engine exists in it. A test of how a process begins or ends, of what it has loaded, or of an environment that
-is read as an interpreter starts, runs a fresh interpreter instead.
+process: no engine exists in it. A test of how a process begins or ends, of what it has loaded, or of an environment
+that is read as an interpreter starts, runs a fresh interpreter instead.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def become(job: dict[str, Any]) -> None:
         os.close(descriptor)
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.dup2(descriptor, 0)
-    sys.stdin = open(0)  # noqa: PTH123, SIM115
+    sys.stdin = open(0)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
