@@ -10,19 +10,22 @@ from optimizer_state import test_wrapped_steps as steps
 from optimizer_state.state_rig import assert_equal
 from optimizer_state.users_rig import both
 
-from offload.optimizer_state import mover, streamed_state, surroundings
+from offload.optimizer_state import divisible, mover, streamed_state, surroundings
 
 GUARDS = {
     "chunks call what the hooks surround": (
-        [(mover, "step_behind_hooks", lambda optimizer: type(optimizer).step), (mover, "is_own_step", lambda *_: True)],
+        [
+            (mover, "step_behind_hooks", lambda optimizer: type(optimizer).step),
+            (divisible, "is_own_step", lambda *_: True),
+        ],
         steps.a_wrapper_of_the_class_that_hides_it,
     ),
     "a wrapped step is not divided": (
-        [(mover, "is_own_step", lambda *_: True)],
+        [(divisible, "is_own_step", lambda *_: True)],
         steps.a_wrapper_between_two_hooked_steps,
     ),
     "a step that runs the hooks again is not divided": (
-        [(mover, "steps_through_hooks", lambda optimizer: False)],
+        [(divisible, "steps_through_hooks", lambda optimizer: False)],
         steps.a_base_that_gets_hooks_later,
     ),
     "what other code holds stays": (

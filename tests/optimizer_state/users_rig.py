@@ -42,12 +42,17 @@ def everything(model, *optimizers):
 
 
 class On:
-    """Enables offload for what a scenario makes."""
+    """Enables offload for what a scenario makes. `asked`: what is enabled of its optimizers."""
 
-    def __init__(self, is_on, folder):
+    def __init__(self, is_on, folder, **asked):
         self.is_on = is_on
         self.handles = []
-        self.knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "spill_dir": folder, "optimizer_state": True}
+        self.knobs = {
+            "n_tensors": 0,
+            "min_tensor_bytes": 1024,
+            "spill_dir": folder,
+            **(asked or {"optimizer_state": True}),
+        }
 
     def __call__(self, model, *optimizers):
         if self.is_on:
@@ -62,10 +67,10 @@ class On:
         return [counts for handle in self.handles for counts in handle.report().optimizer_state]
 
 
-def both(function, folder, *given):
-    """What a scenario returns without and with state moved, and `on` of the latter."""
+def both(function, folder, *given, **asked):
+    """What a scenario returns without and with offload, and `on` of the latter."""
     plain = function(On(False, folder), *given)
-    on = On(True, folder)
+    on = On(True, folder, **asked)
     moved = function(on, *given)
     return plain, moved, on
 
