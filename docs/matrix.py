@@ -27,6 +27,7 @@ TITLES = {
     "peft": "PEFT",
     "accelerate": "accelerate",
     "optimizer_state": "Optimizer state in the store",
+    "step_in_backward": "Parameters updated in backward",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
     "compile_matrix": "torch.compile: kernels and graph breaks",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offload.diagnostics.recovery import recover
     from offload.diagnostics.report import Report
     from offload.handle import Session
+    from offload.optimizer_state.freed_gradient import StepInBackwardError
     from offload.optimizer_state.streamed_state import OptimizerStateError
     from offload.plan import InfeasibleLimitError
     from offload.session import disable, enable
@@ -33,6 +34,7 @@ __all__ = [
     "Report",
     "Session",
     "SpillError",
+    "StepInBackwardError",
     "contrib",
     "disable",
     "enable",
@@ -49,6 +51,7 @@ _HOMES = {
     "Report": "offload.diagnostics.report",
     "Session": "offload.handle",
     "SpillError": "offload._core",
+    "StepInBackwardError": "offload.optimizer_state.freed_gradient",
     "disable": "offload.session",
     "enable": "offload.session",
     "fit": "offload.capacity.model",

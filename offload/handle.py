@@ -28,6 +28,7 @@ from offload.diagnostics.metrics import StepLogger
 from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.session_report import make_report, make_verdict, recorded_trace, tier
 from offload.diagnostics.step_recording import StepRecording
+from offload.optimizer_state.freed_gradient import StepInBackwardError
 from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
 from offload.plan import Plan
@@ -78,7 +79,7 @@ class Session:
             always=registry.profile_listener() is not None,
         )
         if (held := self._on_device.held) is not None:
-            held.count_moving(states.bytes_in_memory_max)
+            held.count_moving(states.bytes_in_memory_max, in_backward=states.steps_in_backward)
         self._enabled.step_listeners.append(LivePublisher())
 
     # -- public -------------------------------------------------------------------------------------------------------
@@ -92,7 +93,8 @@ class Session:
         """Return the report on the tensors that have been swapped since `enable`, and on those kept and why."""
         run_pending_callbacks()
         self._states.look()
-        return make_report(self._enabled, self._feeds, self._remarks, self._states.counts)
+        states = self._states
+        return make_report(self._enabled, self._feeds, self._remarks, states.counts, states.backward_counts)
 
     @property
     def plan(self) -> Plan | None:
@@ -194,6 +196,36 @@ class Session:
             if inputs:
                 enabled.attach(current, inputs, {})
             yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
+        """Clip the norm of all gradients of the model by `torch.nn.utils.clip_grad_norm_`, or say why that cannot be.
+
+        Parameters
+        ----------
+        max_norm, norm_type
+            The norm is at most this afterwards; its order.
+        **options
+            `error_if_nonfinite` and `foreach` of torch's function.
+
+        Returns
+        -------
+        torch.Tensor
+            The norm before, of shape [].
+
+        Raises
+        ------
+        StepInBackwardError
+            With `step_in_backward=True`: gradients are used and freed before their norm is known.
+        """
+        model = self._model()
+        if self._states.steps_in_backward:
+            raise StepInBackwardError(
+                "clip_grad_norm_ needs all gradients at once, and with step_in_backward=True each is used and freed in "
+                "backward: enable without step_in_backward, or clip each gradient by itself in a hook of its "
+                "parameter, parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))"
+            )
+        parameters = list(model.parameters()) if model is not None else []
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **options)
 
     @contextmanager
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:

@@ -38,6 +38,7 @@ def enable(
     recompute: Literal["auto", "cheap", False] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     optimizer_state: Literal["auto", True, False] = "auto",
+    step_in_backward: bool = False,
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory during training.
 
@@ -79,10 +80,14 @@ def enable(
         matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
 
     optimizer
-        The optimizer of the model, or a list of them. Needed by `optimizer_state`.
+        The optimizer of the model, or a list of them. Needed by `optimizer_state` and `step_in_backward`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
         parameters at a time. ``False`` and ``"auto"``: it stays in memory.
+    step_in_backward
+        Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
+        freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
+        processes: a `StepInBackwardError` says so.
 
     Returns
     -------
@@ -107,13 +112,15 @@ def enable(
     2
     """
     given = dict(locals())
-    asked = {name: given[name] for name in given.keys() - {"model", "optimizer", "optimizer_state"}}
-    optimizers = check_optimizers(model, optimizer, optimizer_state)
+    of_optimizer = {"optimizer", "optimizer_state", "step_in_backward"}
+    asked = {name: given[name] for name in given.keys() - {"model"} - of_optimizer}
+    optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward)
     device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
-    states = StateMovers(model, optimizers, partial(make_engine, device, options), options.min_tensor_bytes)
+    make_own = partial(make_engine, device, options) if optimizer_state is True else None
+    states = StateMovers(model, optimizers, make_own, options.min_tensor_bytes, in_backward=step_in_backward)
     try:
         session = compiled.untraced(Session, model, device, options, engine, asked, states)
         registry.register(session._enabled)

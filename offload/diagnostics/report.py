@@ -9,6 +9,7 @@ from typing import Any
 from offload.diagnostics.html import inline
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
+from offload.optimizer_state.in_backward import BackwardCounts
 from offload.optimizer_state.mover import StateCounts
 from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
@@ -122,7 +123,9 @@ class Report:
     plan : Plan or None
         The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     optimizer_state : tuple of StateCounts
-        Counters of each optimizer's state that was moved; empty without `optimizer`.
+        Counters of each optimizer's state that was moved; empty without `optimizer_state=True`.
+    step_in_backward : tuple of BackwardCounts
+        Counters of the updates in backward, of each optimizer; empty without `step_in_backward=True`.
     """
 
     verdict: Verdict
@@ -152,6 +155,7 @@ class Report:
     feed: Feed = field(default_factory=Feed)
     plan: Plan | None = field(default=None, repr=False)
     optimizer_state: tuple[StateCounts, ...] = ()
+    step_in_backward: tuple[BackwardCounts, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
@@ -189,6 +193,7 @@ class Report:
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
+            "step_in_backward": [counts.to_dict() for counts in self.step_in_backward],
             "notes": list(self.notes),
         }
 
@@ -221,6 +226,7 @@ class Report:
             ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             *[("optimizer state", str(counts)) for counts in self.optimizer_state],
+            *[("gradients", str(counts)) for counts in self.step_in_backward],
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),
             ("allocator", self.allocator),

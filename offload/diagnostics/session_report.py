@@ -17,6 +17,7 @@ from offload.devices import allocator
 from offload.diagnostics.assessment import Subject, assess, weigh_process
 from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.verdict import Verdict
+from offload.optimizer_state.in_backward import BackwardCounts
 from offload.optimizer_state.mover import StateCounts
 from offload.options import is_in_memory
 from offload.plan import Link
@@ -26,12 +27,16 @@ __all__ = ["make_report", "make_verdict", "recorded_trace", "tier"]
 
 
 def make_report(
-    enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[str], states: Sequence[StateCounts]
+    enabled: EnabledModel,
+    feeds: Sequence[Feed],
+    remarks: Sequence[str],
+    states: Sequence[StateCounts],
+    in_backward: Sequence[BackwardCounts],
 ) -> Report:
     """Return the report of an enabled model.
 
-    `feeds` are the counters of its `contrib.Prefetcher` objects, `remarks` further notes, and `states` the counters of
-    its optimizers' state.
+    `feeds` are the counters of its `contrib.Prefetcher` objects, `remarks` further notes, `states` the counters of its
+    optimizers' state, and `in_backward` those of the updates in backward.
     """
     here = enabled.on_device
     here.engine.collect()
@@ -71,6 +76,7 @@ def make_report(
         feed=Feed.total(feeds),
         plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
         optimizer_state=tuple(replace(state) for state in states),
+        step_in_backward=tuple(replace(counts) for counts in in_backward),
     )
 
 

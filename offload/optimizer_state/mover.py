@@ -18,16 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
+from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
-from offload.torch_compat.optimizers import is_own_step, step_behind_hooks, steps_through_hooks
+from offload.torch_compat.optimizers import step_behind_hooks
 from offload.units import format_bytes
 
 __all__ = ["StateCounts", "StateMover", "why_it_stays"]
@@ -127,6 +128,8 @@ class StateMover:
         The name of a parameter, for errors.
     behind
         Shared by the optimizers of a model.
+    steps
+        Whether it steps the optimizer, in chunks. False: `StepInBackward` does, and asks for the state.
     """
 
     def __init__(
@@ -136,6 +139,8 @@ class StateMover:
         min_nbytes: int,
         name_of: Callable[[Tensor], str],
         behind: WriteBehind | None = None,
+        *,
+        steps: bool = True,
     ) -> None:
         self.counts = StateCounts(type(optimizer).__name__, why_it_stays(optimizer))
         self.engine = engine
@@ -149,17 +154,18 @@ class StateMover:
         if self.counts.stays:
             return
         try:
-            self._begin(optimizer)
+            self._begin(optimizer, steps=steps)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        self._hooks += [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
-        ]
+    def _begin(self, optimizer: Optimizer, *, steps: bool) -> None:
+        if steps:
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
         self.look()
 
@@ -250,18 +256,11 @@ class StateMover:
         self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
         """Why a step cannot be divided into chunks; empty if it can."""
-        if not is_own_step(optimizer, step):
-            return (
-                "its class's step has been replaced or wrapped by a function, which is called once for all parameters"
-            )
-        if hasattr(type(optimizer), "__del__"):
-            return "its class has a `__del__`, which would run for each part of a step"
+        why = why_not_divided(optimizer, step)
+        if why:
+            return why
         if len(args) > 2 or kwargs.keys() - {"closure"}:
             return "its step was given other arguments than a closure"
-        if any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups):
-            return "a group has a parameter twice"
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            return "a capturable step may run in a CUDA graph"
         if self._is_separable is None:
             takes_closure = "closure" in inspect.signature(step).parameters
             self._is_separable = takes_closure and is_separable(optimizer, step)
@@ -275,6 +274,47 @@ class StateMover:
             self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
         else:  # closed since the step began: by the closure, or by a hook
             step(optimizer)
+
+    # -- for `StepInBackward` -----------------------------------------------------------------------------------------
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """A step begins: its first update, in backward or in `optimizer.step()`."""
+        self._streamed(optimizer)
+        self.engine.collect()
+        self.counts.steps += 1
+
+    def begin(self, param: Tensor) -> int:
+        """Start the copy-ins of a parameter's state. Returns the bytes."""
+        return self._known.begin(param)
+
+    def fetch(self, param: Tensor) -> None:
+        """Have a parameter's state in memory."""
+        self.counts.in_bytes += self._known.fetch(param)
+
+    def leave(self, param: Tensor, need: int) -> None:
+        """Start the copy-outs of a parameter's state. `need`: how many parameters need theirs earlier."""
+        self._leave(self._known, param, need)
+
+    def abandon(self, param: Tensor) -> None:
+        """Free the memory of copy-ins that nobody waits for any more."""
+        self._known.abandon(param)
+
+    def step(self, step: ChunkedStep) -> None:
+        """Make a step in chunks."""
+        self._step(self._known, step)
+
+    @property
+    def _known(self) -> StreamedState:
+        assert self._state is not None
+        return self._state
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of one parameter's state that leaves."""
+        state = self._state
+        return max(map(state.nbytes_of, state.tensors), default=0) if state is not None else 0
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
 
     def _step(self, state: StreamedState, step: ChunkedStep) -> None:
         chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
@@ -315,9 +355,10 @@ class StateMover:
 
     @opaque
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        untraced(self._end_step, optimizer)
+        untraced(self.end_step, optimizer)
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Have everything leave that is in memory."""
         if self._hooks:
             self._leave_all(self._streamed(optimizer))
 
@@ -329,12 +370,7 @@ class StateMover:
 
 def why_it_stays(optimizer: Optimizer) -> str:
     """Return why no state of an optimizer can be moved; empty if it can."""
-    if isinstance(optimizer, LBFGS):
-        return "LBFGS uses the state of all parameters at once, several times per step"
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        return "a capturable step may run in a CUDA graph, which uses the state where it was"
-    if steps_through_hooks(optimizer):
-        return "its step calls that of a base class, whose hooks would run within it"
-    if sys.getrefcount(optimizer.state) > _HELD_ONCE:
+    why = why_its_kind_is_not_divided(optimizer)
+    if not why and sys.getrefcount(optimizer.state) > _HELD_ONCE:
         return "other code holds its `state`, such as an optimizer around it, and would go on with an old one"
-    return ""
+    return why

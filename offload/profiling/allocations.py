@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from offload.plan.trace import SavedTensor
-from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
+from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationProfile
 
 log = logging.getLogger("offload")
 
@@ -106,14 +106,14 @@ def footprint(
     """Return the bytes of each node that do not belong to the tensors `saved`.
 
     `places` has the addresses of their storages by id. Memory that the engine allocates for reloaded tensors is not
-    counted: the trace counts it with these tensors. Gradients are the allocations at `gradient_places` that still
-    exist at the end.
+    counted: the trace counts it with these tensors. Nor is memory that outlives a part that `apart` marks: it is
+    counted with the optimizer's state. Gradients are the allocations at `gradient_places` that still exist at the end.
 
     Parameters
     ----------
     events
-        In order of time: ("node", number, 0), ("saved", tensor's id, 0), ("reload", 1 or 0, 0), and ("alloc" or
-        "free", address, bytes).
+        In order of time: ("node", number, 0), ("saved", tensor's id, 0), ("reload" or "apart", 1 or 0, 0), and
+        ("alloc" or "free", address, bytes).
     """
     wanted = {tensor.id: tensor for tensor in saved}
     produced: dict[int, int] = {}
@@ -142,17 +142,26 @@ def footprint(
 def _others(events: Sequence[Event], owned: Mapping[int, int], node_count: int) -> list[int]:
     highest = [0] * node_count
     charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
-    node, now, reloading = 0, 0, False
+    inside: dict[int, None] = {}  # addresses that were allocated in a part that `apart` marks
+    node, now, reloading, is_apart = 0, 0, False, False
     for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
             node = which
         elif kind == "reload":
             reloading = bool(which)
+        elif kind == "apart":
+            is_apart = bool(which)
+            for address in inside:
+                now -= charged.pop(address, 0)
+            inside.clear()
         elif kind == "alloc":
+            if is_apart:
+                inside[which] = None
             charged[which] = 0 if reloading else max(nbytes - owned.get(number, 0), 0)
             now += charged[which]
         elif kind == "free":
             now -= charged.pop(which, 0)
+            inside.pop(which, None)
         if node < node_count:
             highest[node] = max(highest[node], now)
     return highest
@@ -160,7 +169,7 @@ def _others(events: Sequence[Event], owned: Mapping[int, int], node_count: int) 
 
 def _numbered(kind: str, which: int | str, nbytes: int) -> Event:
     """Convert a mark to its kind and number; return an allocation unchanged."""
-    for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload")):
+    for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload"), (APART, "apart")):
         if isinstance(which, str) and which.startswith(prefix):
             return name, int(which.removeprefix(prefix)), 0
     assert isinstance(which, int)

@@ -147,15 +147,19 @@ class HeldMemory:
         self._before_step: Callable[[], None] | None = None
         self._is_closed = False
         self._moving: Callable[[], int] = int
+        self._moves_in_backward = False
         _listen(self)
 
     def on_optimizer_step(self, call: Callable[[], None]) -> None:
         """Register a bound method that is called before every optimizer step. At that time backward is over."""
         self._before_step = weak_callback(call)
 
-    def count_moving(self, nbytes: Callable[[], int]) -> None:
-        """Register a function whose result `look` adds: bytes of swapped-out optimizer state still being copied."""
-        self._moving = nbytes
+    def count_moving(self, nbytes: Callable[[], int], *, in_backward: bool) -> None:
+        """Register a function whose result `look` adds: bytes of swapped-out optimizer state still being copied.
+
+        On an accelerator only if these copies are made in backward: before a step they are among what is allocated.
+        """
+        self._moving, self._moves_in_backward = nbytes, in_backward
 
     def close(self) -> None:
         """Ignore further optimizer steps."""
@@ -171,7 +175,8 @@ class HeldMemory:
         state.look()
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes()
-            return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes)
+            moving_bytes = self._moving() if self._moves_in_backward else 0
+            return HeldBytes(allocated_bytes - state.gradient_bytes + moving_bytes, state.gradient_bytes)
         states = [list(dict.values(each.state)) for each in self._optimizers]  # swapped-out state stays so
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
         if not self._watch.same_leaves(states) or counted != state.changes:

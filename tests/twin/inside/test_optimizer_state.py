@@ -11,6 +11,7 @@ import offload
 from offload.optimizer_state import mover
 
 STEPS = 5
+OPTIONS = [{"n_tensors": 0}, {"n_tensors": -1}, {"n_tensors": 0, "host_limit": "64KiB"}]
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +39,14 @@ def train(options):
         if step in (2, STEPS - 1):
             saved.append(copy.deepcopy(optimizer.state_dict()["state"]))
     found = [parameter.detach().cpu() for parameter in model.parameters()]
-    return [*found, *(value.cpu() for state in saved for each in state.values() for value in each.values())], handle
+    return [
+        *found,
+        *(value.cpu() for state in saved for _, each in sorted(state.items()) for value in each.values()),
+    ], handle
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("options", [{"n_tensors": 0}, {"n_tensors": -1}, {"n_tensors": 0, "host_limit": "64KiB"}])
+@pytest.mark.parametrize("options", [*OPTIONS, *({**each, "step_in_backward": True} for each in OPTIONS)])
 def test_state_in_pinned_memory(options, seed):
     sim.schedule(seed, 500)
     expected, _ = train(None)
