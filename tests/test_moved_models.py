@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import run_python
 from torch import nn
 from twin.double import the_double
 

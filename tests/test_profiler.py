@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from forked_python import run_python
 from planned_rig import batch, enabled, known_link, make, train  # noqa: F401  (a fixture)
 from torch import nn
 from torch.nn.modules import module as modules
