@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,8 @@ def read_tensor(entry: Entry) -> Tensor:
         Its bytes cannot be read.
     """
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.nbytes else memoryview(b"")
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.nbytes else b""
+    left = memoryview(flat)
     with Path(entry.path).open("rb", buffering=0) as file:
         file.seek(entry.begin)
         while left:
