@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from offload.handle import Session
     from offload.optimizer_state.freed_gradient import StepInBackwardError
     from offload.optimizer_state.streamed_state import OptimizerStateError
+    from offload.parameters.stored_parameter import ParameterError
     from offload.plan import InfeasibleLimitError
-    from offload.session import disable, enable
+    from offload.session import disable, enable, materialize
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "Fit",
     "InfeasibleLimitError",
     "OptimizerStateError",
+    "ParameterError",
     "PoolExhausted",
     "Report",
     "Session",
@@ -39,6 +41,7 @@ __all__ = [
     "disable",
     "enable",
     "fit",
+    "materialize",
     "recover",
 ]
 
@@ -47,6 +50,7 @@ _HOMES = {
     "Fit": "offload.capacity.answer",
     "InfeasibleLimitError": "offload.plan",
     "OptimizerStateError": "offload.optimizer_state.streamed_state",
+    "ParameterError": "offload.parameters.stored_parameter",
     "PoolExhausted": "offload._core",
     "Report": "offload.diagnostics.report",
     "Session": "offload.handle",
@@ -55,6 +59,7 @@ _HOMES = {
     "disable": "offload.session",
     "enable": "offload.session",
     "fit": "offload.capacity.model",
+    "materialize": "offload.session",
     "recover": "offload.diagnostics.recovery",
 }
 _MODULES = {"_core", "contrib"}

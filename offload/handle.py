@@ -31,6 +31,7 @@ from offload.diagnostics.step_recording import StepRecording
 from offload.optimizer_state.freed_gradient import StepInBackwardError
 from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
+from offload.parameters.mover import ParameterMover
 from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.profiling.calibration import measure_link
@@ -61,6 +62,7 @@ class Session:
         engine: Engine,
         asked: Mapping[str, Any],
         states: StateMovers,
+        frozen: ParameterMover | None,
     ) -> None:
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
@@ -79,7 +81,10 @@ class Session:
             always=registry.profile_listener() is not None,
         )
         if (held := self._on_device.held) is not None:
-            held.count_moving(states.bytes_in_memory_max, in_backward=states.steps_in_backward)
+            held.count_moving(partial(_bytes_moving_max, states, frozen), in_backward=states.steps_in_backward)
+        self._enabled.frozen = frozen
+        if frozen is not None:
+            frozen.wrap()
         self._enabled.step_listeners.append(LivePublisher())
 
     # -- public -------------------------------------------------------------------------------------------------------
@@ -297,12 +302,16 @@ class Session:
         return self._recording
 
     def disable(self) -> None:
-        """Undo `enable` and bring optimizer state back. Backward still works for graphs that were created before."""
+        """Undo `enable` and bring everything back. Backward still works for graphs that were created before."""
         try:
             self._states.close()
         finally:
-            if self._enabled.is_enabled:
-                self._enabled.disable()
+            try:
+                if self._enabled.frozen is not None:
+                    self._enabled.frozen.close()
+            finally:
+                if self._enabled.is_enabled:
+                    self._enabled.disable()
 
     def __enter__(self) -> Session:
         return self
@@ -347,6 +356,11 @@ class Session:
     @property
     def _controller(self) -> ManualController | PlanController:
         return self._on_device.controller
+
+
+def _bytes_moving_max(states: StateMovers, frozen: ParameterMover | None) -> int:
+    """Bytes of optimizer state and frozen parameters that have left, and may be in memory while the model runs."""
+    return states.bytes_in_memory_max() + (frozen.bytes_in_memory_max() if frozen is not None else 0)
 
 
 def _session_on(

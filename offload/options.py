@@ -205,6 +205,21 @@ def check_optimizers(
     return given if optimizer_state is True or step_in_backward else ()
 
 
+def check_parameters(parameters: object) -> bool:
+    """Return whether frozen parameters are to leave memory.
+
+    Raises
+    ------
+    ValueError
+        `parameters` is neither ``"frozen"`` nor False.
+    """
+    if parameters is not False and parameters != "frozen":
+        raise ValueError(
+            f'parameters takes "frozen" or False, not {parameters!r}: parameters that are trained stay in memory'
+        )
+    return parameters == "frozen"
+
+
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:
     if isinstance(exclude, str):
         raise ValueError(f'exclude takes several module names: write exclude=("{exclude}",)')

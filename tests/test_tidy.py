@@ -23,7 +23,7 @@ PACKAGES = [
     {"options"},
     {"recomputation"},
     {"runtime"},
-    {"optimizer_state"},
+    {"optimizer_state", "parameters"},
     {"profiling"},
     {"control"},
     {"diagnostics"},

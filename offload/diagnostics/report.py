@@ -11,6 +11,7 @@ from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
 from offload.optimizer_state.in_backward import BackwardCounts
 from offload.optimizer_state.mover import StateCounts
+from offload.parameters.mover import ParameterCounts
 from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes, format_seconds
@@ -126,6 +127,8 @@ class Report:
         Counters of each optimizer's state that was moved; empty without `optimizer_state=True`.
     step_in_backward : tuple of BackwardCounts
         Counters of the updates in backward, of each optimizer; empty without `step_in_backward=True`.
+    frozen_parameters : ParameterCounts or None
+        Counters of frozen parameters that were moved; None without `parameters`.
     """
 
     verdict: Verdict
@@ -156,6 +159,7 @@ class Report:
     plan: Plan | None = field(default=None, repr=False)
     optimizer_state: tuple[StateCounts, ...] = ()
     step_in_backward: tuple[BackwardCounts, ...] = ()
+    frozen_parameters: ParameterCounts | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, in seconds, bytes, and bytes per second."""
@@ -194,6 +198,7 @@ class Report:
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
             "step_in_backward": [counts.to_dict() for counts in self.step_in_backward],
+            "frozen_parameters": self.frozen_parameters.to_dict() if self.frozen_parameters is not None else None,
             "notes": list(self.notes),
         }
 
@@ -227,6 +232,7 @@ class Report:
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             *[("optimizer state", str(counts)) for counts in self.optimizer_state],
             *[("gradients", str(counts)) for counts in self.step_in_backward],
+            *([("frozen parameters", str(self.frozen_parameters))] if self.frozen_parameters is not None else []),
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),
             ("allocator", self.allocator),

@@ -20,6 +20,7 @@ from offload.diagnostics.verdict import Verdict
 from offload.optimizer_state.in_backward import BackwardCounts
 from offload.optimizer_state.mover import StateCounts
 from offload.options import is_in_memory
+from offload.parameters.mover import ParameterCounts
 from offload.plan import Link
 from offload.plan.trace import Trace
 
@@ -71,13 +72,22 @@ def make_report(
             *_notes(enabled),
             *(note for feed in feeds for note in feed.notes()),
             *(note for state in states for note in state.notes()),
+            *(enabled.frozen.counts.notes() if enabled.frozen is not None else ()),
             *remarks,
         ),
         feed=Feed.total(feeds),
         plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
         optimizer_state=tuple(replace(state) for state in states),
         step_in_backward=tuple(replace(counts) for counts in in_backward),
+        frozen_parameters=_frozen(enabled),
     )
+
+
+def _frozen(enabled: EnabledModel) -> ParameterCounts | None:
+    if enabled.frozen is None:
+        return None
+    enabled.frozen.look()
+    return replace(enabled.frozen.counts)
 
 
 def make_verdict(enabled: EnabledModel) -> Verdict:

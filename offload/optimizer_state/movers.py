@@ -16,7 +16,7 @@ from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 
-__all__ = ["StateMovers"]
+__all__ = ["NameOf", "StateMovers"]
 
 
 class StateMovers:
@@ -67,7 +67,7 @@ class StateMovers:
                     "give it to one offload.enable alone"
                 )
         if in_backward:
-            _check_all(optimizers, _NameOf(self._model))
+            _check_all(optimizers, NameOf(self._model))
         try:
             for optimizer in optimizers:
                 self._take(optimizer, make_engine, min_nbytes, behind, in_backward=in_backward)
@@ -84,7 +84,7 @@ class StateMovers:
         *,
         in_backward: bool,
     ) -> None:
-        name_of = _NameOf(self._model)
+        name_of = NameOf(self._model)
         mover = None
         if make_engine is not None:
             mover = StateMover(optimizer, make_engine(), min_nbytes, name_of, behind, steps=not in_backward)
@@ -156,7 +156,7 @@ def _check_all(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]
                 )
 
 
-class _NameOf:
+class NameOf:
     """A parameter's name in the model. It keeps neither alive."""
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:
