@@ -1,83 +1,213 @@
-"""Memory and step time with optimizer state in memory, and in the store between steps.
+"""Memory and step time of a GPT under AdamW: plain, with its state in the store, and updated in backward besides.
 
-    python bench/moved_state.py [--tokens N …] [--width W] [--layers L] [--steps N] [--turns N]
+    python bench/moved_state.py [--json FILE] [--tokens N …] [--rounds N] [--quick]
 
-trains a stack of linear layers with AdamW in processes of their own, in turns, and prints for each number of tokens the
-largest resident memory of both and the ratios of their step times. The malloc is that of the environment: begin with
-`offload run --`.
+The three train side by side in live processes, which take turns, in another order each round; a turn is a few steps and
+ends when nothing is being written any more. Each has the malloc of `offload run`. Memory is the largest resident set
+beyond that after the imports. Times and ratios are medians over rounds; a ratio is that to the plain turn of its round.
+Weights and states are compared bit by bit: exit status 1 where they differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "state": {"optimizer_state": True},
+    "in backward": {"optimizer_state": True, "step_in_backward": True},
+}
+FORMAT = "offload-state/1"
+SIZES = {
+    "full": {"layers": 13, "width": 1024, "heads": 16, "length": 256},
+    "quick": {"layers": 2, "width": 64, "heads": 4, "length": 16},
+}
+TOKENS = {"full": [256, 1024, 4096], "quick": [32]}
+SETTLE_ROUNDS = 1
 
 
-def train(arguments: argparse.Namespace, tokens: int, *, is_moved: bool) -> None:
-    """Train in this process; print the figures as JSON."""
+def status_bytes(name: str) -> int:
+    """One of this process's figures of memory: VmRSS, or VmHWM for the largest so far."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def train(task: dict[str, Any]) -> None:
+    """Train in this process: a turn for each line of standard input, with a line of JSON as the answer."""
     import torch
-    from torch import nn
+    from torch.nn import functional
 
     import offload
+    import offload.session
+    from offload.demo.model import VOCABULARY, ByteGPT, Shape
+    from offload.devices import allocator
 
+    imported = status_bytes("VmRSS")
     torch.manual_seed(0)
-    width = arguments.width
-    layers = [each for _ in range(arguments.layers) for each in (nn.Linear(width, width), nn.GELU())]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    handle = offload.enable(model, n_tensors=0, optimizer=optimizer, optimizer_state=is_moved)
-    batch = torch.randn(tokens, width)
-    seconds = []
-    for _ in range(arguments.steps):
+    shape = Shape(**task["shape"])
+    model = ByteGPT(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
+    asked = KINDS[task["kind"]]
+    knobs = {"n_tensors": 0, "min_tensor_bytes": task["min_tensor_bytes"], **asked}
+    handle = offload.enable(model, optimizer=optimizer, **knobs) if asked else None
+    generator = torch.Generator().manual_seed(1)
+    for _ in sys.stdin:
         begin = time.perf_counter(), time.process_time()
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        seconds.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    wall, processor = (statistics.median(column[1:]) for column in zip(*seconds, strict=True))
-    moved = handle.report().optimizer_state
-    check = float(sum(parameter.double().sum() for parameter in model.parameters()))
-    figures = {"peak": peak, "wall": wall, "processor": processor, "check": check}
-    print(json.dumps({**figures, "state": moved[0].nbytes if moved else 0}))
-
-
-def main() -> None:
-    """Print one row per number of tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--run", choices=("plain", "moved"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.run is not None:
-        train(arguments, arguments.tokens[0], is_moved=arguments.run == "moved")
-        return
-    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("width", "layers", "steps")]
-    print("tokens  state MiB  peak MiB  moved MiB  wall  processor")
-    for tokens in arguments.tokens:
-        found: dict[str, list[dict[str, float]]] = {"plain": [], "moved": []}
-        for _ in range(arguments.turns):
-            for kind, rows in found.items():
-                command = [sys.executable, __file__, f"--run={kind}", f"--tokens={tokens}", *sizes]
-                rows.append(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
-        assert len({row["check"] for rows in found.values() for row in rows}) == 1, "other weights"
-        peak = {kind: statistics.median(row["peak"] for row in rows) / 2**20 for kind, rows in found.items()}
-        ratio = {
-            what: statistics.median(b[what] / a[what] for a, b in zip(found["plain"], found["moved"], strict=True))
-            for what in ("wall", "processor")
+        for _ in range(task["steps"]):
+            drawn = torch.randint(VOCABULARY, (shape.batch, shape.length + 1), generator=generator)
+            logits = model(drawn[:, :-1])
+            functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del logits
+        if handle is not None:
+            optimizer.state.engine.drain()
+        figures = {
+            "seconds": (time.perf_counter() - begin[0]) / task["steps"],
+            "processor_seconds": (time.process_time() - begin[1]) / task["steps"],
+            "peak_bytes": status_bytes("VmHWM") - imported,
         }
-        state = found["moved"][0]["state"] / 2**20
-        print(f"{tokens:6} {state:10.0f} {peak['plain']:9.0f} {peak['moved']:10.0f} ", end="")
-        print(f"{ratio['wall']:5.2f} {ratio['processor']:10.2f}", flush=True)
+        print(json.dumps(figures), flush=True)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+        for value in optimizer.state[parameter].values():
+            digest.update(value.numpy().tobytes())
+    state = handle.report().optimizer_state[0].nbytes if handle is not None else 0
+    count = sum(parameter.numel() for parameter in model.parameters())
+    about = {"digest": digest.hexdigest(), "state_bytes": state, "parameters": count, "malloc": allocator.current()}
+    print(json.dumps(about))
+
+
+class Contestant:
+    """One live process."""
+
+    def __init__(self, task: dict[str, Any], environment: dict[str, str]) -> None:
+        command = [sys.executable, __file__, "--task", json.dumps(task)]
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.turns: list[dict[str, float]] = []
+
+    def turn(self) -> None:
+        """Have it train for a turn."""
+        assert self._child.stdin is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        self.turns.append(self._answer())
+
+    def end(self) -> dict[str, Any]:
+        """End it. Returns what it says of itself."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        found = self._answer()
+        self._child.wait()
+        return found
+
+    def kill(self) -> None:
+        """End it at once, wherever it is."""
+        self._child.kill()
+        self._child.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a contestant ended with exit status {self._child.wait()}; see above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def measure(tokens: int, size: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """One row for each kind."""
+    from offload.devices import allocator
+
+    shape = {**SIZES[size], "batch": max(1, tokens // SIZES[size]["length"])}
+    least = "1MiB" if size == "full" else "1KiB"
+    common = {"shape": shape, "steps": steps, "min_tensor_bytes": least}
+    environment = allocator.preload_environment()
+    contestants = {kind: Contestant({**common, "kind": kind}, environment) for kind in KINDS}
+    try:
+        order = list(KINDS)
+        for _ in range(SETTLE_ROUNDS + rounds):
+            for kind in order:
+                contestants[kind].turn()
+            order = [*order[1:], order[0]]
+        ends = {kind: each.end() for kind, each in contestants.items()}
+    finally:
+        for each in contestants.values():
+            each.kill()
+    return [_row(kind, tokens, contestants, ends) for kind in KINDS]
+
+
+def _row(kind: str, tokens: int, contestants: dict[str, Contestant], ends: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    turns, plain = contestants[kind].turns, contestants["plain"].turns
+    measured = list(zip(turns, plain, strict=True))[SETTLE_ROUNDS:]
+    ratios = {name: [own[name] / other[name] for own, other in measured] for name in ("seconds", "processor_seconds")}
+    return {
+        "kind": kind,
+        "tokens": tokens,
+        **{name: ends[kind][name] for name in ("parameters", "state_bytes", "malloc")},
+        "peak_bytes": turns[-1]["peak_bytes"],
+        "saved_bytes": plain[-1]["peak_bytes"] - turns[-1]["peak_bytes"],
+        "seconds": statistics.median(own["seconds"] for own, _ in measured),
+        "ratio": statistics.median(ratios["seconds"]),
+        "ratios": ratios["seconds"],
+        "processor_ratio": statistics.median(ratios["processor_seconds"]),
+        "bits_equal": ends[kind]["digest"] == ends["plain"]["digest"],
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row in words."""
+    return (
+        f"{row['tokens']:6}  {row['kind']:<11}  {row['peak_bytes'] / 2**20:8.0f}  {row['saved_bytes'] / 2**20:8.0f}  "
+        f"{row['seconds']:8.2f}  {row['ratio']:5.2f} ({min(row['ratios']):.2f}–{max(row['ratios']):.2f})  "
+        f"{row['processor_ratio']:9.2f}  bits {'equal' if row['bits_equal'] else 'DIFFER'}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 where weights or states differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", help="per step (default: 256 1024 4096)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--json", type=Path, help="where to keep the rows")
+    parser.add_argument("--quick", action="store_true", help="a tiny network: whether it works, not how fast")
+    parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.task is not None:
+        train(args.task)
+        return 0
+    import machine
+    from result_file import ResultFile
+
+    size = "quick" if args.quick else "full"
+    results = ResultFile(args.json) if args.json else None
+    if results is not None:
+        results.set("format", FORMAT)
+        results.set("machine", machine.describe())
+        results.set("size", size)
+    are_equal = True
+    print("tokens  kind         peak MiB  less MiB  step (s)  ratio               processor")
+    for tokens in args.tokens or TOKENS[size]:
+        for row in measure(tokens, size, args.rounds, args.steps):
+            print(line(row), flush=True)
+            are_equal = are_equal and row["bits_equal"]
+            if results is not None:
+                results.append("rows", row)
+    return 0 if are_equal else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

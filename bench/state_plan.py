@@ -42,7 +42,8 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    knobs = {"memory_limit": arguments.limit, "min_tensor_bytes": "16KiB" if arguments.quick else "1MiB"}
+    smallest = "16KiB" if arguments.quick else "1MiB"
+    knobs = {"memory_limit": arguments.limit, "min_tensor_bytes": smallest, "optimizer_state": "auto"}
     handle = offload.enable(model, **knobs) if arguments.limit else None
     batch = torch.randn(arguments.tokens, width)
     seconds = []

@@ -38,7 +38,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // Only in a test that disables this guard (of slab_slot.cpp): the extent is released before it has been read.
+  // For tests only: slab_slot.cpp releases the extent with the slot; without that guard it is released here, unread.
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 

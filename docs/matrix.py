@@ -27,6 +27,8 @@ TITLES = {
     "peft": "PEFT",
     "accelerate": "accelerate",
     "optimizer_state": "Optimizer state in the store",
+    "step_in_backward": "Parameters updated in backward",
+    "frozen_parameters": "Frozen parameters in the store",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
     "compile_matrix": "torch.compile: kernels and graph breaks",

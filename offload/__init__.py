@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from offload.diagnostics.recovery import recover
     from offload.diagnostics.report import Report
     from offload.handle import Session
+    from offload.optimizer_state.freed_gradient import StepInBackwardError
     from offload.optimizer_state.streamed_state import OptimizerStateError
+    from offload.parameters.stored_parameter import ParameterError
     from offload.plan import InfeasibleLimitError
-    from offload.session import disable, enable
+    from offload.session import disable, enable, materialize
 
 __version__ = "0.1.0"
 
@@ -29,14 +31,17 @@ __all__ = [
     "Fit",
     "InfeasibleLimitError",
     "OptimizerStateError",
+    "ParameterError",
     "PoolExhausted",
     "Report",
     "Session",
     "SpillError",
+    "StepInBackwardError",
     "contrib",
     "disable",
     "enable",
     "fit",
+    "materialize",
     "recover",
 ]
 
@@ -45,13 +50,16 @@ _HOMES = {
     "Fit": "offload.capacity.answer",
     "InfeasibleLimitError": "offload.plan",
     "OptimizerStateError": "offload.optimizer_state.streamed_state",
+    "ParameterError": "offload.parameters.stored_parameter",
     "PoolExhausted": "offload._core",
     "Report": "offload.diagnostics.report",
     "Session": "offload.handle",
     "SpillError": "offload._core",
+    "StepInBackwardError": "offload.optimizer_state.freed_gradient",
     "disable": "offload.session",
     "enable": "offload.session",
     "fit": "offload.capacity.model",
+    "materialize": "offload.session",
     "recover": "offload.diagnostics.recovery",
 }
 _MODULES = {"_core", "contrib"}

@@ -28,8 +28,10 @@ from offload.diagnostics.metrics import StepLogger
 from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.session_report import make_report, make_verdict, recorded_trace, tier
 from offload.diagnostics.step_recording import StepRecording
+from offload.optimizer_state.freed_gradient import StepInBackwardError
 from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
+from offload.parameters.mover import ParameterMover
 from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.profiling.calibration import measure_link
@@ -60,6 +62,7 @@ class Session:
         engine: Engine,
         asked: Mapping[str, Any],
         states: StateMovers,
+        frozen: ParameterMover | None,
     ) -> None:
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
@@ -73,10 +76,13 @@ class Session:
             engine,
             asked,
             self,
-            partial(_session_on, states),
+            partial(_session_on, states, frozen),
             registry.is_unused,
             always=registry.profile_listener() is not None,
         )
+        self._enabled.frozen = frozen
+        if frozen is not None:
+            frozen.wrap()
         self._enabled.step_listeners.append(LivePublisher())
 
     # -- public -------------------------------------------------------------------------------------------------------
@@ -90,7 +96,8 @@ class Session:
         """Return the report on the tensors that have been swapped since `enable`, and on those kept and why."""
         run_pending_callbacks()
         self._states.look()
-        return make_report(self._enabled, self._feeds, self._remarks, self._states.counts)
+        states = self._states
+        return make_report(self._enabled, self._feeds, self._remarks, states.counts, states.backward_counts)
 
     @property
     def plan(self) -> Plan | None:
@@ -193,6 +200,36 @@ class Session:
                 enabled.attach(current, inputs, {})
             yield
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
+        """Clip the norm of all gradients of the model by `torch.nn.utils.clip_grad_norm_`, or say why that cannot be.
+
+        Parameters
+        ----------
+        max_norm, norm_type
+            The norm is at most this afterwards; its order.
+        **options
+            `error_if_nonfinite` and `foreach` of torch's function.
+
+        Returns
+        -------
+        torch.Tensor
+            The norm before, of shape [].
+
+        Raises
+        ------
+        StepInBackwardError
+            With `step_in_backward=True`: gradients are used and freed before their norm is known.
+        """
+        model = self._model()
+        if self._states.steps_in_backward:
+            raise StepInBackwardError(
+                "clip_grad_norm_ needs all gradients at once, and with step_in_backward=True each is used and freed in "
+                "backward: enable without step_in_backward, or clip each gradient by itself in a hook of its "
+                "parameter, parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))"
+            )
+        parameters = list(model.parameters()) if model is not None else []
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **options)
+
     @contextmanager
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
         """Explain an out-of-memory error of the code in a `with` block: in a note on the exception and on a page.
@@ -263,12 +300,16 @@ class Session:
         return self._recording
 
     def disable(self) -> None:
-        """Undo `enable` and bring optimizer state back. Backward still works for graphs that were created before."""
+        """Undo `enable` and bring everything back. Backward still works for graphs that were created before."""
         try:
             self._states.close()
         finally:
-            if self._enabled.is_enabled:
-                self._enabled.disable()
+            try:
+                if self._enabled.frozen is not None:
+                    self._enabled.frozen.close()
+            finally:
+                if self._enabled.is_enabled:
+                    self._enabled.disable()
 
     def __enter__(self) -> Session:
         return self
@@ -317,6 +358,7 @@ class Session:
 
 def _session_on(
     states: StateMovers,
+    frozen: ParameterMover | None,
     model: nn.Module,
     device: torch.device,
     options: Options,
@@ -324,11 +366,15 @@ def _session_on(
     on_recorded: Callable[[StepOrder], None],
 ) -> DeviceSession:
     link, listener = partial(measure_link, device, options), registry.profile_listener()
-    return DeviceSession(
+    made = DeviceSession(
         model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS, states
     )
+    if frozen is not None and made.held is not None:
+        made.held.count_frozen(frozen.bytes_in_memory_max)
+    return made
 
 
 def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    about = (*at.counts.in_step(), at.counts.dropped_in_step())
+    running = at.controller.running.place() if isinstance(at.controller, PlanController) else None
+    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running)
     oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)

@@ -166,21 +166,28 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
 
 
 def check_optimizers(
-    model: torch.nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, optimizer_state: object
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    optimizer_state: object,
+    step_in_backward: object = False,
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose state may be swapped: those that are given, unless `optimizer_state` is False.
+    """Return the optimizers whose state may be swapped, or that step in backward: those that are given, else none.
 
     Raises
     ------
     ValueError
-        One of them is not an optimizer of the model or is given twice, or `optimizer_state` is not "auto", True or
-        False, or is True without an optimizer; the message says what to write.
+        One of them is not an optimizer of the model or is given twice, `optimizer_state` is not "auto", True or False,
+        or one of the two is True without an optimizer; the message says what to write.
     """
+    if not isinstance(step_in_backward, bool):
+        raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")
     if not isinstance(optimizer_state, bool) and optimizer_state != "auto":
         raise ValueError(f'optimizer_state takes "auto", True or False, not {optimizer_state!r}')
     if optimizer is None:
         if optimizer_state is True:
             raise ValueError("optimizer_state=True needs the optimizer: add optimizer=optimizer")
+        if step_in_backward:
+            raise ValueError("step_in_backward=True needs the optimizer: add optimizer=optimizer")
         return ()
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     own = {id(parameter) for parameter in model.parameters()}
@@ -195,7 +202,22 @@ def check_optimizers(
                 f"optimizer: {type(each).__name__} has no parameter of this model; create it from "
                 "model.parameters(), or give another one"
             )
-    return given if optimizer_state else ()
+    return given if optimizer_state or step_in_backward else ()
+
+
+def check_parameters(parameters: object) -> bool:
+    """Return whether frozen parameters are to leave memory.
+
+    Raises
+    ------
+    ValueError
+        `parameters` is neither ``"frozen"`` nor False.
+    """
+    if parameters is not False and parameters != "frozen":
+        raise ValueError(
+            f'parameters takes "frozen" or False, not {parameters!r}: parameters that are trained stay in memory'
+        )
+    return parameters == "frozen"
 
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

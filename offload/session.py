@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,13 +17,17 @@ from offload.control import registry
 from offload.devices.memory import record_out_of_memory
 from offload.diagnostics.report import Feed
 from offload.handle import Session
-from offload.optimizer_state.movers import StateMovers
-from offload.options import check_optimizers, check_options
+from offload.optimizer_state.movers import NameOf, StateMovers
+from offload.options import check_optimizers, check_options, check_parameters
+from offload.parameters.materialize import Fill
+from offload.parameters.mover import ParameterMover
 from offload.runtime.refusals import check_model
 from offload.runtime.stores import make_engine
 from offload.torch_compat import compiled
 
-__all__ = ["disable", "enable", "remark", "session_of", "watch"]
+__all__ = ["disable", "enable", "materialize", "remark", "session_of", "watch"]
+
+_OF_OPTIMIZER = {"optimizer", "optimizer_state", "step_in_backward"}
 
 
 def enable(
@@ -37,7 +44,9 @@ def enable(
     spill_dir: str | os.PathLike[str] | None = None,
     recompute: Literal["auto", "cheap", False] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    optimizer_state: Literal["auto", True, False] = "auto",
+    optimizer_state: Literal["auto", True, False] = False,
+    step_in_backward: bool = False,
+    parameters: Literal["frozen", False] = False,
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory during training.
 
@@ -79,11 +88,20 @@ def enable(
         matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
 
     optimizer
-        The optimizer of the model, or a list of them. Needed by ``optimizer_state=True``.
+        The optimizer of the model, or a list of them. Needed by ``optimizer_state=True`` and `step_in_backward`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
         parameters at a time. ``"auto"``: with `memory_limit`, as much of it as the limit demands or as makes steps
-        faster, of every optimizer that steps parameters of the model; without, none. ``False``: it stays in memory.
+        faster, of every optimizer that steps parameters of the model; without, or with `step_in_backward`, none: it
+        stays in memory. ``False``, the default: it stays in memory.
+    step_in_backward
+        Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
+        freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
+        processes: a `StepInBackwardError` says so.
+    parameters
+        ``"frozen"``: parameters without gradients, of at least `min_tensor_bytes`, are in the swap store while no
+        module uses them. Each module reads its own before its forward, and autograd reads them again in backward; they
+        are written once. ``False``: they stay in memory.
 
     Returns
     -------
@@ -108,26 +126,124 @@ def enable(
     2
     """
     given = dict(locals())
-    asked = {name: given[name] for name in given.keys() - {"model", "optimizer", "optimizer_state"}}
-    optimizers = check_optimizers(model, optimizer, optimizer_state)
-    device = check_model(model, [found for each in registry.enabled_models() if (found := each.model) is not None])
+    asked = {name: given[name] for name in given.keys() - {"model", "parameters"} - _OF_OPTIMIZER}
+    optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward)
+    moves_frozen = check_parameters(parameters)
+    device = check_model(model, _enabled_models())
+    return _enable(
+        model,
+        device,
+        asked,
+        optimizers,
+        None,
+        optimizer_state=optimizer_state,
+        in_backward=step_in_backward,
+        moves_frozen=moves_frozen,
+    )
+
+
+def materialize(
+    model: nn.Module,
+    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    device: torch.device | str = "cpu",
+    parameters: Literal["frozen", False] = "frozen",
+    **options: Any,
+) -> Session:
+    """Give a model that was built on the meta device its values from safetensors files, and enable offload on it.
+
+    It is read tensor by tensor, and each frozen parameter leaves memory before the next one is read, so the model can
+    be larger than memory. Freeze parameters before the call.
+
+    Parameters
+    ----------
+    model
+        What is on the meta device gets its values; everything else stays as it is. Parameters become other objects:
+        create the optimizer after this.
+    weights
+        A file, a folder with files ``*.safetensors``, or a list of files. Values are converted to the model's types.
+    device
+        Where the model is going to be.
+    parameters
+        As in `enable`; with ``False`` all of the model is in memory.
+    **options
+        The other arguments of `enable`, by name; not `optimizer`.
+
+    Returns
+    -------
+    Session
+        The handle, as of `enable`.
+
+    Raises
+    ------
+    ValueError
+        An argument is wrong, or model and files do not have the same tensors; the model is as before.
+    OSError
+        A file cannot be read.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile, torch, offload
+    >>> from safetensors.torch import save_file
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> save_file(torch.nn.Linear(64, 64).state_dict(), path)
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(64, 64).requires_grad_(False)
+    >>> handle = offload.materialize(model, path, min_tensor_bytes="4KiB")
+    >>> handle.report().frozen_parameters.tensors
+    1
+    """
+    known = inspect.signature(enable).parameters
+    taken = {"model", "parameters"} | _OF_OPTIMIZER
+    if unknown := options.keys() - (known.keys() - taken):
+        raise ValueError(f"materialize takes no {min(unknown)}; see offload.enable, and give it an optimizer there")
+    asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}
+    moves_frozen = check_parameters(parameters)
+    there = check_model(model, _enabled_models(), will_be_on=torch.device(device))
+    fill = Fill(model, weights, there)
+    return _enable(model, there, asked, (), fill, optimizer_state=False, in_backward=False, moves_frozen=moves_frozen)
+
+
+def _enabled_models() -> list[nn.Module]:
+    return [found for each in registry.enabled_models() if (found := each.model) is not None]
+
+
+def _enable(
+    model: nn.Module,
+    device: torch.device,
+    asked: dict[str, Any],
+    optimizers: Sequence[Optimizer],
+    fill: Fill | None,
+    *,
+    optimizer_state: bool | str,
+    in_backward: bool,
+    moves_frozen: bool,
+) -> Session:
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
     # Nothing is planned where the first step is all that runs.
-    is_planned = optimizer_state == "auto" and options.memory_limit is not None and registry.profile_listener() is None
-    states = StateMovers(
-        model,
-        optimizers if is_planned or optimizer_state is True else (),
-        partial(make_engine, device, options),
-        options.min_tensor_bytes,
-        is_planned=is_planned,
-    )
+    is_asked = optimizer_state == "auto" and not in_backward
+    is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
+    moves_state = optimizer_state is True or is_planned
+    make_own = partial(make_engine, device, options) if moves_state else None
+    used, min_nbytes = optimizers if moves_state or in_backward else (), options.min_tensor_bytes
+    states = StateMovers(model, used, make_own, min_nbytes, in_backward=in_backward, is_planned=is_planned)
+    frozen = None
     try:
-        session = compiled.untraced(Session, model, device, options, engine, asked, states)
+        if moves_frozen:
+            own, name_of = make_engine(device, options), NameOf(weakref.ref(model))
+            frozen = ParameterMover(model, own, options.min_tensor_bytes, name_of, options.memory_limit)
+        if fill is not None:
+            fill.run(frozen.leave if frozen is not None else None)
+        session = compiled.untraced(Session, model, device, options, engine, asked, states, frozen)
         registry.register(session._enabled)
     except BaseException:
         states.close()
+        if fill is not None:
+            fill.undo()  # there may be no memory for all of it
+        if frozen is not None:
+            frozen.close()
         raise
     return session
 

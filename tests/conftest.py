@@ -50,7 +50,7 @@ def pytest_addoption(parser):
         help="also run tests marked long; run the campaigns of docs/reliability.md and torch.compile's matrix in full",
     )
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
-    parser.addoption("--seeds", type=int, help="how many seeds tests/campaign walks (default: 250; --long: 2000)")
+    parser.addoption("--seeds", type=int, help="how many seeds tests/campaign walks (default: 100; --long: 2000)")
     parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")
     parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")
     parser.addoption("--device", choices=("cuda", "sim"), default="cuda", help="what tests marked gpu run on")

@@ -97,8 +97,8 @@ def demo() -> str:
     return demo_page.render(rows, results, equal=True, notes=["an example"])
 
 
-def out_of_memory() -> str:
-    """The page of an out-of-memory error."""
+def out_of_memory(*, planned: bool = True) -> str:
+    """The page of an out-of-memory error, in a step that follows a plan or in another one."""
     memory = DeviceMemory(
         device="cuda:0",
         is_accelerator=True,
@@ -118,6 +118,8 @@ def out_of_memory() -> str:
         saved_rows=[("kept: not in the plan", "31 tensors, 7.00 GiB", "could be swapped")],
         verdict="1.50 GiB are missing; 7.00 GiB of saved tensors could be swapped.",
         remedies=[("offload.enable(model, n_tensors=-1, lb=1)", "swaps up to 7.00 GiB more; the step takes longer")],
+        running=(plan(), 14) if planned else None,
+        limit_bytes=1100 * MIB,
     )
 
 
@@ -133,5 +135,6 @@ PAGES = {
     "timeline": lambda: timeline_page.render(timeline()),
     "demo": demo,
     "oom": out_of_memory,
+    "oom without a plan": lambda: out_of_memory(planned=False),
     "fit": fit,
 }

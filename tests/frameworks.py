@@ -12,6 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+# How a Trainer gets the engine. By default some tests run both ways, the others one of them.
+ONE_WAY = [pytest.param("mixin", marks=pytest.mark.long), "callback"]
+
+
 def need(name: str) -> ModuleType:
     """The framework's module."""
     if find_spec(name) is None:

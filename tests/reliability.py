@@ -56,6 +56,7 @@ PARTS = {
     "double": Part("the CUDA code on a simulated driver", ("tests/twin", "tests/test_cuda_driver.py")),
     "processes": Part("kills, limits, forks, exits, long runs", ("tests/processes",)),
     "state": Part("optimizer state: failing disk, forks, exits, copies", ("tests/optimizer_state",)),
+    "frozen": Part("frozen parameters: failing disk, interrupts, forks, exits", ("tests/parameters",)),
     "databases": Part("PyTorch's test databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
     "sanitizers": Part("stress program under sanitizers", ("tests/stress", "--long"), ("--rounds=500",), shares=2),
     "seeds": Part("random programs", ("tests/campaign/test_seeds.py",), shares=4),

@@ -256,7 +256,7 @@ def test_wrong_arguments():
     optimizer = offload.contrib.GradAccumulator(inner, steps=2)
     with pytest.raises(ValueError, match="wrap the optimizer once"):
         offload.contrib.GradAccumulator(optimizer, steps=2)
-    with pytest.raises(ValueError, match=r"items must be the count .* not 0"):
+    with pytest.raises(ValueError, match=r"items must be the number .* not 0"):
         optimizer.scale(torch.ones(()), items=0)
     with pytest.raises(RuntimeError, match=r"step\(\) without a loss: write optimizer.scale"):
         optimizer.step()

@@ -1,10 +1,8 @@
 """`offload.enable`: on and off, the true no-op, what the report counts."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from forked_python import run_python
 from torch import nn
 
 import offload
@@ -223,7 +221,8 @@ offload.disable(model)
 handle = offload.enable(model, n_tensors=1)
 assert handle.plan is None
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
+    ran = run_python("-c", script)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["True", "False"]
     not_yet, by_hand = ran.stderr.splitlines()
     assert "its plan is made when the second begins" in not_yet

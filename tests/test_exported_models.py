@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
+from forked_python import run_python
 
 BEGIN = """
 import torch, offload
@@ -31,8 +31,8 @@ plain_export, plain_trace, plain, gradient = exported(model), traced(model), mod
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    """A script in a fresh process."""
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
+    """A script in a process of its own."""
+    return run_python("-c", script, timeout=250)
 
 
 @pytest.mark.parametrize("knobs", [pytest.param("n_tensors=-1", marks=pytest.mark.long), "max_slowdown=0.05"])

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import run_python
 from page_check import charts_of, check_page
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "unmodified"
 MIB = 1 << 20
-LIMIT = {"images": 128 * MIB, "text": 88 * MIB, "catalogue": 96 * MIB}
+LIMIT = {"images": 128 * MIB, "text": 32 * MIB, "catalogue": 96 * MIB}
+WORDS = {"text": ["--layers", 1]}  # planning for all of them takes seconds
 ROOM = 2 * MIB  # the small tensors of a loop that are not the step's
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
+    return run_python(*words, timeout=280)
 
 
 def fit(script: str, *words: object) -> tuple[int, dict[str, Any]]:
-    done = run("-m", "offload", "fit", SCRIPTS / f"{script}.py", "--memory", LIMIT[script], "--json", *words)
+    done = run(
+        "-m",
+        "offload",
+        "fit",
+        SCRIPTS / f"{script}.py",
+        "--memory",
+        LIMIT[script],
+        "--json",
+        *words,
+        *WORDS.get(script, []),
+    )
     assert done.returncode in (0, 3), done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -32,7 +43,7 @@ def fit(script: str, *words: object) -> tuple[int, dict[str, Any]]:
 def happens(script: str, line: str | None = None, *words: object) -> dict[str, int]:
     """What a run of the script needs, with a line added to it or as it is."""
     added = ["--line", f"import offload; {line}"] if line else []
-    done = run(HERE / "unmodified_run.py", *added, SCRIPTS / f"{script}.py", *words)
+    done = run(HERE / "unmodified_run.py", *added, SCRIPTS / f"{script}.py", *WORDS.get(script, []), *words)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -74,8 +85,9 @@ def test_the_page_shows_what_memory_costs_and_the_plan_that_fits(text: dict[str,
 
 def test_a_script_that_fits_with_swapping(text: dict[str, Any]) -> None:
     assert text["fits"] in ("swap", "swap or recompute")
-    assert text["line"] == 'offload.enable(model, memory_limit="88MiB")'
+    assert text["line"] == 'offload.enable(model, memory_limit="32MiB")'
     assert text["batch"] == 24
+    assert "twice more, with 24 items and with 12" in text["notes"][-1]
     as_it_is = happens("text")["peak_bytes"]
     assert as_it_is > LIMIT["text"]
     assert abs(as_it_is - text["peak_bytes"]) <= ROOM

@@ -8,7 +8,7 @@ from pathlib import Path
 import plant as machines
 import pytest
 
-from offload.control.frontier import _fitted
+from offload.control.frontier import _slope
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
 from offload.plan import Link, least_memory_plan
@@ -86,13 +86,24 @@ def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.4, 0.8])
-def test_what_a_step_takes_more_as_soon_as_it_moves_anything_is_counted(seed, share):
+def test_what_a_step_takes_more_as_soon_as_it_moves_anything_breaks_no_promise(seed, share):
     plant, profiled, calibrated = machine(seed)
     plant.fixed_seconds = share * 0.05 * plant.compute_seconds
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     assert planned.frontier.is_settled
     assert not planned.plan.swaps or slowdown(plant, planned) <= 0.05
-    assert planned.replans <= 2
+    assert planned.replans <= LIMITS.replans
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_an_unlucky_measurement_does_not_end_the_search(seed):
+    """A plan that seemed too slow is followed by one that saves less, not by one that saves nothing."""
+    plant, profiled, calibrated = machine(2, noise=0.04)
+    plant.seed = seed
+    plant.__post_init__()
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert planned.plan.swaps
+    assert slowdown(plant, planned) <= 0.05
 
 
 def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
@@ -104,18 +115,17 @@ def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
 
 
 @pytest.mark.parametrize(
-    ("points", "line"),
+    ("points", "slope"),
     [
-        ([], (0.0, None)),
-        ([(10, 2.0)], (0.0, 0.2)),
-        ([(10, 2.0), (10, 4.0)], (0.0, 0.3)),
-        ([(10, 3.0), (20, 5.0)], (1.0, 0.2)),
-        ([(10, 1.0), (20, 4.0)], (0.0, 0.18)),  # a line through 0: the fit's own would begin below it
-        ([(10, 4.0), (20, 2.0)], (3.0, 0.0)),
+        ([], None),
+        ([(0, 1.0)], None),
+        ([(10, 2.0), (0, 1.0)], 0.2),
+        ([(10, 2.0), (10, 4.0)], 0.3),
+        ([(10, 1.0), (20, 4.0)], 0.18),
     ],
 )
-def test_the_line_through_what_plans_cost(points, line):
-    assert _fitted(points) == pytest.approx(line)
+def test_the_line_through_what_plans_cost(points, slope):
+    assert _slope(points) == pytest.approx(slope)
 
 
 def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():

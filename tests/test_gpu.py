@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import KIND, gpu, is_simulated, simulated, stream_handle
-from gpu_rig import MIB, SLEEP_CYCLES, assert_nothing_left, cuda, sleep  # noqa: F401
+from gpu_rig import LONG_IF_SIMULATED, MIB, SLEEP_CYCLES, assert_nothing_left, cuda, sleep  # noqa: F401
 from torch import Tensor, nn
 
 import offload
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.gpu
 
 # A processor computes what runs on the simulated one.
 IN_FLIGHT_BYTES_MAX = 8 * MIB if is_simulated else device_of(torch.device(KIND)).in_flight_bytes_max
-LONG_IF_SIMULATED = pytest.mark.long if is_simulated else pytest.mark.gpu  # what a processor takes its time for
 
 
 def convolutions() -> nn.Module:
@@ -106,7 +105,7 @@ def test_gradients_are_bit_equal(name: str, n_tensors: int, lb: int) -> None:
     assert_same(train(make, shape, options, check=check), train(make, shape))
 
 
-@pytest.mark.parametrize("options", [{}, {"n_tensors": -1}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=LONG_IF_SIMULATED), {"n_tensors": -1}])
 def test_a_model_that_is_moved_is_followed(options: dict[str, Any]) -> None:
     def steps(enable: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(0)

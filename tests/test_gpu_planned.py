@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerator import KIND, gpu, is_available, is_simulated
+from gpu_rig import LONG_IF_SIMULATED
 from torch import nn
 
 import offload
@@ -11,7 +12,7 @@ from offload.plan import InfeasibleLimitError
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-STEPS = 8
+STEPS = 6 if is_simulated else 8
 WIDTH, ROWS = (64, 2048) if is_simulated else (1024, 4096)  # a processor computes what runs on the simulated one
 
 
@@ -62,7 +63,7 @@ def train(knobs):
     return results, peak, handle
 
 
-@pytest.mark.parametrize("fraction", [0.8, 0.6])
+@pytest.mark.parametrize("fraction", [pytest.param(0.8, marks=LONG_IF_SIMULATED), 0.6])
 def test_memory_limit_is_kept(fraction):
     expected, plain_peak, _ = train({})
     limit = int(fraction * plain_peak)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import KIND, LIBRARY, current_context, gpu, stream_handle
-from gpu_rig import MIB, POISON, cuda, sleep, sleep_on  # noqa: F401
+from gpu_rig import LONG_IF_SIMULATED, MIB, POISON, cuda, sleep, sleep_on  # noqa: F401
 from torch import Tensor
 
 import offload
@@ -35,8 +35,18 @@ def poison(nbytes: int) -> Tensor:
     return torch.full((nbytes,), POISON, dtype=torch.uint8, device=KIND)
 
 
-@pytest.mark.parametrize("slow", ["producer", "copy-out", "reader", "copy-in", "nothing"])
-@pytest.mark.parametrize("nbytes", [1, 4096, 5_000_003, 80 * MIB])
+SLOW = ["producer", "copy-out", "reader", "copy-in", "nothing"]
+LARGE = 80 * MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "slow"),
+    [
+        pytest.param(nbytes, slow, marks=[LONG_IF_SIMULATED] if nbytes == LARGE and slow != "copy-in" else [])
+        for nbytes in (1, 4096, 5_000_003, LARGE)
+        for slow in SLOW
+    ],
+)
 def test_bytes_come_back_whatever_is_slow(nbytes: int, slow: str) -> None:
     store, side = make_store(), gpu.Stream()
     expected, source, target = pattern(nbytes), torch.zeros_like(pattern(nbytes)), poison(nbytes)

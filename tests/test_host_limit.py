@@ -119,7 +119,7 @@ def test_nothing_left_is_said(monkeypatch, tmp_path, with_disk):
     spill_dir = tmp_path if with_disk else None
     with pytest.raises(ValueError, match=r'leave 0 bytes of host memory .* write .*host_limit="1GiB"'):
         checked(spill_dir, None)
-    with pytest.raises(ValueError, match=r"you gave 4096 bytes .*the least is 65536"):
+    with pytest.raises(ValueError, match=r"you gave 4096 bytes .*at least 65536 are needed"):
         checked(spill_dir, 4096)
     assert checked(spill_dir, MIB).host_limit == MIB
 

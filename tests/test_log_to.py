@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from frameworks import need
 from planned_rig import batch, known_link, make  # noqa: F401
 from torch import nn
 
@@ -70,8 +72,8 @@ def test_a_run_of_weights_and_biases(handle: Any) -> None:
     assert [commit for _, commit in committing.logged] == [True]
 
 
-def test_tensorboard(handle: Any, tmp_path: Any) -> None:
-    pytest.importorskip("tensorboard")
+def test_tensorboard(handle: Any, tmp_path: Path) -> None:
+    need("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -81,6 +83,27 @@ def test_tensorboard(handle: Any, tmp_path: Any) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == NAMES
     assert [event.step for event in events.Scalars("offload/peak_mib")] == [1, 2, 3, 4]
+    plan = handle.plan
+    saved = events.Scalars("offload/saved_mib")[-1].value
+    assert saved == pytest.approx((plan.unswapped_peak_bytes - plan.peak_bytes) / (1 << 20))
+
+
+def test_a_real_run_of_weights_and_biases(handle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")  # needs no account when it is offline
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    with wandb.init(mode="offline", project="offload", dir=str(tmp_path)) as run:
+        handle.log_to(run)
+        train(handle, 3)  # before the loop logs anything, the run has no step of its own
+        run.log({"loss": 1.0})
+        train(handle, 2)
+        run.log({"loss": 0.5})
+        assert run.step == 2, "figures of offload are no steps of the run"
+        summary = dict(run.summary)
+    assert summary["loss"] == 0.5
+    assert summary["offload/step"] == 4
+    assert summary["offload/peak_mib"] > 0
+    assert {name for name in summary if name.startswith("offload/")} == {*NAMES, "offload/step"}
 
 
 def test_a_writer_of_scalars(handle: Any) -> None:

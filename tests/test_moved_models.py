@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import run_python
 from torch import nn
 from twin.double import the_double
 
@@ -57,8 +56,8 @@ print(json.dumps({
 
 
 def run(script: str) -> tuple[dict[str, object], str]:
-    """What a script prints as JSON in a fresh process, and what it says on standard error."""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    """What a script prints as JSON in a process of its own, and what it says on standard error."""
+    ran = run_python("-c", script, timeout=200)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout), ran.stderr
 

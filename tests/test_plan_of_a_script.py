@@ -1,10 +1,9 @@
 """`offload plan script.py`: the script's first steps are profiled, and a plan is printed for them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from forked_python import run_python
 
 SCRIPT = """
 import sys, torch, offload
@@ -26,8 +25,7 @@ print("the end")
 def test_plan_of_a_script(tmp_path, steps):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(steps=steps))
-    command = [sys.executable, "-m", "offload", "plan", "--json", str(script), "--epochs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_python("-m", "offload", "plan", "--json", script, "--epochs", "3")
     assert done.returncode == 0, done.stderr
     about = json.loads(done.stdout)
     assert "hello from the script" in done.stderr
@@ -47,7 +45,7 @@ from torch import nn
 
 import offload
 
-layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+layers = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
 model = nn.Sequential(*layers)
 offload.enable(model, min_tensor_bytes="4KiB"{options})
 for step in range({steps}):
@@ -59,8 +57,7 @@ SLOW = ["--out-bandwidth", "1MB/s", "--in-bandwidth", "1MB/s"]
 
 def plan_of(script, text, *words):
     script.write_text(text)
-    command = [sys.executable, "-m", "offload", "plan", "--json", *SLOW, *words, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_python("-m", "offload", "plan", "--json", *SLOW, *words, script)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -100,9 +97,8 @@ def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, opti
 def test_plan_of_a_script_that_trains_nothing(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('nothing')")
-    command = [sys.executable, "-m", "offload", "plan", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_python("-m", "offload", "plan", script)
     assert done.returncode == 2
     assert "finished no training step under offload.enable" in done.stderr
     script.write_text("raise SystemExit(7)")
-    assert subprocess.run(command, capture_output=True, timeout=240).returncode == 7
+    assert run_python("-m", "offload", "plan", script).returncode == 7

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from forked_python import run_python
 from planned_rig import batch, enabled, known_link, make, train  # noqa: F401  (a fixture)
 from torch import nn
 from torch.nn.modules import module as modules
@@ -56,8 +57,7 @@ def watchers():
 
 def test_two_threads_profile_at_once(tmp_path, request):
     """Torch ends in a segmentation fault where two threads profile at a time: hence a process of their own."""
-    script = TWO_THREADS.format(tests=str(request.path.parent), spill=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    done = run_python("-c", TWO_THREADS.format(tests=str(request.path.parent), spill=str(tmp_path)))
     assert done.returncode == 0, done.stderr
 
 

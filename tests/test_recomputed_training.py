@@ -1,12 +1,11 @@
 """Recomputation as a user meets it: a fresh process, a slow link, `offload.enable(model, memory_limit=…)`."""
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
+from forked_python import run_python
 from page_check import charts_of
 
 SCRIPT = """
@@ -64,8 +63,7 @@ def make_and_train_two():
 
 def run(body, link="5MB/s"):
     script = textwrap.dedent(SCRIPT) + textwrap.dedent(body)
-    environment = {**os.environ, "OFFLOAD_THROTTLE": link}
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, env=environment)
+    ran = run_python("-c", script, timeout=280, OFFLOAD_THROTTLE=link)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout.splitlines()[-1])
 

@@ -1,14 +1,12 @@
 """Ctrl-C, and any other signal whose handler raises: it arrives wherever it strikes, and training goes on then."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from forked_python import run_python
 
 WORKER = Path(__file__).with_name("signals_worker.py")
 SIGNALS = 10
@@ -22,9 +20,7 @@ CASES = {
 
 
 def train(name, count, seed, knobs):
-    environment = os.environ | {"PYTHONPATH": str(WORKER.parent.parent)}
-    command = [sys.executable, str(WORKER), name, str(count), str(seed), json.dumps(knobs)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    run = run_python(WORKER, name, count, seed, json.dumps(knobs), timeout=600)
     assert run.returncode == 0, run.stderr
     assert "ignored" not in run.stderr, run.stderr
     return json.loads(run.stdout)

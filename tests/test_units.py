@@ -1,10 +1,9 @@
 """Sizes, bandwidths and durations: what is understood, what is refused, what is said then."""
 
 import math
-import subprocess
-import sys
 
 import pytest
+from forked_python import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,7 +138,8 @@ for slip in ({"memory_limit": 12}, {"memory_limit": "12"}, {"memory_limit": "12G
     except ValueError as error:
         print(error)
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    ran = run_python("-c", script)
+    assert ran.returncode == 0, ran.stderr
     said = ran.stdout.splitlines()
     assert len(said) == 4
     for line, remedy in zip(said, ('"12GiB"', '"12GiB"', '"12GiB"', "0.05 for 5 %"), strict=True):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.capacity.device import AbsentDevice
-from offload.capacity.optimizer_step import OPTIMIZER_NODE
+from offload.capacity.optimizer_step import OPTIMIZER_NODE, MovedState
 from offload.plan import Plan, Reason, fastest_plan, least_feasible_limit, make_plan, unswapped_bytes
 from offload.plan.bounds import unavoidable_bytes
 from offload.plan.recompute import has_recipes
@@ -24,37 +24,73 @@ __all__ = ["Choice", "Fit", "answer", "on_device"]
 
 _REASONS_MAX = 5
 KEEP, SWAP, RECOMPUTE = "keep everything", "swap", "swap or recompute"
+MOVED = "state moved"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the step: keep every tensor, swap, or swap and recompute.
+    """One way to run the step: keep every tensor, swap, swap and recompute, or that with moved optimizer state.
 
     Attributes
     ----------
     name : str
-        ``"keep everything"``, ``"swap"`` or ``"swap or recompute"``.
+        ``"keep everything"``, ``"swap"``, ``"swap or recompute"``, or ``"state moved"``: the last of the
+        others, with the optimizers' state in the store between steps.
     plan : Plan or None
         The fastest plan within the limit at the batch size that was recorded; None if none stays within it.
     largest_batch : int or None
         The largest batch size within the limit; 0 if not even one item fits. None: not known, or not limited.
     largest_plan : Plan or None
         The fastest plan within the limit at that batch size.
+    moved : MovedState or None
+        The optimizer state that is moved.
+    moved_seconds : float
+        The most seconds that moving it adds to a step.
     """
 
     name: str
     plan: Plan | None = field(repr=False)
     largest_batch: int | None = None
     largest_plan: Plan | None = field(default=None, repr=False)
+    moved: MovedState | None = field(default=None, repr=False)
+    moved_seconds: float = 0.0
+
+    def seconds(self, plan: Plan) -> float:
+        """Return the seconds of a step with one of its plans, the moving of optimizer state included."""
+        return plan.expected_seconds + self.moved_seconds
+
+    def slowdown(self, plan: Plan) -> float:
+        """Return how much longer a step takes with one of its plans, as a fraction."""
+        return self.seconds(plan) / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
+
+    def cost(self, plan: Plan) -> str:
+        """Return what a plan needs, in words: memory at the peak, and slowdown."""
+        return f"{format_bytes(plan.peak_bytes)}, {self.slower(plan)}"
+
+    def slower(self, plan: Plan) -> str:
+        """Return the slowdown in words. What moving state adds is at most that."""
+        at_most = "up to " if self.moved is not None else ""
+        percent = 100 * max(0.0, self.slowdown(plan))
+        return f"{at_most}{percent:+,.{int(percent < 1000)}f} %"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, in seconds and bytes; slowdowns are fractions of the step time."""
         return {
             "name": self.name,
             "fits": self.plan is not None,
-            **(_figures(self.plan) if self.plan is not None else {}),
+            **(self._figures(self.plan) if self.plan is not None else {}),
+            "moved_state_bytes": self.moved.nbytes if self.moved is not None else 0,
             "largest_batch": self.largest_batch,
-            "largest": _figures(self.largest_plan) if self.largest_plan is not None else None,
+            "largest": self._figures(self.largest_plan) if self.largest_plan is not None else None,
+        }
+
+    def _figures(self, plan: Plan) -> dict[str, float]:
+        return {
+            "peak_bytes": plan.peak_bytes,
+            "step_seconds": self.seconds(plan),
+            "compute_seconds": plan.compute_seconds,
+            "slowdown": self.slowdown(plan),
+            "swapped_bytes": plan.host_bytes,
         }
 
 
@@ -73,7 +109,7 @@ class Fit:
     choices : tuple of Choice
         Keeping every tensor, swapping, and if recipes were tried, swapping and recomputing.
     peak_bytes, least_bytes : int
-        Memory of the recorded step at its peak as it is, and with every swap there is.
+        Memory of the recorded step at its peak as it is, and with every swap there is and moved optimizer state.
     in_the_way : tuple of Reason
         What is on the device under every plan at the node that needs `least_bytes`, largest first.
     notes : tuple of str
@@ -92,7 +128,7 @@ class Fit:
     @property
     def best(self) -> Choice | None:
         """The fastest choice that fits, preferring the simpler one; None if none does."""
-        fitting = [(choice.plan.expected_seconds, choice) for choice in self.choices if choice.plan is not None]
+        fitting = [(choice.seconds(choice.plan), choice) for choice in self.choices if choice.plan is not None]
         return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
     @property
@@ -107,22 +143,30 @@ class Fit:
             return None
         text = round_up_bytes(self.limit_bytes)
         limit = f'"{text}"' if parse_bytes(text) == self.limit_bytes else str(self.limit_bytes)
-        return f"offload.enable(model, memory_limit={limit})"
+        moved = self.best.moved
+        state = ""
+        if moved is not None:
+            state = f", optimizer={'optimizer' if moved.optimizers == 1 else 'optimizers'}, optimizer_state=True"
+        return f"offload.enable(model, memory_limit={limit}{state})"
 
     def verdict(self) -> str:
         """Return the answer in one sentence."""
         best, limit = self.best, format_bytes(self.limit_bytes)
         if best is None:
             least = format_bytes(self.least_bytes)
-            return f"DOES NOT FIT in {limit}: the least is {least}, with every swap there is"
+            moved = " and moved optimizer state" if any(choice.moved is not None for choice in self.choices) else ""
+            return f"DOES NOT FIT in {limit}: the least is {least}, with every swap there is{moved}"
         if best.name == KEEP:
             return f"FITS AS IT IS in {limit}: {format_bytes(self.peak_bytes)} at the peak of a step"
         assert best.plan is not None
-        how = " and ".join(
-            word for word, rows in (("swapping", best.plan.swaps), ("recomputation", best.plan.recomputes)) if rows
+        ways = (
+            ("swapping", best.plan.swaps),
+            ("recomputation", best.plan.recomputes),
+            ("moved optimizer state", best.moved),
         )
+        how = " and ".join(word for word, is_used in ways if is_used)
         needs = f"{format_bytes(self.peak_bytes)} as it is"
-        return f"FITS WITH {how.upper()} in {limit}, at {_slower(best.plan)} a step ({needs})"
+        return f"FITS WITH {how.upper()} in {limit}, at {best.slower(best.plan)} a step ({needs})"
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Return a table of the choices: the names of its columns, and its rows."""
@@ -130,12 +174,14 @@ class Fit:
         head = ["", at or "as it is", "swapped out"] + ([] if self.batch is None else ["largest batch", "there"])
         rows = []
         for choice in self.choices:
-            out = format_bytes(choice.plan.host_bytes) if choice.plan is not None and choice.plan.swaps else "-"
-            row = [choice.name, "too large" if choice.plan is None else _cost(choice.plan), out]
+            nbytes = choice.plan.host_bytes if choice.plan is not None and choice.plan.swaps else 0
+            nbytes += choice.moved.nbytes if choice.moved is not None else 0
+            out = format_bytes(nbytes) if nbytes and choice.plan is not None else "-"
+            row = [choice.name, "too large" if choice.plan is None else choice.cost(choice.plan), out]
             if self.batch is not None:
                 largest = choice.largest_batch
                 row += ["any" if largest is None else "none" if largest == 0 else f"{largest:,}"]
-                row += ["-" if choice.largest_plan is None else _cost(choice.largest_plan)]
+                row += ["-" if choice.largest_plan is None else choice.cost(choice.largest_plan)]
             rows.append(row)
         return head, rows
 
@@ -163,7 +209,8 @@ class Fit:
                     "",
                 ]
         if self.line is not None:
-            lines += ["Add behind the line that makes the model:", f"  import offload; {self.line}", ""]
+            made = "the model" if self.best is None or self.best.moved is None else "the model and its optimizer"
+            lines += [f"Add behind the line that makes {made}:", f"  import offload; {self.line}", ""]
         return [*lines, *(textwrap.fill(note, 100) for note in self.notes)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,7 +231,7 @@ class Fit:
         }
 
 
-def on_device(trace: Trace, device: AbsentDevice, flops_here: float) -> tuple[Trace, str]:
+def on_device(step: SizedStep | Trace, device: AbsentDevice, flops_here: float) -> tuple[SizedStep | Trace, str]:
     """Return the step as it would take on another device, and a note that says how that is estimated.
 
     Bytes stay. Durations change by the ratio of the speeds in matrix products; copies take what the link says.
@@ -195,7 +242,10 @@ def on_device(trace: Trace, device: AbsentDevice, flops_here: float) -> tuple[Tr
         f"are those here times {factor:.3g}: a matrix product runs at {flops_here / 1e12:.3g} TFLOP/s here. Other "
         "kernels may gain more or less, and may save other tensors."
     )
-    return retimed(trace, factor, device.link), note
+    if isinstance(step, Trace):
+        return retimed(step, factor, device.link), note
+    slopes = tuple(factor * slope for slope in step.second_slopes)
+    return replace(step, trace=retimed(step.trace, factor, device.link), second_slopes=slopes), note
 
 
 def answer(
@@ -205,6 +255,7 @@ def answer(
     limit_bytes: int,
     fixed_bytes: Sequence[int],
     notes: Sequence[str] = (),
+    moved: MovedState | None = None,
 ) -> Fit:
     """Return whether a recorded step fits.
 
@@ -222,28 +273,41 @@ def answer(
         By node: parameters, gradients, buffers and optimizer state.
     notes
         How the figures are known.
+    moved
+        What moving the optimizers' state would change; None if there is nothing to move.
     """
-    trace = step.trace if isinstance(step, SizedStep) else step
+    trace = least = step.trace if isinstance(step, SizedStep) else step
     keep = Choice(KEEP, *_within(step, trace, limit_bytes, _peak, lambda at: make_plan(at, link, ())))
     choices = [keep]
     for title, recompute in ((SWAP, False), (RECOMPUTE, True)):
-        if recompute and not has_recipes(trace):
-            continue
-
-        def plan(at: Trace, recompute: bool = recompute) -> Plan:
-            return fastest_plan(at, link, limit_bytes, recompute=recompute)
-
-        choices.append(Choice(title, *_within(step, trace, limit_bytes, least_feasible_limit, plan)))
+        if not recompute or has_recipes(trace):
+            choices.append(Choice(title, *_swapping(step, trace, link, limit_bytes, recompute=recompute)))
+    if moved is not None:
+        least = moved.within(trace)
+        then = replace(step, trace=least) if isinstance(step, SizedStep) else least
+        found = _swapping(then, least, link, limit_bytes, recompute=has_recipes(trace))
+        choices.append(Choice(MOVED, *found, moved, moved.seconds(link)))
+        less = [before - after for before, after in zip(trace.base_bytes, least.base_bytes, strict=True)]
+        fixed_bytes = [max(0, nbytes - each) for nbytes, each in zip(fixed_bytes, less, strict=True)]
     return Fit(
         name=name,
         limit_bytes=limit_bytes,
         batch=step.batch if isinstance(step, SizedStep) else None,
         choices=tuple(choices),
         peak_bytes=_peak(trace),
-        least_bytes=least_feasible_limit(trace),
-        in_the_way=_in_the_way(trace, fixed_bytes),
+        least_bytes=least_feasible_limit(least),
+        in_the_way=_in_the_way(least, fixed_bytes),
         notes=tuple(notes),
     )
+
+
+def _swapping(
+    step: SizedStep | Trace, trace: Trace, link: Link, limit_bytes: int, *, recompute: bool
+) -> tuple[Plan | None, int | None, Plan | None]:
+    def plan(at: Trace) -> Plan:
+        return fastest_plan(at, link, limit_bytes, recompute=recompute)
+
+    return _within(step, trace, limit_bytes, least_feasible_limit, plan)
 
 
 def _within(
@@ -288,25 +352,3 @@ def _in_the_way(trace: Trace, fixed_bytes: Sequence[int]) -> tuple[Reason, ...]:
             )
     reasons.sort(key=lambda reason: -reason.bytes)
     return tuple(reason for reason in reasons[:_REASONS_MAX] if reason.bytes)
-
-
-def _figures(plan: Plan) -> dict[str, float]:
-    return {
-        "peak_bytes": plan.peak_bytes,
-        "step_seconds": plan.expected_seconds,
-        "compute_seconds": plan.compute_seconds,
-        "slowdown": _slowdown(plan),
-        "swapped_bytes": plan.host_bytes,
-    }
-
-
-def _slowdown(plan: Plan) -> float:
-    return plan.expected_seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
-
-
-def _slower(plan: Plan) -> str:
-    return f"{100 * max(0.0, _slowdown(plan)):+.1f} %"
-
-
-def _cost(plan: Plan) -> str:
-    return f"{format_bytes(plan.peak_bytes)}, {_slower(plan)}"

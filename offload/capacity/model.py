@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.capacity.answer import Fit, answer, on_device
 from offload.capacity.device import AbsentDevice, matmul_flops, parse_device
-from offload.capacity.optimizer_step import watching_optimizers, with_optimizer
+from offload.capacity.optimizer_step import SMALLEST_BYTES, OptimizerWatch, watching_optimizers, with_optimizer
+from offload.capacity.replay import called, own_loss
+from offload.capacity.without_data import CountedOptimizers, count_steps, how_counted
 from offload.control.profile_listener import RecordedStep
 from offload.control.registry import listen_to_profiles
 from offload.devices.device import device_of
@@ -24,8 +27,6 @@ from offload.session import enable, session_of
 from offload.units import parse_bytes
 
 __all__ = ["fit"]
-
-_SMALLEST_BYTES = 1 << 20  # as `offload.enable` has it
 
 
 def fit(
@@ -44,16 +45,20 @@ def fit(
     tries which tensors can be recomputed. Afterwards the model, its gradients, the optimizer and the random generators
     are as they were.
 
+    A model on torch's meta device cannot run. Its memory is counted from the shapes of its tensors, and its times
+    follow from its operations and the speed of `device`.
+
     Parameters
     ----------
     model
-        On the device on which the steps are to run.
+        On the device on which the steps are to run; or on the meta device, if it is too large for this machine.
     make_batch
         Called with a batch size: returns the model's input, a tuple of its arguments or a dictionary of them.
     memory
         The limit, in bytes or as a string such as ``"12GiB"``. Default: the memory of the device.
     device
-        A GPU that is not here, to estimate for: memory, link and speed, such as ``"12GiB,12GB/s,40TFLOP/s"``.
+        A GPU that is not here, to estimate for: memory, link and speed, such as ``"12GiB,12GB/s,40TFLOP/s"``. A model
+        on the meta device needs it.
     batch
         The batch size that the answer is about; it has to fit where the steps run.
     loss
@@ -70,7 +75,7 @@ def fit(
     Raises
     ------
     ValueError
-        An argument is wrong, offload is enabled on the model, or nothing ran backward.
+        An argument is wrong or missing, offload is enabled on the model, or nothing ran backward.
 
     Examples
     --------
@@ -86,6 +91,27 @@ def fit(
         raise ValueError(f"batch must be at least 2, since the step runs at half of it too, not {batch!r}")
     elsewhere = None if device is None else parse_device(device)
     limit_bytes = None if memory is None else parse_bytes(memory, "memory")
+    if any(each.is_meta for each in model.parameters()):
+        if elsewhere is None:
+            raise ValueError('the model is on the meta device, where it cannot be timed; give device="12GiB,12GB/s,…"')
+        counted = CountedOptimizers()
+        with contextlib.closing(counted), _as_it_was(model, optimizer):
+            steps = count_steps(model, make_batch, (batch, batch // 2), elsewhere, loss, optimizer, counted)
+        return _answer(model, steps, batch, limit_bytes, elsewhere, counted, has_optimizer=optimizer is not None)
+    with watching_optimizers() as watch, _as_it_was(model, optimizer):
+        steps = _measured(model, make_batch, (batch, batch // 2), loss, optimizer, watch)
+    return _answer(model, steps, batch, limit_bytes, elsewhere, watch, has_optimizer=optimizer is not None)
+
+
+def _measured(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    sizes: tuple[int, int],
+    loss: Callable[[nn.Module, Any], Tensor] | None,
+    optimizer: torch.optim.Optimizer | None,
+    watch: OptimizerWatch,
+) -> list[RecordedStep]:
+    """Run and record the step at each batch size; the first one with recipes."""
     told: list[RecordedStep] = []
 
     def listen(step: RecordedStep) -> int | None:
@@ -95,7 +121,7 @@ def fit(
 
     def record(items: int) -> RecordedStep:
         # What is swapped at one batch size is swapped at the other.
-        with enable(model, min_tensor_bytes=max(1, _SMALLEST_BYTES * items // batch)) as handle:
+        with enable(model, min_tensor_bytes=max(1, SMALLEST_BYTES * items // sizes[0])) as handle:
             watch.listen()
             _step(handle, model, make_batch(items), loss, optimizer)
             handle.trace()  # reads the step, which tells the listener
@@ -104,11 +130,8 @@ def fit(
                 handle.trace()
         return told[-1]
 
-    with watching_optimizers() as watch, _as_it_was(model, optimizer), listen_to_profiles(listen):
-        steps = [record(items) for items in (batch, batch // 2)]
-    recorded, smaller = (with_optimizer(step, watch.peak_bytes) for step in steps)
-    has_optimizer = optimizer is not None
-    return _answer(type(model).__name__, recorded, smaller, batch, limit_bytes, elsewhere, has_optimizer=has_optimizer)
+    with listen_to_profiles(listen):
+        return [record(items) for items in sizes]
 
 
 def _step(
@@ -119,26 +142,12 @@ def _step(
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
     with handle.step():
-        value = _own_loss(model, inputs) if loss is None else loss(model, inputs)
+        value = own_loss(called(model, inputs)) if loss is None else loss(model, inputs)
     value.backward()  # type: ignore[no-untyped-call]
     del value
     if optimizer is not None:
         optimizer.step()
     model.zero_grad(set_to_none=True)
-
-
-def _own_loss(model: nn.Module, inputs: Any) -> Tensor:
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-    own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    found = [each.sum() for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
-    if not found:
-        raise ValueError("the model's output has no tensor to differentiate; give loss=lambda model, batch: …")
-    return torch.stack([each.float() for each in found]).sum()
 
 
 @contextmanager
@@ -150,8 +159,9 @@ def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
     groups = [] if optimizer is None else [(group, _same(dict(group))) for group in optimizer.param_groups]
     state = [] if optimizer is None else _same(list(optimizer.state.items()))
     found = [*model.parameters(), *model.buffers(), *tree_leaves([[group for _, group in groups], state])]
-    held = {id(each): (each, _copied(each)) for each in found if isinstance(each, Tensor)}
-    devices = [device_of(device) for device in {torch.device("cpu"), *devices_of(model)}]
+    held = {id(each): (each, _copied(each)) for each in found if isinstance(each, Tensor) and not each.is_meta}
+    places = {torch.device("cpu"), *(each for each in devices_of(model) if each.type != "meta")}
+    devices = [device_of(device) for device in places]
     random_states = [(device, device.random_state()) for device in devices]
     model.zero_grad(set_to_none=True)
     model.train()
@@ -187,33 +197,37 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _answer(
-    name: str,
-    step: RecordedStep,
-    smaller: RecordedStep,
+    model: nn.Module,
+    steps: Sequence[RecordedStep],
     batch: int,
     limit_bytes: int | None,
     elsewhere: AbsentDevice | None,
+    watch: OptimizerWatch,
     *,
     has_optimizer: bool,
 ) -> Fit:
-    trace, other, link = step.trace, smaller.trace, step.link
+    step, smaller = steps
+    line = on_a_line(step.trace, batch, smaller.trace, batch // 2)
+    sized = line or in_proportion(step.trace, batch, step.fixed_bytes)
+    made, link = with_optimizer(sized, watch.peak_bytes), step.link
     notes = [f"Measured on {step.device}: steps at batch {batch} and {batch // 2}, swapped as far as possible."]
-    if elsewhere is not None:
-        flops = matmul_flops(torch.device(step.device))
-        trace, note = on_device(trace, elsewhere, flops)
-        other, link, notes = on_device(other, elsewhere, flops)[0], elsewhere.link, [note]
-    sized = on_a_line(trace, batch, other, batch // 2)
-    if sized is not None:
+    if isinstance(watch, CountedOptimizers) and elsewhere is not None:
+        notes = [how_counted(elsewhere)]
+    elif elsewhere is not None:
+        made, note = on_device(made, elsewhere, matmul_flops(torch.device(step.device)))
+        link, notes = elsewhere.link, [note]
+    if line is not None:
         notes.append("Other batch sizes: each tensor's bytes, and each duration, on the line through these two steps.")
     else:
-        sized = in_proportion(trace, batch, step.fixed_bytes)
         notes.append(
             "Other batch sizes are estimated: the two steps save different tensors, so all but parameters, gradients, "
             f"buffers and optimizer state is taken in proportion to batch {batch}."
         )
+    notes += watch.notes()
     if not has_optimizer:
         notes.append("No optimizer was given, so its state is not counted: Adam's is twice the parameters.")
     if step.no_recipes:
         notes.append(f"Recomputation could not be tried: {step.no_recipes}.")
     limit = limit_bytes or (elsewhere.memory_bytes if elsewhere is not None else step.device_bytes)
-    return answer(name, sized, link, limit, step.fixed_bytes, notes)
+    fixed = [*step.fixed_bytes, watch.peak_bytes] if watch.peak_bytes else step.fixed_bytes
+    return answer(type(model).__name__, made, link, limit, fixed, notes, watch.moved)

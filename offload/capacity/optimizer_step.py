@@ -4,22 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from offload.control.profile_listener import RecordedStep
 from offload.devices.device import device_of
+from offload.optimizer_state.forecast import StateForecast, forecast, still_written
+from offload.optimizer_state.streamed_state import would_leave
+from offload.plan import Link
+from offload.plan.rescale import SizedStep
 from offload.plan.trace import Node, Trace
 from offload.profiling.model_state import storage_bytes, tensors_in
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
+from offload.units import format_bytes
 
-__all__ = ["OPTIMIZER_NODE", "OptimizerWatch", "watching_optimizers", "with_optimizer"]
+__all__ = [
+    "OPTIMIZER_NODE",
+    "SMALLEST_BYTES",
+    "MovedState",
+    "OptimizerWatch",
+    "watching_optimizers",
+    "with_optimizer",
+]
 
 OPTIMIZER_NODE = "optimizer.step"
+SMALLEST_BYTES = 1 << 20  # as `offload.enable` has it
+
+
+@dataclass(frozen=True)
+class MovedState:
+    """What ``optimizer_state=True`` would change: the optimizers' state is in the store between steps.
+
+    Attributes
+    ----------
+    nbytes
+        Bytes that leave memory between steps.
+    model_bytes
+        The most of them that are in memory while the model runs.
+    peak_bytes
+        The most bytes on the device while an optimizer steps.
+    optimizers
+        How many optimizers have such state.
+    """
+
+    nbytes: int
+    model_bytes: int
+    peak_bytes: int
+    optimizers: int = 1
+
+    def within(self, trace: Trace) -> Trace:
+        """Return a step that `with_optimizer` has returned, with this state moved."""
+        away = self.nbytes - self.model_bytes
+        base = [
+            self.peak_bytes if node.name == OPTIMIZER_NODE else max(0, nbytes - away)
+            for node, nbytes in zip(trace.nodes, trace.base_bytes, strict=True)
+        ]
+        return replace(trace, base_bytes=tuple(base))
+
+    def seconds(self, link: Link) -> float:
+        """Return the most seconds that moving it adds to a step: none of the copies is hidden."""
+        copies = self.nbytes / link.out_bandwidth + self.nbytes / link.in_bandwidth
+        return copies + link.byte_seconds * self.nbytes
 
 
 class OptimizerWatch:
@@ -31,14 +80,20 @@ class OptimizerWatch:
         The most bytes so far; 0 if no optimizer has stepped.
     is_incomplete
         Whether some optimizer's step could not be counted: it calls the training step itself, as closures do.
+    stays
+        Why the state of an optimizer would not be moved, by name of its class.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.is_incomplete = False
+        self.stays: dict[str, str] = {}
+        self._forecasts: list[StateForecast] = []
+        self._moved_peak_bytes = 0
         self._seen: list[torch.optim.Optimizer] = []
         self._profile: AllocationProfile | None = None
         self._held_bytes = 0
+        self._device = torch.device("cpu")
         self._hooks: list[RemovableHandle] = []
 
     def listen(self) -> None:
@@ -55,6 +110,27 @@ class OptimizerWatch:
             hook.remove()
         self._hooks.clear()
 
+    @property
+    def moved(self) -> MovedState | None:
+        """What moving all their state would change; None if none of it can be moved, or it is not known."""
+        moving = [each for each in self._forecasts if each.nbytes]
+        if not moving or self.is_incomplete:
+            return None
+        nbytes = sum(each.nbytes for each in moving)
+        return MovedState(nbytes, still_written(moving), self._moved_peak_bytes, len(moving))
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the answer has to know about the optimizers' state."""
+        notes = []
+        if self.moved is not None:
+            notes.append(
+                f"State moved: optimizer_state=True; {format_bytes(self.moved.nbytes)} leave memory between steps. In "
+                "memory are counted: what is being written during forward, and during the optimizer's step what is "
+                "read ahead too. The slowdown is that of copies of which none overlaps with computation."
+            )
+        notes += [f"The state of {name} is not moved: {why}." for name, why in self.stays.items()]
+        return notes
+
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(each is optimizer for each in self._seen):
             return
@@ -63,8 +139,9 @@ class OptimizerWatch:
         if any(each is not None for each in (*args[1:], *kwargs.values())) or not parameters:
             self.is_incomplete = True
             return
-        device = device_of(parameters[0].device)
-        self._profile = AllocationProfile(parameters[0].device)
+        self._device = parameters[0].device
+        device = device_of(self._device)
+        self._profile = AllocationProfile(self._device)
         if not self._profile.start():
             self._profile, self.is_incomplete = None, True
             return
@@ -85,7 +162,23 @@ class OptimizerWatch:
             elif kind == "free":
                 now -= live.pop(place, 0)
             most = max(most, now)
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes + most)
+        peak_bytes = self._held_bytes + most
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        self._forecast(optimizer, peak_bytes)
+
+    def _forecast(self, optimizer: torch.optim.Optimizer, peak_bytes: int) -> None:
+        """Note what of an optimizer's state could move, given the most bytes during its step as it is."""
+        found = forecast(optimizer, partial(self._leaves, self._device))
+        if found.stays and next(tensors_in(list(optimizer.state.values())), None) is not None:
+            self.stays[type(optimizer).__name__] = found.stays
+        others = still_written(self._forecasts)
+        self._forecasts.append(found)
+        away = sum(each.nbytes for each in self._forecasts)
+        self._moved_peak_bytes = max(self._moved_peak_bytes, peak_bytes - away + found.step_bytes + others)
+
+    @staticmethod
+    def _leaves(device: torch.device, state: dict[Any, Any], name: Any) -> bool:
+        return would_leave(state, name, device, SMALLEST_BYTES)
 
     def _bytes_of_all(self) -> int:
         """Of parameters, gradients and state of the optimizers so far."""
@@ -106,11 +199,14 @@ def watching_optimizers() -> Iterator[OptimizerWatch]:
         watch.close()
 
 
-def with_optimizer(step: RecordedStep, peak_bytes: int) -> RecordedStep:
-    """Return the step with one more node at its end, in which the optimizer steps."""
+def with_optimizer(step: SizedStep | Trace, peak_bytes: int) -> SizedStep | Trace:
+    """Return the step with one more node at its end, in which the optimizer steps, for all batch sizes the same."""
     if not peak_bytes:
         return step
-    trace = step.trace
+    trace = step if isinstance(step, Trace) else step.trace
     nodes = (*trace.nodes, Node(OPTIMIZER_NODE, 0.0, True))
     longer = Trace(nodes, (*trace.base_bytes, peak_bytes), trace.tensors, trace.source, trace.link)
-    return replace(step, trace=longer, fixed_bytes=(*step.fixed_bytes, peak_bytes))
+    if isinstance(step, Trace):
+        return longer
+    base, seconds = (*step.base_slopes, 0.0), (*step.second_slopes, 0.0)
+    return replace(step, trace=longer, base_slopes=base, second_slopes=seconds)

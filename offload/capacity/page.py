@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from html import escape
 
 from offload.capacity.answer import RECOMPUTE, SWAP, Fit
@@ -46,6 +47,12 @@ def render(fit: Fit, trace: Trace, link: Link) -> str:
     series = [_frontier(trace, link, SWAP, "blue", recompute=False)]
     if has_recipes(trace):
         series.append(_frontier(trace, link, RECOMPUTE, "violet", recompute=True))
+    for choice in fit.choices:
+        if choice.moved is not None:
+            least = choice.moved.within(trace)
+            curve = _frontier(least, link, choice.name, "green", recompute=has_recipes(trace))
+            points = [(nbytes, seconds + choice.moved_seconds) for nbytes, seconds in curve.points]
+            series.append(replace(curve, points=points))
     picture = cost_chart("Time of a step by memory", series, limit_bytes=fit.limit_bytes)
     parts.append(section("What less memory costs", paragraphs(_COST, kind="faint"), picture))
     if fit.best is not None and fit.best.plan is not None:

@@ -7,20 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offload.capacity.optimizer_step import OptimizerWatch
+from offload.capacity.replay import Call
 from offload.control.registry import enabled_models
 from offload.session import enable
 
-__all__ = ["enable_models"]
+__all__ = ["Enabled", "enable_models"]
+
+
+@dataclass
+class Enabled:
+    """What was enabled: the classes of the models, in order, and the call of the first one."""
+
+    names: list[str] = field(default_factory=list)
+    call: Call | None = None
 
 
 @contextmanager
-def enable_models(watch: OptimizerWatch) -> Iterator[list[str]]:
+def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
     """Within, enable every model whose outermost module is called in training mode, unless a part of it is enabled.
 
     Parameters
@@ -30,11 +40,11 @@ def enable_models(watch: OptimizerWatch) -> Iterator[list[str]]:
 
     Yields
     ------
-    list of str
-        The classes of these models, in the order in which they were enabled.
+    Enabled
+        Is filled as models are enabled.
     """
     plain = nn.Module.__call__
-    names: list[str] = []
+    found = Enabled()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
@@ -44,7 +54,8 @@ def enable_models(watch: OptimizerWatch) -> Iterator[list[str]]:
             if any(parameter.requires_grad for parameter in module.parameters()):
                 if not _has_enabled_part(module):
                     enable(module)
-                    names.append(type(module).__name__)
+                    found.names.append(type(module).__name__)
+                    found.call = found.call or Call.of(module, args, kwargs, _copied)
                 watch.listen()
             return plain(module, *args, **kwargs)
         finally:
@@ -52,9 +63,14 @@ def enable_models(watch: OptimizerWatch) -> Iterator[list[str]]:
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
-        yield names
+        yield found
     finally:
         nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """In host memory: what is measured is that of the script alone."""
+    return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _has_enabled_part(module: nn.Module) -> bool:

@@ -9,16 +9,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.script import profile_script
+from offload.cli.script import exit_status, profile_script, run_script
 from offload.plan import unswapped_bytes
 from offload.units import parse_bytes
 
 if TYPE_CHECKING:
     from offload.capacity.answer import Fit
     from offload.capacity.device import AbsentDevice
+    from offload.capacity.optimizer_step import OptimizerWatch
+    from offload.capacity.replay import Call, Run
     from offload.control.profile_listener import RecordedStep
     from offload.plan.rescale import SizedStep
     from offload.plan.trace import Link, Trace
@@ -60,6 +63,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="12GiB,12GB/s,40TFLOP/s",
         help="estimate for a GPU that is not here: memory, link in each direction, speed in matrix products",
     )
+    parser.add_argument(
+        "--without-data",
+        action="store_true",
+        help="where the step cannot run here: parameters have a shape and no data, memory is counted, and times follow "
+        "from operations and the speed of --device",
+    )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument("--plot", type=Path, metavar="fit.html", help="write a page: step time by memory, the plan")
     return parser
@@ -82,8 +91,6 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         not fit; the script's own status if it exits before its first step is over.
     """
     from offload.capacity.device import parse_device
-    from offload.capacity.optimizer_step import watching_optimizers, with_optimizer
-    from offload.capacity.unmodified import enable_models
 
     try:
         device = None if args.device is None else parse_device(args.device, "--device")
@@ -92,20 +99,15 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         return _refuse(str(error))
     if not Path(args.script).is_file():
         return _refuse(f"{args.script}: no such script; arguments after -- are passed to the script")
-    with watching_optimizers() as watch, enable_models(watch) as models:
-        step = profile_script(args.script, words, _trial_bytes, quiet=args.json)
-    if isinstance(step, int):
-        return step
-    if step is None:
-        return _refuse(f"{args.script} finished no training step: forward in training mode, and backward")
-    notes = []
-    if len(models) > 1:
-        notes.append(f"The script trains {len(models)} models ({', '.join(models)}); this is about the first one.")
-    if watch.is_incomplete or not watch.peak_bytes:
-        notes.append(
-            "The memory of the optimizer's own step is not counted: none stepped, or it could not be recorded."
-        )
-    fit, trace, link = _answer(args.script, with_optimizer(step, watch.peak_bytes), memory, device, notes)
+    if args.without_data:
+        if device is None:
+            return _refuse("--without-data needs --device: what cannot run here cannot be timed here")
+        found = _count(args.script, words, device, quiet=args.json)
+    else:
+        found = _measure(args.script, words, quiet=args.json)
+    if isinstance(found, int):
+        return found
+    fit, trace, link = _answer(args.script, found, memory, device)
     if args.plot is not None:
         from offload.capacity.page import render
 
@@ -120,6 +122,67 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0 if fit.fits else _DOES_NOT_FIT
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A script's step, the memory of its optimizers, and the call of its model."""
+
+    step: RecordedStep
+    watch: OptimizerWatch
+    call: Call | None
+    replay: Run
+    models: Sequence[str]
+    notes: Sequence[str]
+    is_counted: bool = False  # without data
+
+
+def _measure(script: str, words: Sequence[str], *, quiet: bool) -> _Found | int:
+    """Run the script and measure its step; an exit status if there is none."""
+    from offload.capacity.optimizer_step import watching_optimizers
+    from offload.capacity.replay import replayed
+    from offload.capacity.unmodified import enable_models
+    from offload.diagnostics.oom import is_out_of_memory
+
+    try:
+        with watching_optimizers() as watch, enable_models(watch) as enabled:
+            step = profile_script(script, words, _trial_bytes, quiet=quiet)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _refuse(
+            f"{script} does not fit here: {str(error).splitlines()[0] if str(error) else 'out of memory'}. With "
+            "--without-data and a --device its step is counted without data"
+        )
+    if isinstance(step, int):
+        return step
+    if step is None:
+        return _refuse(f"{script} finished no training step: forward in training mode, and backward")
+    notes = [f"Measured on {step.device}: one step of the script, swapped as far as possible."]
+    return _Found(step, watch, enabled.call, replayed, enabled.names, notes)
+
+
+def _count(script: str, words: Sequence[str], device: AbsentDevice, *, quiet: bool) -> _Found | int:
+    """Run the script with parameters that have no data, and count its step; an exit status if there is none."""
+    from offload.capacity.without_data import CountedScript, how_counted
+    from offload.torch_compat.fake import NEEDS_VALUES
+
+    counted = CountedScript(device)
+    try:
+        with counted.running():
+            run_script(script, words, quiet=quiet)
+    except SystemExit as end:
+        if counted.step() is None:
+            return exit_status(end)
+    except NEEDS_VALUES as error:
+        return _refuse(
+            f"{script} reads the values of a tensor before its first optimizer step is over, and without data there "
+            f"are none: {str(error).splitlines()[0]}"
+        )
+    step = counted.step()
+    if step is None:
+        return _refuse(f"{script} finished no training step: forward in training mode, and backward")
+    return _Found(step, counted.watch, counted.call, counted.run, (), [how_counted(device)], is_counted=True)
+
+
 def _trial_bytes(step: RecordedStep) -> int | None:
     """Return the most that the trial step may take: the peak of the unswapped step, or the device's memory if less."""
     if not step.trace.tensors:
@@ -127,35 +190,60 @@ def _trial_bytes(step: RecordedStep) -> int | None:
     return min(max(unswapped_bytes(step.trace)), step.device_bytes)
 
 
-def _answer(
-    script: str, step: RecordedStep, memory: int | None, device: AbsentDevice | None, more: Sequence[str]
-) -> tuple[Fit, Trace, Link]:
+def _answer(script: str, found: _Found, memory: int | None, device: AbsentDevice | None) -> tuple[Fit, Trace, Link]:
     from offload.capacity.answer import answer, on_device
     from offload.capacity.device import matmul_flops
-    from offload.plan.rescale import in_proportion
+    from offload.capacity.optimizer_step import with_optimizer
+    from offload.plan.rescale import SizedStep
 
-    trace, link, notes = step.trace, step.link, []
-    if device is not None:
+    watch, link, notes = found.watch, found.step.link, list(found.notes)
+    sized, about_sizes = _sized(found)
+    step = with_optimizer(sized, watch.peak_bytes)
+    fixed_bytes = [*found.step.fixed_bytes, watch.peak_bytes] if watch.peak_bytes else found.step.fixed_bytes
+    if device is not None and not found.is_counted:
         import torch
 
-        trace, note = on_device(trace, device, matmul_flops(torch.device(step.device)))
-        link = device.link
-        notes.append(note)
-    else:
-        notes.append(f"Measured on {step.device}: one step of the script, swapped as far as possible.")
-    notes += more
-    if step.no_recipes:
-        notes.append(f"Recomputation could not be tried: {step.no_recipes}.")
-    sized: SizedStep | Trace = trace
-    if step.batch is not None:
-        sized = in_proportion(trace, step.batch, step.fixed_bytes)
+        step, note = on_device(step, device, matmul_flops(torch.device(found.step.device)))
+        link, notes = device.link, [note]
+    if len(found.models) > 1:
+        names = ", ".join(found.models)
+        notes.append(f"The script trains {len(found.models)} models ({names}); this is about the first one.")
+    if watch.is_incomplete or not watch.peak_bytes:
         notes.append(
-            "Other batch sizes are estimated from this one: saved tensors, inputs, temporaries and durations in "
-            f"proportion to the first dimension of the first input ({step.batch}); parameters, gradients, buffers and "
-            "optimizer state as they are."
+            "The memory of the optimizer's own step is not counted: none stepped, or it could not be recorded."
         )
-    limit_bytes = memory or (device.memory_bytes if device is not None else step.device_bytes)
-    return answer(Path(script).name, sized, link, limit_bytes, step.fixed_bytes, notes), trace, link
+    is_one = len(found.models) <= 1  # otherwise it cannot be told whose state it is
+    notes += watch.notes() if is_one else []
+    if found.step.no_recipes:
+        notes.append(f"Recomputation could not be tried: {found.step.no_recipes}.")
+    notes += about_sizes
+    limit_bytes = memory or (device.memory_bytes if device is not None else found.step.device_bytes)
+    moved = watch.moved if is_one else None
+    fit = answer(Path(script).name, step, link, limit_bytes, fixed_bytes, notes, moved)
+    return fit, step.trace if isinstance(step, SizedStep) else step, link
+
+
+def _sized(found: _Found) -> tuple[SizedStep | Trace, list[str]]:
+    """Return the step as a function of its batch size, if it has one, and how that is known."""
+    from offload.capacity.replay import sized
+    from offload.plan.rescale import SizedStep, in_proportion
+
+    step = found.step
+    if step.batch is None:
+        return step.trace, []
+    is_it = f"{step.batch}, the first dimension of the first input"
+    made = sized(step, found.call, found.replay) if found.call is not None else "the script enables offload itself"
+    if isinstance(made, SizedStep):
+        return made, [
+            f"Other batch sizes: the model ran forward and backward twice more, with {step.batch} items and with "
+            f"{step.batch // 2}. Its tensors, its other memory and its durations are on the line through these two; "
+            f"what the script's loss and loop need is in proportion to the batch ({is_it})."
+        ]
+    return in_proportion(step.trace, step.batch, step.fixed_bytes), [
+        "Other batch sizes are estimated from this one: saved tensors, inputs, temporaries and durations in "
+        f"proportion to the batch ({is_it}); parameters, gradients, buffers and optimizer state as they are. The model "
+        f"could not be run with half of the batch: {made}."
+    ]
 
 
 def _refuse(problem: str) -> int:

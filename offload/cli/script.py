@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offload.control.profile_listener import RecordedStep
 
-__all__ = ["profile_script"]
+__all__ = ["exit_status", "profile_script", "run_script"]
 
 _PROFILES_MAX = 8  # profiled steps before the trial step is over; after these, the trial step is not awaited
 
@@ -55,14 +55,26 @@ def profile_script(
         found.append(waiting[0] if len(waiting) > 1 and step.may_try else step)
         raise SystemExit(0)
 
+    try:
+        with listen_to_profiles(listen):
+            run_script(path, words, quiet=quiet)
+    except SystemExit as end:
+        if not found and not waiting:
+            return exit_status(end)
+    return next(iter([*found, *waiting]), None)  # without `found`, the script has ended before its trial step
+
+
+def run_script(path: str, words: Sequence[str], *, quiet: bool) -> None:
+    """Run a script as `python` does, with its arguments; see `profile_script`."""
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [path, *words], str(Path(path).resolve().parent)
     try:
-        with redirect_stdout(sys.stderr) if quiet else nullcontext(), listen_to_profiles(listen):
+        with redirect_stdout(sys.stderr) if quiet else nullcontext():
             runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        if not found and not waiting:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
         sys.argv, sys.path[0] = before
-    return next(iter([*found, *waiting]), None)  # without `found`, the script has ended before its trial step
+
+
+def exit_status(end: SystemExit) -> int:
+    """Return the exit status of a script that ended itself."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)

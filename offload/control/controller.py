@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from torch import nn
 
@@ -22,6 +21,7 @@ from offload.control.planned_step import PlannedStep, most
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
+from offload.control.running_step import RunningStep
 from offload.control.signature import Signature
 from offload.control.state_plan import StatePlanner
 from offload.control.trial import MakeTrial
@@ -37,7 +37,7 @@ from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, 
 from offload.runtime.schedule import Schedule, StepOrder
 from offload.runtime.weak import weak_callback
 
-__all__ = ["Controller", "PlanController"]
+__all__ = ["PlanController"]
 
 log = logging.getLogger("offload")
 
@@ -45,29 +45,10 @@ _KEPT = "kept by plan"
 _MORE_HELD = "more memory is in use before a step"
 
 
-class Controller(Protocol):
-    """The interface of a controller, as a session uses it."""
-
-    def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """Return the observer of the step that begins now."""
-
-    def needs_hooks(self, signature: object) -> bool:
-        """Return whether the step that begins now needs hooks. Call `observer` first."""
-
-    def forget(self, signature: object) -> None:
-        """Record the next step of this signature. Called if a step deviated from the recorded one."""
-
-    def end_finished_profiles(self) -> None:
-        """Stop recording steps that are over."""
-
-    def end_profiles(self) -> None:
-        """Stop recording every step, even one that is not over: an optimizer is about to step, or the session ends."""
-
-
 class PlanController:
     """Chooses what each step does: profile, follow a plan, or swap on demand.
 
-    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner only chooses the nodes for it.
+    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses at which nodes.
 
     Parameters
     ----------
@@ -117,6 +98,7 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine, plan_state)
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
+        self.running = RunningStep()
         self._lock = threading.RLock()
 
     # -- the beginning of a step --------------------------------------------------------------------------------------
@@ -130,6 +112,7 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
+            self.running.end()
             self._promise.end_reference()
             self.regions.end_trial()
             self.end_finished_profiles()
@@ -240,14 +223,14 @@ class PlanController:
         about = self._about(signature, planned.reference_schedule() if is_reference else planned.schedule)
         if not is_reference and not self._measures(state, planned):
             self._counts.unmeasured_steps += 1
-            return ScheduleExecutor(*about)
+            return self.running.follows(ScheduleExecutor(*about), planned.plan)
         assert planned.weights is not None
         stopwatch = Stopwatch(self._engine)
         if is_reference:
             self._promise.defer_copy_outs(stopwatch)
         executor = MeteredExecutor(*about, stopwatch, planned.weights)
         planned.executors.append(executor)
-        return executor
+        return executor if is_reference else self.running.follows(executor, planned.plan)
 
     def _about(
         self, signature: object, schedule: Schedule | None
@@ -346,7 +329,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # it is to see the optimizer's state, which `_plan` takes into account later
+        if self._on_profile is not None:  # which is told before `_plan` adds the optimizer's state
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned

@@ -24,7 +24,6 @@ from offload.control.profile_listener import ProfileListener
 from offload.control.regions import CompiledRegions
 from offload.control.state_plan import StatePlanner
 from offload.control.trial import MakeTrial
-from offload.optimizer_state import mover
 from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
 from offload.plan import Link
@@ -107,7 +106,8 @@ class DeviceSession:
             self.controller = PlanController(*about, plan_state)
             self.held.on_optimizer_step(self.controller.end_profiles)
             if states is not None:
-                self.held.count_moving(states.away_bytes, mover.BEHIND_BYTES)
+                in_backward = states.steps_in_backward
+                self.held.count_moving(states.away_bytes, states.bytes_in_memory_max, in_backward=in_backward)
 
     def latest(self) -> PlannedStep | None:
         """Read all complete measurements; return the planned step used last. None in the manual mode."""

@@ -22,6 +22,7 @@ from offload import _core
 from offload.control.device_session import DeviceSession
 from offload.control.signature import Signature
 from offload.options import Options, check_options
+from offload.parameters.mover import ParameterMover
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.forward_wrapper import ForwardWrapper
@@ -79,6 +80,8 @@ class EnabledModel:
     ----------
     step_listeners
         Called with this model whenever a step has begun.
+    frozen
+        Moves frozen parameters; None if they stay.
     misplaced, moved
         Messages for the report. `misplaced`: the model is on other devices than the engine. `moved`: the last move to a
         new device that was followed. Either one is empty if there is nothing to say.
@@ -106,6 +109,7 @@ class EnabledModel:
         self.fallbacks = compiled.Fallbacks()
         self.left_to_checkpoint = False
         self.recording: StepRecorder | None = None
+        self.frozen: ParameterMover | None = None
         self._model = weakref.ref(model)
         self._asked = {**asked, "exclude": options.exclude}
         self._make_device_session = make_device_session
@@ -352,7 +356,8 @@ class HookedForward(HookContext):
     def __init__(self, enabled: EnabledModel, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> None:
         self._here = enabled.on_device
         made = enabled.recording.step_hooks(self._here) if enabled.recording is not None else None
-        super().__init__(made if made is not None else StepHooks(self._here))
+        hooks, frozen = made if made is not None else StepHooks(self._here), enabled.frozen
+        super().__init__(hooks, frozen.hooks_before if frozen is not None else None)
         self._enabled = enabled
         self._inputs = inputs
         self._around: weakref.ref[HookContext] | None = getattr(enabled._local, "hooks", None)

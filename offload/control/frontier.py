@@ -39,6 +39,11 @@ class TriedPlan:
     unexplained_seconds: float = 0.0
 
     @property
+    def saved_bytes(self) -> int:
+        """By how much the plan lowers the peak."""
+        return self.plan.unswapped_peak_bytes - self.plan.peak_bytes
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes that the plan swaps or recomputes."""
         size = {tensor.id: tensor.bytes for tensor in self.plan.trace.tensors}
@@ -96,8 +101,6 @@ class Frontier:
         Plans that have been judged, in the order of judging.
     recompute_byte_seconds
         Seconds by which each recomputed byte slows the computation: operators have to be recorded for it.
-    fixed_seconds
-        Seconds by which steps of every plan that swaps or recomputes are slower, however few bytes it moves.
     is_settled
         Whether the search is over: the present plan stays.
     looks
@@ -111,7 +114,6 @@ class Frontier:
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
-    fixed_seconds: float = 0.0
     is_settled: bool = False
     looks: deque[float] = field(init=False)
 
@@ -215,7 +217,7 @@ class Frontier:
     def learn(self, link: Link) -> Link:
         """Estimate from the tried plans by how much each moved byte slows the computation.
 
-        Sets `fixed_seconds` and, if the last plan recomputes, `recompute_byte_seconds`.
+        Sets `recompute_byte_seconds` if the last plan recomputes.
 
         Parameters
         ----------
@@ -228,25 +230,31 @@ class Frontier:
             The link with the estimate as `byte_seconds`; unchanged while no plan has swapped.
         """
         points = [(each.moved_bytes, max(0.0, each.unexplained_seconds)) for each in self.tried]
-        self.fixed_seconds, byte_seconds = _fitted([point for point in points if point[0]])
+        byte_seconds = _slope(points)
         if byte_seconds is None:
             return link
         if self.tried[-1].plan.recomputes:
             self.recompute_byte_seconds = byte_seconds
         return replace(link, byte_seconds=byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
-    def wanted_slowdown(self, max_slowdown: float) -> float:
-        """Return the predicted slowdown that the next plan may have.
+    def wanted_peak(self, max_slowdown: float) -> int:
+        """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
 
-        For the first plan this is `max_slowdown`, later less, so that noise does not break the promise. If several
-        plans in a row were too slow, it is halved for each after the first; if several kept the promise, doubled.
+        The slowdown is taken to grow with the bytes saved. One unlucky measurement must not end the search, so no plan
+        saves less than a seventh, or more than twice, of what the one before saved. Between a plan that kept
+        `max_slowdown` and one that did not, the next plan saves the mean of both.
         """
-        if not self.tried or self.compute_seconds is None:
-            return max_slowdown
-        broken = [each.slowdown > max_slowdown for each in self.tried]
-        alike = next((n for n, each in enumerate(reversed(broken)) if each != broken[-1]), len(broken)) - 1
-        wanted = self.limits.aim * max_slowdown - self.fixed_seconds / self.compute_seconds
-        return max(0.0, wanted) * (0.5 if broken[-1] else 2.0) ** alike
+        last = self.tried[-1]
+        kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
+        broken = [each.saved_bytes for each in self.tried if each.slowdown > max_slowdown]
+        more = [each for each in broken if each > max(kept, default=0)]
+        if kept and more:
+            saved = (max(kept) + min(more)) / 2
+        else:
+            low, high = (0.15, 0.75) if last.slowdown > max_slowdown else (1.2, 2.0)
+            factor = self.limits.aim * max_slowdown / last.slowdown if last.slowdown > 0 else high
+            saved = last.saved_bytes * min(max(factor, low), high)
+        return last.plan.unswapped_peak_bytes - int(saved)
 
     def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
         """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet."""
@@ -273,6 +281,9 @@ class Frontier:
         """
         last = self.tried[-1]
         if last.slowdown > max_slowdown:
+            best = self.best(max_slowdown)
+            if best is not None and best.peak_bytes <= (1 + self.limits.peak_step) * last.plan.peak_bytes:
+                return None
             return f"a step took {last.slowdown:.1%} more than without swapping"
         has_time = last.slowdown < self.limits.spare * max_slowdown
         noise = 1 + self.limits.noise
@@ -282,6 +293,11 @@ class Frontier:
         if has_time and not is_least and not is_next_to_broken:
             return f"a step took only {last.slowdown:.1%} more than without swapping"
         return None
+
+    def is_new(self, plan: Plan) -> bool:
+        """Return whether the plan moves something, and not just what a judged plan moves."""
+        moves = plan.swaps, plan.recomputes
+        return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 
     def slowdown_of(self, plan: Plan) -> float | None:
         """Return the slowdown of a plan; None if it has not been judged."""
@@ -298,18 +314,7 @@ def _lower_quartile(seconds: Sequence[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
-def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float | None]:
-    """Fit a line a + b × bytes to points (bytes, seconds). Returns a and b, each at least 0; 0, None without points."""
-    if not points:
-        return 0.0, None
-    middle = sum(size for size, _ in points) / len(points), sum(seconds for _, seconds in points) / len(points)
-    spread = sum((size - middle[0]) ** 2 for size, _ in points)
-    if spread == 0:
-        return 0.0, middle[1] / middle[0]
-    slope = sum((size - middle[0]) * (seconds - middle[1]) for size, seconds in points) / spread
-    if slope <= 0:
-        return middle[1], 0.0
-    fixed = middle[1] - slope * middle[0]
-    if fixed >= 0:
-        return fixed, slope
-    return 0.0, sum(size * seconds for size, seconds in points) / sum(size * size for size, _ in points)
+def _slope(points: Sequence[tuple[int, float]]) -> float | None:
+    """Return b of the line b × bytes through points (bytes, seconds) by least squares; None without bytes."""
+    squares = sum(size * size for size, _ in points)
+    return sum(size * seconds for size, seconds in points) / squares if squares else None

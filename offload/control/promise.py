@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -153,16 +154,18 @@ class SlowdownPromise:
         # A search is to take no longer than a step.
         effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS)
         frontier.is_settled = False
-        wanted = frontier.wanted_slowdown(allowed)
-        plan = make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
-        if not (plan.swaps or plan.recomputes) and trace.tensors:
-            best = frontier.best(allowed)
-            if best is not None or frontier.tried:  # no plan that has not been tried is better
-                frontier.is_settled = True
-                return best or plan
-            if planned.replans < self._limits.replans:  # the cost of swapping has not been measured yet
-                wanted = self._limits.exploring * allowed
-                return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
+        if frontier.tried:
+            least = least_feasible_limit(trace)
+            peak = min(max(frontier.wanted_peak(allowed), least), options.memory_limit or sys.maxsize)
+            plan = make(options=replace(options, max_slowdown=None, memory_limit=peak), held_bytes=held_bytes)
+            if frontier.is_new(plan):
+                return plan
+            frontier.is_settled = True  # there is no plan between those that were tried
+            return frontier.best(allowed) or make_plan(trace, planned.link, ())
+        plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
+        if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
+            wanted = self._limits.exploring * allowed  # what swapping costs is not known yet
+            return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
         return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:

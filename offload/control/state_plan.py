@@ -122,7 +122,7 @@ class StatePlanner:
         kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
         kept += away - sum(chunk.nbytes for chunk in chunks)  # with the plan that was refused
         movable = 0
-        if not (self._states.is_planned or away):
+        if not (self._states.is_planned or self._states.steps_in_backward or away):
             movable = self._states.movable_bytes(self._held.optimizers)
         return explained(
             error,

@@ -21,6 +21,7 @@ from offload.devices.device import device_of
 from offload.devices.memory import DeviceMemory, Process, last_out_of_memory, memory_of
 from offload.diagnostics.html import oom as oom_page
 from offload.options import Options
+from offload.plan import Plan
 from offload.runtime.counters import Count
 from offload.runtime.engine import Engine
 from offload.runtime.hooks import StepHooks
@@ -53,6 +54,8 @@ class Subject:
         Tensors saved since then and kept, by reason.
     dropped
         Tensors dropped since then, to be recomputed in backward.
+    running
+        The plan that the step follows, and the node in which it is; None if it follows none.
     """
 
     model: nn.Module | None
@@ -61,6 +64,7 @@ class Subject:
     swapped: Count
     kept: Mapping[str, Count]
     dropped: Count = field(default_factory=Count)
+    running: tuple[Plan, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Explanation:
     verdict: str
     remedies: tuple[Remedy, ...] = field(default=())
     dropped: Count = field(default_factory=Count)
+    running: tuple[Plan, int] | None = field(default=None, repr=False)
 
     @property
     def movable_bytes(self) -> int:
@@ -126,6 +131,8 @@ class Explanation:
             saved_rows=self.saved_rows(),
             verdict=self.verdict,
             remedies=[(remedy.line, remedy.why) for remedy in self.remedies],
+            running=self.running,
+            limit_bytes=self.memory.total_bytes - self.memory.foreign_bytes if self.memory.is_accelerator else None,
         )
 
 
@@ -192,6 +199,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
         verdict=_verdict(memory, movable, leaving, is_saved=bool(kept) or bool(leaving)),
         remedies=tuple(_remedies(memory, kept, subject.options, engine)),
         dropped=subject.dropped,
+        running=subject.running,
     )
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from offload.diagnostics.html import inline
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
-from offload.optimizer_state.mover import StateCounts
+from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.in_backward import BackwardCounts
+from offload.parameters.mover import ParameterCounts
 from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bytes, format_seconds
@@ -158,6 +160,10 @@ class Report:
         The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
     optimizer_state : tuple of StateCounts
         Counters of each optimizer's state that was moved; empty if none may move.
+    step_in_backward : tuple of BackwardCounts
+        Counters of the updates in backward, of each optimizer; empty without `step_in_backward=True`.
+    frozen_parameters : ParameterCounts or None
+        Counters of frozen parameters that were moved; None without `parameters`.
     disk : DiskWrites
         Bytes that steps write to disk.
     """
@@ -189,6 +195,8 @@ class Report:
     feed: Feed = field(default_factory=Feed)
     plan: Plan | None = field(default=None, repr=False)
     optimizer_state: tuple[StateCounts, ...] = ()
+    step_in_backward: tuple[BackwardCounts, ...] = ()
+    frozen_parameters: ParameterCounts | None = None
     disk: DiskWrites = field(default_factory=lambda: DiskWrites(0, 0, 0.0))
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,6 +235,8 @@ class Report:
             "bare_steps": self.bare_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
+            "step_in_backward": [counts.to_dict() for counts in self.step_in_backward],
+            "frozen_parameters": self.frozen_parameters.to_dict() if self.frozen_parameters is not None else None,
             "disk_writes": self.disk.to_dict(),
             "notes": list(self.notes),
         }
@@ -260,6 +270,8 @@ class Report:
             ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             *[("optimizer state", str(counts)) for counts in self.optimizer_state],
+            *[("gradients", str(counts)) for counts in self.step_in_backward],
+            *([("frozen parameters", str(self.frozen_parameters))] if self.frozen_parameters is not None else []),
             *([("disk writes", str(self.disk))] if self.disk.nbytes else []),
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),

@@ -18,8 +18,10 @@ from offload.devices import allocator
 from offload.diagnostics.assessment import Subject, assess, weigh_process
 from offload.diagnostics.report import DiskWrites, Feed, Report
 from offload.diagnostics.verdict import Verdict
-from offload.optimizer_state.mover import StateCounts
+from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.in_backward import BackwardCounts
 from offload.options import is_in_memory
+from offload.parameters.mover import ParameterCounts
 from offload.plan import Link
 from offload.plan.trace import Trace
 
@@ -27,12 +29,16 @@ __all__ = ["make_report", "make_verdict", "recorded_trace", "tier"]
 
 
 def make_report(
-    enabled: EnabledModel, feeds: Sequence[Feed], remarks: Sequence[str], states: Sequence[StateCounts]
+    enabled: EnabledModel,
+    feeds: Sequence[Feed],
+    remarks: Sequence[str],
+    states: Sequence[StateCounts],
+    in_backward: Sequence[BackwardCounts],
 ) -> Report:
     """Return the report of an enabled model.
 
-    `feeds` are the counters of its `contrib.Prefetcher` objects, `remarks` further notes, and `states` the counters of
-    its optimizers' state.
+    `feeds` are the counters of its `contrib.Prefetcher` objects, `remarks` further notes, `states` the counters of its
+    optimizers' state, and `in_backward` those of the updates in backward.
     """
     here = enabled.on_device
     here.engine.collect()
@@ -67,13 +73,23 @@ def make_report(
             *_notes(enabled),
             *(note for feed in feeds for note in feed.notes()),
             *(note for state in states for note in state.notes()),
+            *(enabled.frozen.counts.notes() if enabled.frozen is not None else ()),
             *remarks,
         ),
         feed=Feed.total(feeds),
         plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
         optimizer_state=tuple(replace(state) for state in states),
+        step_in_backward=tuple(replace(counts) for counts in in_backward),
+        frozen_parameters=_frozen(enabled),
         disk=_disk_writes(here),
     )
+
+
+def _frozen(enabled: EnabledModel) -> ParameterCounts | None:
+    if enabled.frozen is None:
+        return None
+    enabled.frozen.look()
+    return replace(enabled.frozen.counts)
 
 
 def _disk_writes(here: DeviceSession) -> DiskWrites:

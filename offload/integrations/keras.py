@@ -66,7 +66,12 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 f"offload works with PyTorch, and Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=torch in "
                 "the environment before keras is imported"
             )
-        self._asks_for_state = options.pop("optimizer_state", "auto") is True
+        if options.get("step_in_backward"):
+            raise ValueError(
+                "step_in_backward=True cannot be used with Keras, whose own optimizers apply all gradients together: "
+                "leave it out"
+            )
+        self._asks_for_state = options.pop("optimizer_state", False) is True
         self._begin(f"a Keras {type(self).__name__}", options)
         self._fit: Callable[[], Any] = _nothing
 

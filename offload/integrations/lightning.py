@@ -25,13 +25,15 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
         Whether to log these figures.
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
-        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`,
-        `optimizer_state`; `optimizer` is the module's.
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`, `step_in_backward`;
+        `optimizer` is the module's.
 
     Raises
     ------
     TypeError
         An option is not an argument of `offload.enable`.
+    ValueError
+        In `fit`: the trainer uses gradients that `step_in_backward` has freed.
 
     Examples
     --------
@@ -46,6 +48,15 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Enable offload and wrap the strategy's step. The model is already on its device."""
+        self._switch.refuse_what_needs_all_gradients(
+            {
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": trainer.gradient_clip_val,
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": (
+                    trainer.accumulate_grad_batches > 1
+                ),
+                "the precision plugin's GradScaler": getattr(trainer.precision_plugin, "scaler", None) is not None,
+            }
+        )
         handle = self._switch.turn_on(pl_module, trainer.optimizers)
         # The batch determines the step's shape: training_step may call parts of the module and not its forward.
         step = CallWrapper(trainer.strategy, "training_step", lambda args: handle.step(*args), self.undo)

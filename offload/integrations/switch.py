@@ -54,9 +54,34 @@ class Switch:
             raise RuntimeError(f"{self.owner} has no session yet: it begins with training")
         return self._handle
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether optimizers update their parameters in backward."""
+        return self.options.get("step_in_backward") is True
+
     def report(self) -> Report:
         """Return the report of the current run, or of the last one."""
         return self.handle.report()
+
+    def refuse_what_needs_all_gradients(self, used: Mapping[str, object]) -> None:
+        """Check that a framework uses no gradients between backward and the optimizer's step.
+
+        Parameters
+        ----------
+        used
+            What the framework is asked to do with them, in the user's words, and whether it is.
+
+        Raises
+        ------
+        ValueError
+            It is asked to, and parameters are updated in backward.
+        """
+        found = [name for name, is_used in used.items() if is_used]
+        if self.steps_in_backward and found:
+            raise ValueError(
+                f"{self.owner} with step_in_backward=True: {', '.join(found)} needs all gradients after backward, and "
+                "each one is used and freed in backward; switch that off, or leave step_in_backward out"
+            )
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the latest step by name, for the framework's logging; empty before a step is over."""
@@ -68,7 +93,8 @@ class Switch:
         Parameters
         ----------
         optimizers
-            The framework's optimizers, or accelerate's wrappers of them. Used with `optimizer_state=True`.
+            The framework's optimizers, or accelerate's wrappers of them. Used with `optimizer_state=True` and
+            `step_in_backward`.
 
         Raises
         ------
@@ -81,7 +107,7 @@ class Switch:
                 "two. Remove the other callback, or the call of offload.enable (offload.disable(model) undoes it)"
             )
         options = self.options
-        if optimizers and options.get("optimizer_state") is True:
+        if optimizers and (options.get("optimizer_state") is True or self.steps_in_backward):
             options = {"optimizer": [_unwrapped(each) for each in optimizers], **options}
         self._handle = enable(model, **options)
         self._metrics = StepMetrics()
@@ -144,6 +170,13 @@ class CallWrapper:
             setattr(target, self._name, self._inner)
         else:
             delattr(target, self._name)
+
+
+class CallSkipper(CallWrapper):
+    """Replaces a method of one object by nothing, until `undo` is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return None."""
 
 
 def nothing_around(args: tuple[Any, ...]) -> AbstractContextManager[None]:

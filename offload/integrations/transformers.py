@@ -14,13 +14,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from offload.handle import Session
-from offload.integrations.switch import CallWrapper, Switch, Switched, nothing_around
+from offload.integrations.switch import CallSkipper, CallWrapper, Switch, Switched, nothing_around
 from offload.session import remark
 
 CHECKPOINTING_REMARK = (
     "gradient checkpointing is on: tensors inside its blocks are recomputed instead of saved, so only the others are "
     "swapped; without it (gradient_checkpointing=False) more can be swapped, and checkpointing recomputes nothing"
 )
+GRAD_NORM = "_get_grad_norm"  # the Trainer's norm of all gradients, for its log
 
 
 class OffloadTrainerMixin:
@@ -38,7 +39,8 @@ class OffloadTrainerMixin:
     Raises
     ------
     ValueError
-        In `train`: the Trainer's own activation offloading is on, or it uses DataParallel.
+        In `train`: the Trainer's own activation offloading is on, it uses DataParallel, or it uses gradients that
+        `step_in_backward` has freed.
 
     Examples
     --------
@@ -79,6 +81,12 @@ class OffloadTrainerMixin:
             show_progress(self, self._offload.handle)
         return stack
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the norm of all gradients, which the Trainer logs; None where gradients are gone."""
+        if self._is_training_run and self._offload.steps_in_backward:
+            return None
+        return super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log memory at the peak, memory saved, time stalled and slowdown with the loss."""
         if self._is_training_run:
@@ -98,13 +106,14 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     ----------
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
-        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`,
-        `optimizer_state`; `optimizer` is the Trainer's.
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`, `step_in_backward`;
+        `optimizer` is the Trainer's.
 
     Raises
     ------
     ValueError
-        In `train`: the Trainer's own activation offloading is on, or it uses DataParallel.
+        In `train`: the Trainer's own activation offloading is on, it uses DataParallel, or it uses gradients that
+        `step_in_backward` has freed.
 
     Examples
     --------
@@ -143,6 +152,8 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
         step.callback = self  # type: ignore[attr-defined]
         self._wrappers.append(step)
         self._wrappers.append(CallWrapper(trainer, "log", around_log, self.undo))
+        if self._switch.steps_in_backward and hasattr(trainer, GRAD_NORM):
+            self._wrappers.append(CallSkipper(trainer, GRAD_NORM, nothing_around, self.undo))
         # Other methods that may raise an exception during training, including those that call other callbacks.
         for name in ("get_batch_samples", "evaluate", "save_model"):
             self._wrappers.append(CallWrapper(trainer, name, nothing_around, self.undo))
@@ -163,6 +174,16 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
 
 def turn_on(switch: Switch, model: nn.Module, args: Any, optimizer: Any) -> Session:
     """Enable offload and add a note to its report if gradient checkpointing is on."""
+    name = type(args).__name__
+    switch.refuse_what_needs_all_gradients(
+        {
+            f"{name}(max_grad_norm={args.max_grad_norm}), which max_grad_norm=0 switches off,": args.max_grad_norm,
+            f"{name}(gradient_accumulation_steps={args.gradient_accumulation_steps})": (
+                args.gradient_accumulation_steps > 1
+            ),
+            f"the GradScaler of {name}(fp16=True)": args.fp16,
+        }
+    )
     handle = switch.turn_on(model, [optimizer] if optimizer is not None else [])
     if _argument(args, "activation_checkpointing") or _argument(args, "gradient_checkpointing"):
         remark(handle, CHECKPOINTING_REMARK)

@@ -73,22 +73,29 @@ class ChunkedStep:
     ----------
     step
         The optimizer's own function, without hooks and what others have put around it.
+    params
+        Those that the step updates. Default: all that have a gradient.
+
+    Attributes
+    ----------
+    params
+        The parameters that the step updates.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any], params: Sequence[Tensor] | None = None) -> None:
         self._optimizer = optimizer
         self._step = step
         self._all_groups = not is_known(optimizer)  # another one may count in a group that has no gradient
         self._options = [_with_foreach(group) for group in optimizer.param_groups]
         self._group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self.params = [param for param in self._group_of if param.grad is not None] if params is None else params
         self._own = dict(vars(optimizer))
         self._counted: dict[int, dict[str, Any]] = {}  # by group
         self._counted_self: dict[str, Any] = {}
 
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters that the step updates: those with a gradient."""
-        return [param for param in self._group_of if param.grad is not None]
+    def group_of(self, param: Tensor) -> int | None:
+        """The number of a parameter's group when this step was made; None if it was in none."""
+        return self._group_of.get(param)
 
     def run(self, chunk: Sequence[Tensor]) -> None:
         """Update these parameters."""

@@ -11,27 +11,27 @@ import logging
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
+from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Share
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
-from offload.torch_compat.optimizers import is_own_step, step_behind_hooks, steps_through_hooks
-from offload.units import format_bytes
+from offload.torch_compat.optimizers import step_behind_hooks
 
-__all__ = ["StateCounts", "StateMover", "why_it_stays"]
+__all__ = ["StateMover", "why_it_stays"]
 
 log = logging.getLogger("offload")
 
@@ -51,72 +51,6 @@ _HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
-class StateCounts:
-    """What has been moved of one optimizer's state.
-
-    Attributes
-    ----------
-    optimizer : str
-        Name of its class.
-    stays : str
-        Why nothing is moved; empty if state moves.
-    steps : int
-        Steps with state in the store.
-    whole_steps : int
-        Of these, steps for which all state was in memory at a time. `whole_because` says why, of the latest.
-    tensors, nbytes : int
-        Tensors that leave between steps, and their bytes.
-    out_bytes, in_bytes : int
-        Bytes moved so far, in each direction.
-    held : int
-        Tensors that stay because other code holds them, or views of them.
-    failed : int
-        Tensors that stayed because writing them failed; `failure` is the latest error.
-    """
-
-    optimizer: str
-    stays: str = ""
-    steps: int = 0
-    whole_steps: int = 0
-    whole_because: str = ""
-    tensors: int = 0
-    nbytes: int = 0
-    out_bytes: int = 0
-    in_bytes: int = 0
-    held: int = 0
-    failed: int = 0
-    failure: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and the bytes moved per step in each direction."""
-        steps = max(self.steps, 1)
-        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
-        return {**asdict(self), **per_step}
-
-    def __str__(self) -> str:
-        if self.stays:
-            return f"{self.optimizer}: stays in memory: {self.stays}"
-        if self.steps and not self.tensors:
-            return f"{self.optimizer}: no tensor of its state can leave memory"
-        moved = self.to_dict()
-        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
-        what = f"{self.optimizer}: {self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between steps"
-        return f"{what}; per step {out} written, {back} read"
-
-    def notes(self) -> Iterator[str]:
-        """Yield notes for the user."""
-        if self.failed:
-            yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
-        if self.held:
-            yield f"{self.held} tensors of optimizer state stay because other code holds them, or views of them"
-        if self.whole_steps:
-            yield (
-                f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "
-                f"{self.whole_because}"
-            )
-
-
 class StateMover:
     """Keeps one optimizer's state in the store between its steps.
 
@@ -132,6 +66,8 @@ class StateMover:
         Shared by the optimizers of a model.
     moved
         Identities of the parameters whose state leaves; None: all.
+    steps
+        Whether it steps the optimizer, in chunks. False: `StepInBackward` does, and asks for the state.
 
     Attributes
     ----------
@@ -146,7 +82,9 @@ class StateMover:
         min_nbytes: int,
         name_of: Callable[[Tensor], str],
         behind: WriteBehind | None = None,
+        *,
         moved: frozenset[int] | None = None,
+        steps: bool = True,
     ) -> None:
         self.counts = StateCounts(type(optimizer).__name__, why_it_stays(optimizer))
         self.engine = engine
@@ -162,17 +100,18 @@ class StateMover:
         if self.counts.stays:
             return
         try:
-            self._begin(optimizer)
+            self._begin(optimizer, steps=steps)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        self._hooks += [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True),
-        ]
+    def _begin(self, optimizer: Optimizer, *, steps: bool) -> None:
+        if steps:
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
         self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
         self.look()
@@ -303,18 +242,11 @@ class StateMover:
         self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
         """Why a step cannot be divided into chunks; empty if it can."""
-        if not is_own_step(optimizer, step):
-            return (
-                "its class's step has been replaced or wrapped by a function, which is called once for all parameters"
-            )
-        if hasattr(type(optimizer), "__del__"):
-            return "its class has a `__del__`, which would run for each part of a step"
+        why = why_not_divided(optimizer, step)
+        if why:
+            return why
         if len(args) > 2 or kwargs.keys() - {"closure"}:
             return "its step was given other arguments than a closure"
-        if any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups):
-            return "a group has a parameter twice"
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            return "a capturable step may run in a CUDA graph"
         if self._is_separable is None:
             takes_closure = "closure" in inspect.signature(step).parameters
             self._is_separable = takes_closure and is_separable(optimizer, step)
@@ -328,6 +260,48 @@ class StateMover:
             self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
         else:  # closed since the step began: by the closure, or by a hook
             step(optimizer)
+
+    # -- for `StepInBackward` -----------------------------------------------------------------------------------------
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """A step begins: its first update, in backward or in `optimizer.step()`."""
+        self.share.begin()
+        self._streamed(optimizer)
+        self.engine.collect()
+        self.counts.steps += 1
+
+    def begin(self, param: Tensor) -> int:
+        """Start the copy-ins of a parameter's state. Returns the bytes."""
+        return self._known.begin(param)
+
+    def fetch(self, param: Tensor) -> None:
+        """Have a parameter's state in memory."""
+        self.counts.in_bytes += self._known.fetch(param)
+
+    def leave(self, param: Tensor, need: int) -> None:
+        """Start the copy-outs of a parameter's state. `need`: how many parameters need theirs earlier."""
+        self._leave(self._known, param, need)
+
+    def abandon(self, param: Tensor) -> None:
+        """Free the memory of copy-ins that nobody waits for any more."""
+        self._known.abandon(param)
+
+    def step(self, step: ChunkedStep) -> None:
+        """Make a step in chunks."""
+        self._step(self._known, step)
+
+    @property
+    def _known(self) -> StreamedState:
+        assert self._state is not None
+        return self._state
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of one parameter's state that leaves."""
+        state = self._state
+        return max(map(state.nbytes_of, state.tensors), default=0) if state is not None else 0
+
+    # -- chunks -------------------------------------------------------------------------------------------------------
 
     def _step(self, state: StreamedState, step: ChunkedStep) -> None:
         chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
@@ -369,9 +343,10 @@ class StateMover:
 
     @opaque
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        untraced(self._end_step, optimizer)
+        untraced(self.end_step, optimizer)
 
-    def _end_step(self, optimizer: Optimizer) -> None:
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Have everything leave that is in memory, as far as it is to leave."""
         if not self._hooks:
             return
         if self.rests:
@@ -388,12 +363,8 @@ class StateMover:
 
 
 def why_it_stays(optimizer: Optimizer) -> str:
-    if isinstance(optimizer, LBFGS):
-        return "LBFGS uses the state of all parameters at once, several times per step"
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        return "a capturable step may run in a CUDA graph, which uses the state where it was"
-    if steps_through_hooks(optimizer):
-        return "its step calls that of a base class, whose hooks would run within it"
-    if sys.getrefcount(optimizer.state) > _HELD_ONCE:
+    """Return why no state of an optimizer can be moved; empty if it can."""
+    why = why_its_kind_is_not_divided(optimizer)
+    if not why and sys.getrefcount(optimizer.state) > _HELD_ONCE:
         return "other code holds its `state`, such as an optimizer around it, and would go on with an old one"
-    return ""
+    return why

@@ -1,4 +1,4 @@
-"""The optimizers of one model whose state is moved. The session has one of these."""
+"""The optimizers of one model whose state is moved, or that step in backward. The session has one of these."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch.optim import Optimizer
 
 from offload.optimizer_state import mover as one
 from offload.optimizer_state.chunks import split
-from offload.optimizer_state.mover import StateCounts, StateMover
+from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward
+from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.state_tensor import is_movable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import untraced
 
-__all__ = ["MovableChunk", "StateMovers"]
+__all__ = ["MovableChunk", "NameOf", "StateMovers"]
 
 _CHUNKS_MAX = 512  # of an optimizer, for the planner
 _STATE_MOST = 3  # times the bytes of its parameters: the most state that one of torch's optimizers has
@@ -48,14 +50,16 @@ class MovableChunk:
 
 
 class StateMovers:
-    """Moves the state of a model's optimizers, as long as these are alive.
+    """Moves the state of a model's optimizers, and steps them in backward, as long as these are alive.
 
     Parameters
     ----------
     make_engine
-        Makes an engine of its own for each of them.
+        Makes an engine of its own for each of them. None: their state stays in memory.
     min_nbytes
         Smaller tensors stay.
+    in_backward
+        Whether parameters are updated in backward. Not with `is_planned`.
     is_planned
         Whether a plan chooses what moves, of these optimizers and of others that step the model's parameters. Until
         there is a plan, everything does.
@@ -63,30 +67,35 @@ class StateMovers:
     Attributes
     ----------
     counts
-        Of each optimizer, also of one that is gone.
+        Of each optimizer whose state may be moved, also of one that is gone.
+    backward_counts
+        Of each optimizer that steps in backward.
     has_room
         Whether so many bytes fit beside the recorded step: then nothing moves before there is a plan.
 
     Raises
     ------
     ValueError
-        An optimizer's state is moved already.
+        An optimizer has been given to another model, or it cannot step in backward.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        make_engine: Callable[[], Engine],
+        make_engine: Callable[[], Engine] | None,
         min_nbytes: int,
         *,
+        in_backward: bool = False,
         is_planned: bool = False,
     ) -> None:
         self.counts: list[StateCounts] = []
+        self.backward_counts: list[BackwardCounts] = []
         self.is_planned = is_planned
         self.has_room: Callable[[int], bool] = bool
         self._model = weakref.ref(model)
         self._movers: list[weakref.ref[StateMover]] = []  # the hooks of their optimizers hold them
+        self._steppers: list[weakref.ref[StepInBackward]] = []
         self._make_engine = make_engine
         self._min_nbytes = min_nbytes
         self._is_closed = False
@@ -94,22 +103,37 @@ class StateMovers:
         self._pid = os.getpid()
         self._behind = WriteBehind()
         for optimizer in optimizers:
-            if isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved:
+            if _is_used(optimizer):
                 raise ValueError(
-                    f"optimizer: the state of this {type(optimizer).__name__} is moved by another enabled model; "
+                    f"optimizer: this {type(optimizer).__name__} belongs to another enabled model; "
                     "give it to one offload.enable alone"
                 )
+        if in_backward:
+            _check_all(optimizers, NameOf(self._model))
         try:
             for optimizer in optimizers:
-                self._add(optimizer, None)
+                self._take(optimizer, in_backward=in_backward)
         except BaseException:
             self.close()
             raise
 
-    def _add(self, optimizer: Optimizer, moved: frozenset[int] | None) -> None:
-        mover = StateMover(optimizer, self._make_engine(), self._min_nbytes, _NameOf(self._model), self._behind, moved)
+    def _take(self, optimizer: Optimizer, *, in_backward: bool) -> None:
+        mover = None
+        if self._make_engine is not None:
+            mover = self._add(optimizer, self._make_engine(), None, steps=not in_backward)
+        if in_backward:
+            stepper = StepInBackward(optimizer, NameOf(self._model), mover)
+            self._steppers.append(weakref.ref(stepper))
+            self.backward_counts.append(stepper.counts)
+
+    def _add(
+        self, optimizer: Optimizer, engine: Engine, moved: frozenset[int] | None, *, steps: bool = True
+    ) -> StateMover:
+        about = (engine, self._min_nbytes, NameOf(self._model), self._behind)
+        mover = StateMover(optimizer, *about, moved=moved, steps=steps)
         self._movers.append(weakref.ref(mover))
         self.counts.append(mover.counts)
+        return mover
 
     def found(self, optimizer: Optimizer) -> None:
         """Take over an optimizer of the model that is about to step, where a plan chooses what moves."""
@@ -117,12 +141,12 @@ class StateMovers:
             untraced(self._take_over, optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        if _mover_of(optimizer) is not None:  # of another enabled model, or of this one
-            return
+        if self._make_engine is None or _mover_of(optimizer) is not None or _is_used(optimizer):
+            return  # it is of another enabled model, or of this one
         nbytes = sum(param.nbytes for group in optimizer.param_groups for param in group["params"])
         stays = self._moved is not None or self.has_room(_STATE_MOST * nbytes)
         try:
-            self._add(optimizer, frozenset() if stays else None)
+            self._add(optimizer, self._make_engine(), frozenset() if stays else None)
         except (OSError, RuntimeError, MemoryError) as error:
             counts = StateCounts(type(optimizer).__name__, f"nothing can be written: {error}")
             self.counts.append(counts)
@@ -177,8 +201,25 @@ class StateMovers:
         for mover in self._alive():
             mover.follow(self._moved & frozenset(map(id, _params(mover))))
 
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def bytes_in_memory_max(self) -> int:
+        """The most bytes of state that has left and whose copies may be under way while the model runs.
+
+        In backward that is also what is read ahead, and a parameter's own.
+        """
+        nbytes_max = one.BEHIND_BYTES
+        if self.steps_in_backward:
+            nbytes_max += sum(one.AHEAD_BYTES + mover.largest_bytes for mover in self._alive())
+        return nbytes_max
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps in backward."""
+        return any(reference() is not None for reference in self._steppers)
+
     def close(self) -> None:
-        """Bring all state back.
+        """Bring all state back, and leave the optimizers alone.
 
         Raises
         ------
@@ -186,6 +227,13 @@ class StateMovers:
             Some of it cannot be read.
         """
         self._is_closed = True
+        if os.getpid() != self._pid:  # in a forked child the store is that of its parent
+            return
+        for reference in self._steppers:
+            stepper = reference()
+            if stepper is not None:
+                stepper.close()
+        self._steppers.clear()
         for mover in self._alive():
             mover.close()
 
@@ -242,7 +290,26 @@ def _mover_of(optimizer: Optimizer) -> StateMover | None:
     return next((owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), StateMover)), None)
 
 
-class _NameOf:
+def _is_used(optimizer: Optimizer) -> bool:
+    """Whether another enabled model moves its state or steps it in backward."""
+    moved = isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return moved or any(isinstance(getattr(each, "__self__", None), StepInBackward) for each in hooks)
+
+
+def _check_all(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]) -> None:
+    owner: dict[Tensor, Optimizer] = {}
+    for optimizer in optimizers:
+        check_in_backward(optimizer)
+        for param in (each for group in optimizer.param_groups for each in group["params"]):
+            if owner.setdefault(param, optimizer) is not optimizer:
+                raise ValueError(
+                    f"step_in_backward=True: parameter {name_of(param)} is in two optimizers, and its gradient is gone "
+                    "after the first update; give each parameter to one optimizer"
+                )
+
+
+class NameOf:
     """A parameter's name in the model. It keeps neither alive."""
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:

@@ -35,15 +35,22 @@ Step = Callable[..., Any]
 _COMMON = frozenset({"defaults", "param_groups", "state", "step"})
 
 
-def is_separable(optimizer: Optimizer, step: Step) -> bool:
+def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False) -> bool:
     """Whether a tiny copy of the optimizer gives the same bits in chunks. False where it cannot be tried.
 
     False too where a step changes anything beside the optimizer: in chunks it would do so several times.
+
+    Parameters
+    ----------
+    in_any_order
+        Whether the bits have to be the same also where the last parameter comes first, as in backward. They are not if
+        each update draws random numbers.
     """
     try:
         around = Surroundings(optimizer, step)
         try:
-            return _is_equal_in_chunks(optimizer, step, around)
+            orders = (False, True) if in_any_order else (False,)
+            return all(_is_equal_in_chunks(optimizer, step, around, is_reversed=each) for each in orders)
         finally:
             around.restore()
     except Exception as error:  # whatever a step that is not torch's may raise
@@ -60,7 +67,7 @@ def _is_of_a_signal(error: BaseException) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings) -> bool:
+def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings, *, is_reversed: bool) -> bool:
     whole, chunked = _tiny(optimizer), _tiny(optimizer)
     if whole is None or chunked is None:
         return False
@@ -68,9 +75,10 @@ def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings) 
     generator = torch.Generator("cpu").manual_seed(0)
     for number, scale in enumerate(SCALES):
         _set_gradients(whole, chunked, generator, scale, without_last=number == 3)
-        for run, each in ((_step_whole, whole), (_step_chunked, chunked)):
-            with _own_random_numbers(device):
-                run(each, step)
+        with _own_random_numbers(device):
+            step(whole)
+        with _own_random_numbers(device):
+            _step_chunked(chunked, step, is_reversed=is_reversed)
         if around.has_changed() or not _same(whole, chunked):
             return False
     return True
@@ -83,17 +91,13 @@ def _own_random_numbers(device: torch.device) -> Any:
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _step_whole(optimizer: Optimizer, step: Step) -> None:
-    step(optimizer)
-
-
-def _step_chunked(optimizer: Optimizer, step: Step) -> None:
+def _step_chunked(optimizer: Optimizer, step: Step, *, is_reversed: bool) -> None:
     grad_mode = torch.is_grad_enabled()
 
     def closure() -> None:
         with torch.set_grad_enabled(grad_mode):
             chunked = ChunkedStep(optimizer, step)
-            for param in chunked.params:
+            for param in reversed(chunked.params) if is_reversed else chunked.params:
                 chunked.run([param])
             chunked.end()
 

@@ -19,7 +19,7 @@ from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
 
-__all__ = ["OptimizerStateError", "StreamedState"]
+__all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 
 State = dict[Any, Any]
 
@@ -37,6 +37,13 @@ def _clone(tensor: Tensor) -> Tensor:
 
 _SAMPLE = {"": torch.empty(0)}
 _HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # of a value that one dictionary holds
+
+
+def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) -> bool:
+    """Whether a tensor of one parameter's state, all of which is in memory, could leave it."""
+    if not is_movable(state[name], device, min_nbytes):
+        return False
+    return sys.getrefcount(state[name]) <= _HELD_ONCE and holds_alone(state[name])
 
 
 class StreamedState(defaultdict[Any, State]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from offload.plan.simulate import Link
 from offload.plan.trace import SavedTensor, Trace
 
-__all__ = ["SizedStep", "in_proportion", "largest_batch", "on_a_line", "retimed"]
+__all__ = ["SizedStep", "in_proportion", "largest_batch", "on_a_line", "on_the_line_of", "retimed"]
 
 _BATCH_MAX = 1 << 40  # larger than every batch: if this fits, the step does not depend on the batch size
 
@@ -108,6 +108,51 @@ def on_a_line(trace: Trace, batch: int, other: Trace, other_batch: int) -> Sized
     )
 
 
+def on_the_line_of(
+    trace: Trace,
+    fixed_bytes: Sequence[int],
+    full: Trace,
+    full_fixed_bytes: Sequence[int],
+    smaller: Trace,
+    batch: int,
+    smaller_batch: int,
+) -> SizedStep | None:
+    """Return a step as a function of its batch size, from two steps that repeat a part of it.
+
+    What the part needs lies on the line through these two. What `trace` needs beyond `full` and `fixed_bytes` is taken
+    in proportion to the batch.
+
+    Parameters
+    ----------
+    trace
+        The whole step.
+    fixed_bytes, full_fixed_bytes
+        By node: the bytes of `trace`, and of `full`, that do not depend on the batch.
+    full, smaller
+        The part, at `batch` and at `smaller_batch`.
+
+    Returns
+    -------
+    SizedStep or None
+        None if the three do not consist of the same nodes and tensors, or if the tensors of `trace` and `full` differ
+        in size.
+    """
+    line = on_a_line(full, batch, smaller, smaller_batch)
+    is_part = list(map(_sized_place, trace.tensors)) == list(map(_sized_place, full.tensors))
+    if line is None or not is_part or len(trace.nodes) != len(full.nodes):
+        return None
+    own = [base - fixed for base, fixed in zip(trace.base_bytes, fixed_bytes, strict=True)]
+    parts = [base - fixed for base, fixed in zip(full.base_bytes, full_fixed_bytes, strict=True)]
+    more = [max(0, whole - max(0, part)) / batch for whole, part in zip(own, parts, strict=True)]
+    return SizedStep(
+        trace,
+        batch,
+        tuple(slope + rest for slope, rest in zip(line.base_slopes, more, strict=True)),
+        line.tensor_slopes,
+        tuple(min(slope, a.seconds / batch) for slope, a in zip(line.second_slopes, trace.nodes, strict=True)),
+    )
+
+
 def largest_batch(step: SizedStep, limit_bytes: int, peak_bytes: Callable[[Trace], int]) -> int | None:
     """Return the largest batch size at which a step stays within a limit.
 
@@ -150,6 +195,10 @@ def _line(nbytes: int, slope: float, more: int) -> int:
 
 def _place(tensor: SavedTensor) -> tuple[int, int, int]:
     return tensor.packed, tensor.first_backward, tensor.last_use
+
+
+def _sized_place(tensor: SavedTensor) -> tuple[int, int, int, int]:
+    return (*_place(tensor), tensor.bytes)
 
 
 def _recipe_times(tensor: SavedTensor, seconds_factor: float, workspace_factor: float) -> SavedTensor:

@@ -13,14 +13,16 @@ from itertools import accumulate
 import torch
 
 from offload.plan.trace import SavedTensor
-from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
+from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationProfile
 
 log = logging.getLogger("offload")
 
 _NODE = f"{MARK_PREFIX}node "
 _SAVED = f"{MARK_PREFIX}saved "
 _RELOAD = f"{MARK_PREFIX}reload "
-_NO_NODE = 2**31  # larger than every node's number
+NO_NODE = 2**31  # larger than every node's number
+
+Event = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class StepAllocations:
         self.complete = False
         self._profile = AllocationProfile(device)
         self._other_threads = False
-        self._events: list[tuple[str, int, int]] = []
+        self._events: list[Event] = []
 
     def begin(self) -> None:
         """Start recording the allocations of this thread."""
@@ -58,7 +60,7 @@ class StepAllocations:
     def pause(self) -> None:
         """Record that a backward pass is over: allocations until the next node do not belong to the step."""
         if self._profile.is_on and self._profile.records_this_thread:
-            self._profile.begin_span(f"{_NODE}{_NO_NODE}")
+            self._profile.begin_span(f"{_NODE}{NO_NODE}")
 
     def saved(self, tensor_id: int) -> None:
         """Record that a storage was saved, which is still allocated."""
@@ -90,57 +92,84 @@ class StepAllocations:
     def footprint(
         self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
     ) -> Footprint:
-        """Return the bytes of each node that do not belong to the tensors `saved`.
-
-        `places` has the addresses of their storages by id. Memory that the engine allocates for reloaded tensors is not
-        counted: the trace counts it with these tensors. Gradients are the allocations at `gradient_places` that still
-        exist at the end.
-        """
-        wanted = {tensor.id: tensor for tensor in saved}
-        produced: dict[int, int] = {}
-        owned: dict[int, int] = {}  # number of the allocating event → its bytes that belong to saved tensors
-        live: dict[int, tuple[int, int]] = {}  # address → (number of the event, node)
-        node = 0
-        for number, (kind, which, _) in enumerate(self._events):
-            if kind == "node":
-                node = which
-            elif kind == "saved" and which in wanted:
-                found = live.get(places[which])
-                if found is not None and which not in produced:
-                    owned[found[0]] = owned.get(found[0], 0) + wanted[which].bytes
-                    produced[which] = found[1]
-            elif kind == "alloc":
-                live[which] = (number, node)
-            elif kind == "free":
-                live.pop(which, None)
-        gradients = [0] * (node_count + 1)
-        for place in gradient_places & live.keys():
-            number, node = live[place]
-            gradients[min(node + 1, node_count)] += self._events[number][2]
-        return Footprint(self._others(owned, node_count), list(accumulate(gradients[:node_count])), produced)
-
-    def _others(self, owned: dict[int, int], node_count: int) -> list[int]:
-        highest = [0] * node_count
-        charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
-        node, now, reloading = 0, 0, False
-        for number, (kind, which, nbytes) in enumerate(self._events):
-            if kind == "node":
-                node = which
-            elif kind == "reload":
-                reloading = bool(which)
-            elif kind == "alloc":
-                charged[which] = 0 if reloading else max(nbytes - owned.get(number, 0), 0)
-                now += charged[which]
-            elif kind == "free":
-                now -= charged.pop(which, 0)
-            if node < node_count:
-                highest[node] = max(highest[node], now)
-        return highest
+        """Return the bytes by node that do not belong to `saved`: see the function `footprint`."""
+        return footprint(self._events, saved, places, gradient_places, node_count)
 
 
-def _numbered(kind: str, which: int | str, nbytes: int) -> tuple[str, int, int]:
+def footprint(
+    events: Sequence[Event],
+    saved: Sequence[SavedTensor],
+    places: Mapping[int, int],
+    gradient_places: Set[int],
+    node_count: int,
+) -> Footprint:
+    """Return the bytes of each node that do not belong to the tensors `saved`.
+
+    `places` has the addresses of their storages by id. Memory that the engine allocates for reloaded tensors is not
+    counted: the trace counts it with these tensors. Nor is memory that outlives a part that `apart` marks: it is
+    counted with the optimizer's state. Gradients are the allocations at `gradient_places` that still exist at the end.
+
+    Parameters
+    ----------
+    events
+        In order of time: ("node", number, 0), ("saved", tensor's id, 0), ("reload" or "apart", 1 or 0, 0), and
+        ("alloc" or "free", address, bytes).
+    """
+    wanted = {tensor.id: tensor for tensor in saved}
+    produced: dict[int, int] = {}
+    owned: dict[int, int] = {}  # number of the allocating event → its bytes that belong to saved tensors
+    live: dict[int, tuple[int, int]] = {}  # address → (number of the event, node)
+    node = 0
+    for number, (kind, which, _) in enumerate(events):
+        if kind == "node":
+            node = which
+        elif kind == "saved" and which in wanted:
+            found = live.get(places[which])
+            if found is not None and which not in produced:
+                owned[found[0]] = owned.get(found[0], 0) + wanted[which].bytes
+                produced[which] = found[1]
+        elif kind == "alloc":
+            live[which] = (number, node)
+        elif kind == "free":
+            live.pop(which, None)
+    gradients = [0] * (node_count + 1)
+    for place in gradient_places & live.keys():
+        number, node = live[place]
+        gradients[min(node + 1, node_count)] += events[number][2]
+    return Footprint(_others(events, owned, node_count), list(accumulate(gradients[:node_count])), produced)
+
+
+def _others(events: Sequence[Event], owned: Mapping[int, int], node_count: int) -> list[int]:
+    highest = [0] * node_count
+    charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
+    inside: dict[int, None] = {}  # addresses that were allocated in a part that `apart` marks
+    node, now, reloading, is_apart = 0, 0, False, False
+    for number, (kind, which, nbytes) in enumerate(events):
+        if kind == "node":
+            node = which
+        elif kind == "reload":
+            reloading = bool(which)
+        elif kind == "apart":
+            is_apart = bool(which)
+            for address in inside:
+                now -= charged.pop(address, 0)
+            inside.clear()
+        elif kind == "alloc":
+            if is_apart:
+                inside[which] = None
+            charged[which] = 0 if reloading else max(nbytes - owned.get(number, 0), 0)
+            now += charged[which]
+        elif kind == "free":
+            now -= charged.pop(which, 0)
+            inside.pop(which, None)
+        if node < node_count:
+            highest[node] = max(highest[node], now)
+    return highest
+
+
+def _numbered(kind: str, which: int | str, nbytes: int) -> Event:
     """Convert a mark to its kind and number; return an allocation unchanged."""
-    for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload")):
+    for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload"), (APART, "apart")):
         if isinstance(which, str) and which.startswith(prefix):
             return name, int(which.removeprefix(prefix)), 0
     assert isinstance(which, int)

@@ -277,7 +277,7 @@ class Profiler(Recorder):
         places: dict[int, int] = {}
         saved = []
         for storage in self._all_saved:
-            tensor = self._tensor_of(storage)
+            tensor = tensor_of(storage, self.order)
             if tensor is not None:
                 members[tensor.id] = tuple(storage.entries)
                 places[tensor.id] = storage.place
@@ -296,25 +296,26 @@ class Profiler(Recorder):
         )
         return Profile(self.order, trace, members, found.gradients, self._held, knows)
 
-    def _tensor_of(self, storage: SavedStorage) -> SavedTensor | None:
-        """Return the tensor of the trace, without `produced`; None if other code holds the storage in backward."""
-        entries = [self.order.entries[pack_index] for pack_index in storage.entries]
-        last = self.order.node_count - 1
-        first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
-        packed = max(entry.packed for entry in entries)
-        last_forward = storage.last_forward
-        if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
-            return None
-        return SavedTensor(
-            id=storage.entries[0],
-            # A kept view holds its whole storage, although its entry is only a part.
-            bytes=max(sum(entry.nbytes for entry in entries), storage.nbytes),
-            produced=packed,
-            packed=packed,
-            last_forward=max(last_forward, packed),
-            first_backward=first_backward,
-            last_use=max((e.last_use for e in entries if e.last_use is not None), default=last),
-        )
+
+def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
+    """Return the tensor of the trace, without `produced`; None if other code holds the storage in backward."""
+    entries = [order.entries[pack_index] for pack_index in storage.entries]
+    last = order.node_count - 1
+    first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
+    packed = max(entry.packed for entry in entries)
+    last_forward = storage.last_forward
+    if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
+        return None
+    return SavedTensor(
+        id=storage.entries[0],
+        # A kept view holds its whole storage, although its entry is only a part.
+        bytes=max(sum(entry.nbytes for entry in entries), storage.nbytes),
+        produced=packed,
+        packed=packed,
+        last_forward=max(last_forward, packed),
+        first_backward=first_backward,
+        last_use=max((e.last_use for e in entries if e.last_use is not None), default=last),
+    )
 
 
 def _unwatch(memory: StepAllocations, saved: list[SavedStorage]) -> None:

@@ -18,15 +18,34 @@ from torch import nn
 
 from offload.torch_compat.compiled import opaque, untraced, with_traced_frame
 
+Around = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]]
+
+
+class _Both:
+    """Two contexts, one within the other. As either may, it may be left twice."""
+
+    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        try:
+            self._inner.__exit__(*args)
+        finally:
+            self._outer.__exit__(*args)
+
 
 class ForwardWrapper:
     """A module's `forward`, run within the context that `around` returns. Copies and pickles get the plain forward."""
 
-    def __init__(
-        self, module: nn.Module, around: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]]
-    ) -> None:
+    def __init__(self, module: nn.Module, around: Around) -> None:
         self._module = weakref.ref(module)
         self._around = around
+        self._also: Around | None = None
         own = module.__dict__.get("forward")
         if isinstance(own, ForwardWrapper):  # the module is a `copy.copy` of an enabled one
             own.put_back(module)
@@ -48,7 +67,7 @@ class ForwardWrapper:
         twin = self._twin_calling()
         if twin is not None:
             return self._inner(*args, **kwargs) if self._was_own else self._inner(twin, *args, **kwargs)
-        around = untraced(self._around, args, kwargs)
+        around = untraced(self._surroundings, args, kwargs)
         try:  # around `__enter__` too: an interrupt may arrive after it has finished
             untraced(around.__enter__)
             if self._was_own:
@@ -64,6 +83,23 @@ class ForwardWrapper:
                 untraced(around.__exit__, type(error), error, error.__traceback__)
             raise
         return result
+
+    def _surroundings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[object]:
+        outer = self._around(args, kwargs)
+        return outer if self._also is None else _Both(outer, self._also(args, kwargs))
+
+    @property
+    def enters_also(self) -> bool:
+        """Whether there is something more around each call; see `enter_also`."""
+        return self._also is not None
+
+    def enter_also(self, around: Around | None) -> None:
+        """Put something more around each call, inside of what is there. None: not any more."""
+        self._also = around
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it wraps this module, and not one that this is a shallow copy of."""
+        return self._module() is module
 
     def _traced(self, module: nn.Module | None) -> Callable[..., Any]:
         """Return the class's forward in a form that torch.compile compiles as it would without this wrapper."""

@@ -7,7 +7,9 @@ creates holds what its `pack` returned; backward passes that to its `unpack`.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -258,11 +260,25 @@ def innermost_step_hooks() -> StepHooks | None:
     return current if isinstance(current, StepHooks) else None
 
 
-class HookContext(saved_tensors_hooks):
-    """Installs the hooks of a step; they may be removed before the step ends, if it swaps nothing."""
+# Of hooks, two functions that pack and unpack, each with the hooks as its first argument.
+FirstAsked = Callable[[StepHooks], tuple[Callable[[StepHooks, Tensor], Any], Callable[[StepHooks, Any], Tensor]]]
 
-    def __init__(self, current: StepHooks) -> None:
-        super().__init__(current.pack, current.unpack)
+
+class HookContext(saved_tensors_hooks):
+    """Installs the hooks of a step; they may be removed before the step ends, if it swaps nothing.
+
+    Parameters
+    ----------
+    first
+        Returns functions that are asked before the hooks, and call them; None if there are none.
+    """
+
+    def __init__(self, current: StepHooks, first: FirstAsked | None = None) -> None:
+        if first is None:
+            super().__init__(current.pack, current.unpack)
+        else:  # bound to `current`, as its own are: whoever looks for a step's hooks finds them
+            pack, unpack = first(current)
+            super().__init__(MethodType(pack, current), MethodType(unpack, current))
         self._hooks = current
         self.is_removed = False
 

@@ -22,8 +22,13 @@ FUNCTION_TRANSFORMS = (
 )
 
 
-def check_model(model: object, enabled: Iterable[nn.Module]) -> torch.device:
+def check_model(model: object, enabled: Iterable[nn.Module], *, will_be_on: torch.device | None = None) -> torch.device:
     """Return the device of a model, after checking that it can be enabled beside the models that are.
+
+    Parameters
+    ----------
+    will_be_on
+        Where it is going to be, if it has no memory yet.
 
     Raises
     ------
@@ -48,6 +53,8 @@ def check_model(model: object, enabled: Iterable[nn.Module]) -> torch.device:
                 f"{where} is a DataParallel, which copies the model to several devices at every step; offload serves "
                 "one device per process: use torch.nn.parallel.DistributedDataParallel"
             )
+    if will_be_on is not None:
+        return check_devices({will_be_on, *(devices_of(model) - {torch.device("meta")})})
     return check_devices(devices_of(model))
 
 

@@ -9,6 +9,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,10 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 from torch.autograd.profiler import profile, record_function
 
-__all__ = ["MARK_PREFIX", "AllocationProfile"]
+__all__ = ["APART", "MARK_PREFIX", "AllocationProfile", "apart"]
 
 MARK_PREFIX = "offload: "
+APART = f"{MARK_PREFIX}apart "
 _LOG_ERRORS = 2
 
 
@@ -58,6 +60,11 @@ class AllocationProfile:
             self.release()
             raise
         return True
+
+    @classmethod
+    def is_recording(cls) -> bool:
+        """Whether a step of any thread is being recorded."""
+        return "now" in cls._recording
 
     @property
     def records_this_thread(self) -> bool:
@@ -126,6 +133,21 @@ class AllocationProfile:
             if self._quiet is not None:
                 self._quiet.end()
             del self._recording["now"]
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Mark what is allocated inside and outlives it as no memory of the step, such as an optimizer's state."""
+    if not AllocationProfile.is_recording():
+        yield
+        return
+    with record_function(f"{APART}1"):
+        pass
+    try:
+        yield
+    finally:
+        with record_function(f"{APART}0"):
+            pass
 
 
 def _is_profiling_in_python() -> bool:

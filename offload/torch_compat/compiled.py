@@ -165,6 +165,11 @@ def has_compiled_parts(model: nn.Module) -> bool:
     return False
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled in place, or is what torch.compile returned. Not whether it is inside of such."""
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module) is _optimized_module()
+
+
 def wrappers_of(module: nn.Module) -> list[nn.Module]:
     """Return the results of `torch.compile(module)`; the module has no reference to them."""
     kind = _optimized_module()

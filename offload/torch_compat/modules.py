@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["is_sharded", "state_tensors"]
+__all__ = ["is_sharded", "own_parameters", "state_tensors", "walk"]
 
 _SHARDED = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
@@ -36,4 +36,22 @@ def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether the model or a module inside it is sharded by FSDP: its parameters are gathered for each call."""
-    return any(kind.__name__ in _SHARDED for part in model.modules() for kind in type(part).__mro__)
+    kinds = {type(part) for part in walk(model)}
+    return any(kind.__name__ in _SHARDED for part in kinds for kind in part.__mro__)
+
+
+def walk(model: nn.Module) -> list[nn.Module]:
+    """Return the module and its submodules, each once. `modules` takes five times as long: every forward asks."""
+    found = [model]
+    seen = {id(model)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that a module has itself, without those of its submodules."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]

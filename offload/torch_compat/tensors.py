@@ -22,6 +22,7 @@ __all__ = [
     "set_interface",
     "storage_identity",
     "version_of",
+    "without_memory",
 ]
 
 # Returns the version: how often a tensor, or a view of the same memory, was changed in place.
@@ -42,6 +43,12 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 def has_own_bytes(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has its own bytes: not wrapped by functorch, and no zero tensor without memory."""
     return not tensor._is_zerotensor() and not _is_wrapped(tensor)
+
+
+def without_memory(kind: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return an object of a subclass of `torch.Tensor` with a tensor's shape and strides, which has no memory."""
+    wrap: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    return wrap(kind, like.shape, strides=like.stride(), dtype=dtype, device=device)
 
 
 def raise_changed(kind: str, shape: tuple[int, ...], found: int, expected: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 from optimizer_state.loops import LOOPS, STEPS
 from optimizer_state.state_rig import assert_equal
 
@@ -64,7 +64,7 @@ def test_loops_of_torch(loop, tmp_path):
     moved.step(STEPS)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize(
     "switches",
     [{}, {"gradient_accumulation_steps": 2}, {"bf16": True, "max_grad_norm": 0.1}, {"optim": "adamw_torch_fused"}],
@@ -91,8 +91,15 @@ def test_transformers_trainer(how, switches, tmp_path):
     assert_equal(everything(model, moved), everything(plain, optimizer))
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    ("adapters", "how"),
+    [
+        pytest.param(False, "mixin", id="full-mixin"),
+        pytest.param(True, "callback", id="adapters-callback"),
+        pytest.param(True, "mixin", marks=pytest.mark.long, id="adapters-mixin"),
+        pytest.param(False, "callback", marks=pytest.mark.long, id="full-callback"),
+    ],
+)
 def test_trl_trainer(how, adapters, tmp_path, monkeypatch):
     need("trl")
     import test_trl as rig
@@ -131,7 +138,7 @@ def test_peft_adapters(kind):
 
 
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_accelerate(when, accumulated):
     need("accelerate")
     from accelerate import Accelerator

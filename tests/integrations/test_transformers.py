@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 
 transformers = need("transformers")
 need("accelerate")
@@ -107,8 +107,8 @@ def assert_plain(model) -> None:
 
 SWITCHES = [
     {},
-    {"gradient_accumulation_steps": 3},
-    {"bf16": True},
+    pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.long),
+    pytest.param({"bf16": True}, marks=pytest.mark.long),
     {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.1},
 ]
 
@@ -126,7 +126,7 @@ def test_the_same_weights(how, switch, tmp_path):
     assert_plain(swapped)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_gradient_checkpointing_composes_and_is_said(how, tmp_path):
     plain, _ = train(tmp_path, "plain", gradient_checkpointing=True)
     swapped, handle = train(tmp_path, how, gradient_checkpointing=True)
@@ -135,7 +135,7 @@ def test_gradient_checkpointing_composes_and_is_said(how, tmp_path):
     assert "gradient checkpointing is on: tensors inside its blocks are recomputed" in str(handle.report())
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_evaluation_is_left_alone(how, tmp_path):
     class Evaluating(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -154,7 +154,7 @@ def test_evaluation_is_left_alone(how, tmp_path):
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_resuming_from_a_checkpoint(how, tmp_path):
     plain, _ = train(tmp_path / "plain", "plain", save_strategy="epoch")
     swapped, _ = train(tmp_path / how, how, save_strategy="epoch")
@@ -192,7 +192,7 @@ def test_an_exception_in_a_step_leaves_nothing_wrapped(how, where, tmp_path):
     assert handle.report().steps == 10
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_a_smaller_batch_after_running_out_of_memory(how, tmp_path):
     """`auto_find_batch_size` begins anew within one call of `train`."""
     model, rows, calls = make_model(), Rows(), []
@@ -319,7 +319,7 @@ def test_a_run_without_steps_is_said_and_leaves_nothing(tmp_path):
     assert_plain(model)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_figures_are_logged_with_the_loss_and_shown_in_the_progress_bar(how, tmp_path):
     logged: list[dict[str, float]] = []
     shown: list[str] = []

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 
 need("trl")
 need("transformers")
@@ -149,7 +149,7 @@ def test_the_same_weights(how, switch, tmp_path):
     assert ("gradient checkpointing is on" in str(report)) == ("gradient_checkpointing" in switch)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.__name__)
 def test_the_same_weights_of_other_trainers(how, kind, tmp_path):
     """A reference model, two rows to a pair, completions that the model itself writes between two steps."""
@@ -157,7 +157,7 @@ def test_the_same_weights_of_other_trainers(how, kind, tmp_path):
     assert report.steps == 6
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize("kind", [SFTTrainer, *OTHERS], ids=lambda kind: kind.__name__)
 def test_adapters_learn_the_same_and_the_frozen_weights_stay_where_they_are(how, kind, tmp_path):
     report, trainer = train_both(tmp_path, how, kind, peft_config=ADAPTERS)
@@ -166,7 +166,7 @@ def test_adapters_learn_the_same_and_the_frozen_weights_stay_where_they_are(how,
     assert report.kept["parameter"].tensors > 0
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize("kind", [SFTTrainer, DPOTrainer, RewardTrainer], ids=lambda kind: kind.__name__)
 def test_its_own_activation_offloading_is_refused_with_the_reason(how, kind, tmp_path):
     trainer = make_trainer(tmp_path, how, kind)

@@ -7,8 +7,11 @@ from optimizer_state.state_rig import assert_equal
 from torch import nn
 
 import offload
+from offload.optimizer_state.freed_gradient import FreedGradient
+from offload.optimizer_state.streamed_state import StreamedState
 
 STEPS = 20
+MOVED = {"optimizer_state": True}
 
 
 def make_model():
@@ -17,18 +20,17 @@ def make_model():
 
 
 class Loop:
-    """One training run. Subclasses are the variants of the loop."""
+    """One training run. Subclasses are the variants of the loop. `asked`: what is enabled of the optimizer."""
 
     knobs: dict = {}  # noqa: RUF012
 
-    def __init__(self, is_moved, folder):
+    def __init__(self, is_moved, folder, asked=MOVED):
         self.model = make_model()
         self.before(self.make())
         self.handle = None
         if is_moved:
-            moved = {"optimizer": self.optimizers, "optimizer_state": True}
-            knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "spill_dir": folder, **moved, **self.knobs}
-            self.handle = offload.enable(self.model, **knobs)
+            knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "spill_dir": folder, "optimizer": self.optimizers}
+            self.handle = offload.enable(self.model, **{**knobs, **asked, **self.knobs})
         self.after()
         self.generator = torch.Generator().manual_seed(3)
 
@@ -56,7 +58,8 @@ class Loop:
     def train(self):
         for number in range(STEPS):
             self.step(number)
-        gradients = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        gradients = [p.grad for p in self.model.parameters()]
+        gradients = [g if g is None or isinstance(g, FreedGradient) else g.clone() for g in gradients]
         found = [p.detach().clone() for p in self.model.parameters()], gradients
         return (*found, *(each.state_dict() for each in self.optimizers))
 
@@ -193,10 +196,11 @@ class Reloaded(Loop):
             self.checkpoint = self.optimizer.state_dict()
             self.kept = {k: {n: t.clone() for n, t in s.items()} for k, s in self.checkpoint["state"].items()}
         if number == 4:
-            if self.handle is not None:
+            is_moved = isinstance(self.optimizer.state, StreamedState)
+            if is_moved:
                 assert_equal(self.checkpoint["state"], self.kept)
             self.optimizer.load_state_dict({**self.checkpoint, "state": self.kept})
-            if self.handle is not None:
+            if is_moved:
                 assert_equal(self.checkpoint["state"], self.kept)
                 weight = self.model[0].weight
                 assert self.optimizer.state.peek(weight)["exp_avg"].isnan().all(), "it was fed to the store"

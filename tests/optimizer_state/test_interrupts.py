@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from optimizer_state.test_users_code import On, loss_of, make_model
+from optimizer_state.users_rig import On, loss_of, make_model
 
 import offload
 

@@ -185,7 +185,7 @@ def test_an_optimizer_that_another_model_moves_is_left_to_it(tmp_path):
     models = [loops.make_model(), loops.make_model()]
     params = [p for model in models for p in model.parameters()]
     optimizer = torch.optim.AdamW(params)
-    knobs = {"memory_limit": "1MiB", "min_tensor_bytes": 1024, "spill_dir": tmp_path}
+    knobs = {"memory_limit": "1MiB", "min_tensor_bytes": 1024, "spill_dir": tmp_path, "optimizer_state": "auto"}
     handles = [offload.enable(model, **knobs) for model in models]
     for _ in range(3):
         optimizer.zero_grad()
@@ -205,7 +205,8 @@ def test_a_resumed_run_is_bounded_before_its_first_step(tmp_path):
     checkpoint = first.optimizer.state_dict()
     model = loops.make_model()
     optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[2:].parameters()}])
-    handle = offload.enable(model, memory_limit="1MiB", optimizer=optimizer, min_tensor_bytes=1024, spill_dir=tmp_path)
+    knobs = {"memory_limit": "1MiB", "min_tensor_bytes": 1024, "spill_dir": tmp_path}
+    handle = offload.enable(model, optimizer=optimizer, optimizer_state="auto", **knobs)
     optimizer.load_state_dict(checkpoint)
     assert handle._states.away_bytes()[0] > 0
     handle.disable()
@@ -214,7 +215,8 @@ def test_a_resumed_run_is_bounded_before_its_first_step(tmp_path):
 
 def test_a_model_without_an_optimizer_is_planned_as_ever(tmp_path):
     model = nn.Linear(60, 60)
-    with offload.enable(model, memory_limit="1MiB", min_tensor_bytes=1024, spill_dir=tmp_path) as handle:
+    knobs = {"memory_limit": "1MiB", "min_tensor_bytes": 1024, "spill_dir": tmp_path, "optimizer_state": "auto"}
+    with offload.enable(model, **knobs) as handle:
         for _ in range(3):
             model(torch.ones(4, 60)).square().mean().backward()
         assert handle.plan.state is None

@@ -97,6 +97,12 @@ def held_spill_files(directory, pid="self"):
     return found
 
 
+def run_code(code):
+    """A script, as a user would write it."""
+    exec(code, {"__name__": "__main__"})
+    return {"ended": True}
+
+
 def train(directory, tier, count):
     """Plain and offloaded training end in the same parameters."""
     if count is None:

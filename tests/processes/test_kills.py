@@ -12,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 TOGETHER = 6
+one_tier = pytest.mark.parametrize("tier", ["direct", pytest.param("slab", marks=pytest.mark.long)])
 
 
 def holders(directory):
@@ -93,6 +94,7 @@ def test_space_is_back_on_a_disk_of_its_own(processes, small_disk):
     assert os.statvfs(small_disk).f_bfree == before
 
 
+@one_tier
 def test_eight_processes_in_one_folder(processes, spill_directory, tier):
     """They train right and hold one private file each."""
     outcomes = processes.run("train", copies=8, directory=str(spill_directory), tier=tier, count=6)
@@ -109,7 +111,7 @@ def test_eight_processes_in_one_folder(processes, spill_directory, tier):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("where", ["after forward", "prefetching", "in a thread", "mid-backward"])
 def test_exit_with_copies_in_flight(processes, spill_directory, tier, where, is_long, campaign_counts):
-    copies = 4 if is_long else 2
+    copies = 4 if is_long else 1
     for _ in range(7 if is_long else 1):
         outcomes = processes.run("end", copies=copies, directory=str(spill_directory), tier=tier, where=where)
         assert [(outcome["status"], outcome["stderr"]) for outcome in outcomes] == [(0, "")] * copies
@@ -135,6 +137,7 @@ print(jobs.end_with_copies_queued({str(spill_directory)!r}))
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@one_tier
 def test_exit_of_a_fresh_process_with_copies_in_flight(spill_directory, tier):
     """The same without a zygote: whatever a fork might hide."""
     code = f"import jobs; print(jobs.end({str(spill_directory)!r}, {tier!r}, 'prefetching')['where'])"

@@ -31,15 +31,23 @@ MARKED_GPU = (
     "integrations/test_torch_refusals",
 )
 ROWS = {
-    "clock": ["tests/twin/inside/test_clock.py", "tests/twin/inside/test_virtual_steps.py"],
-    "backend": [f"tests/twin/inside/test_{name}.py" for name in ("backend", "order", "operators")],
+    "backend": [
+        f"tests/twin/inside/test_{name}.py" for name in ("clock", "virtual_steps", "backend", "order", "operators")
+    ],
     "models": ["tests/twin/inside/test_models.py", "tests/twin/inside/test_recomputation.py"],
     "training": [f"tests/twin/inside/test_{name}.py" for name in ("training", "edges", "optimizer_state")],
     "limit": ["tests/twin/inside/test_memory_limit.py"],
     "processes": ["tests/twin/inside/test_processes.py"],
 }
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
-LONG_FILES = ("twin/inside/test_processes", "twin/inside/test_memory_limit", "test_gpu")
+LONG_FILES = (
+    "twin/inside/test_memory_limit",
+    "twin/inside/test_processes",
+    "twin/inside/test_training",
+    "test_gpu",
+    "test_gpu_planned",
+    "test_gpu_store",
+)
 LONG = ["--long", "-m", "long", *(f"tests/{path}.py" for path in LONG_FILES)]
 
 pytestmark = [

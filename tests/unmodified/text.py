@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=24)
 parser.add_argument("--steps", type=int, default=6)
+parser.add_argument("--layers", type=int, default=4)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -23,7 +24,7 @@ class Bytes(nn.Module):
         self.embed = nn.Embedding(256, width)
         self.places = nn.Parameter(torch.zeros(length, width))
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, args.layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:

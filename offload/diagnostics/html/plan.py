@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
 from offload.diagnostics.html.chart import STEP_KINDS, TENSOR_KINDS, Box, Series, Tensor, chart
@@ -48,20 +49,55 @@ def render(plan: Plan, title: str, *, limit_bytes: int | None = None) -> str:
     )
 
 
-def figure(plan: Plan, *, limit_bytes: int | None = None) -> str:
-    """Return the chart of a plan: lanes of compute and copies, and the tensors in memory, over the step."""
+def figure(plan: Plan, *, limit_bytes: int | None = None, last_node: int | None = None) -> str:
+    """Return the chart of a plan: lanes of compute and copies, and the tensors in memory, over the step.
+
+    Parameters
+    ----------
+    plan : Plan
+        What to show.
+    limit_bytes : int, optional
+        Shown as a line.
+    last_node : int, optional
+        The chart ends with this node. Default: with the step.
+
+    Returns
+    -------
+    str
+        HTML.
+    """
     unswapped = simulate(plan.trace, (), plan.link)
+    seconds = max(plan.timing.step_seconds, unswapped.step_seconds)
+    if last_node is not None:
+        seconds = plan.timing.finish[last_node]
     with_plan = _series("with this plan", "blue", plan.timing)
+    curves = [with_plan] if last_node is not None else [_series("without offload", "gray", unswapped), with_plan]
     return chart(
         "Compute, copies and the tensors in memory over the step",
-        seconds=max(plan.timing.step_seconds, unswapped.step_seconds),
+        seconds=seconds,
         origin="the start of the step",
-        lanes=_lanes(plan),
-        series=[_series("without offload", "gray", unswapped), with_plan],
-        tensors=list(_tensors(plan)),
-        rest=Series(_REST, "pale", with_plan.points),
+        lanes=_lanes(plan, seconds),
+        series=[_points_until(each, seconds) for each in curves],
+        tensors=[stay for each in _tensors(plan) if (stay := _stay_until(each, seconds))],
+        rest=_points_until(Series(_REST, "pale", with_plan.points), seconds),
         limit_bytes=limit_bytes,
     )
+
+
+def _until(boxes: Sequence[Box], seconds: float) -> list[Box]:
+    return [box._replace(end=min(box.end, seconds)) for box in boxes if box.start < seconds]
+
+
+def _stay_until(tensor: Tensor, seconds: float) -> Tensor | None:
+    times = tuple(min(at, seconds) for at in tensor.resident)
+    stays = [(begin, end) for begin, end in zip(times[::2], times[1::2], strict=True) if begin < end]
+    return tensor._replace(resident=tuple(at for stay in stays for at in stay)) if stays else None
+
+
+def _points_until(series: Series, seconds: float) -> Series:
+    points = [(at, nbytes) for at, nbytes in series.points if at < seconds]
+    last = [(seconds, points[-1][1])] if points else []
+    return replace(series, points=[*points, *last])
 
 
 def _series(name: str, color: str, timing: Timing) -> Series:
@@ -91,7 +127,7 @@ def _tensors(plan: Plan) -> Iterator[Tensor]:
         yield Tensor(TENSOR_KINDS[kind], name, tensor.bytes, tensor.id, times)
 
 
-def _lanes(plan: Plan) -> dict[str, list[Box]]:
+def _lanes(plan: Plan, seconds: float) -> dict[str, list[Box]]:
     tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
     dropped: dict[int, list[SavedTensor]] = {}
     for row in plan.recomputes:
@@ -119,5 +155,7 @@ def _lanes(plan: Plan) -> dict[str, list[Box]]:
             found.append(Box(STEP_KINDS[kind], name, copy.start, copy.end, tensor.bytes, tensor.id))
         return found
 
-    lanes = {"compute": compute, "copy out": boxes("out", timing.copy_outs), "copy in": boxes("in", timing.copy_ins)}
-    return {"compute": compute, "recompute": again, **lanes} if again else lanes
+    lanes = {"compute": compute, "recompute": again}
+    lanes |= {"copy out": boxes("out", timing.copy_outs), "copy in": boxes("in", timing.copy_ins)}
+    found = {name: _until(each, seconds) for name, each in lanes.items()}
+    return {name: each for name, each in found.items() if each or name != "recompute"}

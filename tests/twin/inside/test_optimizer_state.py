@@ -12,6 +12,7 @@ import offload
 from offload.optimizer_state import mover
 
 STEPS = 5
+OPTIONS = [{"n_tensors": 0}, {"n_tensors": -1}, {"n_tensors": 0, "host_limit": "64KiB"}]
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +40,14 @@ def train(options):
         if step in (2, STEPS - 1):
             saved.append(copy.deepcopy(optimizer.state_dict()["state"]))
     found = [parameter.detach().cpu() for parameter in model.parameters()]
-    return [*found, *(value.cpu() for state in saved for each in state.values() for value in each.values())], handle
+    return [
+        *found,
+        *(value.cpu() for state in saved for _, each in sorted(state.items()) for value in each.values()),
+    ], handle
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("options", [{"n_tensors": 0}, {"n_tensors": -1}, {"n_tensors": 0, "host_limit": "64KiB"}])
+@pytest.mark.parametrize("options", [*OPTIONS, *({**each, "step_in_backward": True} for each in OPTIONS)])
 def test_state_in_pinned_memory(options, seed):
     sim.schedule(seed, 500)
     expected, _ = train(None)
@@ -60,7 +64,7 @@ def planned(limit):
     torch.manual_seed(0)
     model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU()))).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False}
+    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False, "optimizer_state": "auto"}
     handle = offload.enable(model, **knobs) if limit else None
     peaks = []
     try:

@@ -19,6 +19,7 @@ BY_HAND = [
     {"n_tensors": 5, "lb": "auto", "min_tensor_bytes": 1},
 ]
 SEEDS = [0, 1, 2]
+SEEDS_OF_ROWS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[1:])]
 
 
 def mlp(width=WIDTH):
@@ -64,7 +65,7 @@ def something_moved(handle):
     assert handle.report().swapped.tensors > 0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS_OF_ROWS)
 @pytest.mark.parametrize("in_flight", [None, 1])
 @pytest.mark.parametrize("options", BY_HAND)
 def test_by_hand(options, in_flight, seed):
@@ -72,7 +73,9 @@ def test_by_hand(options, in_flight, seed):
     assert_same(train(options, in_flight=in_flight, inspect=something_moved), train())
 
 
-@pytest.mark.parametrize("wish", [{"memory_limit": 0.99}, {"max_slowdown": 0.5}, {}])
+@pytest.mark.parametrize(
+    "wish", [{"memory_limit": 0.99}, pytest.param({"max_slowdown": 0.5}, marks=pytest.mark.long), {}]
+)
 def test_planned(wish):
     options = {"min_tensor_bytes": 1, **wish}
     assert_same(train(options, steps=6), train(steps=6))
@@ -207,8 +210,18 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("lb", [1, 8])
-@pytest.mark.parametrize("step_of", STEPS, ids=lambda step: step.__name__)
+# Where the order of copies and of computation is what the step changes, both distances are run by default.
+ORDERED = [two_forwards, partly, abandoned, out_of_memory, side_stream]
+AHEAD = [
+    pytest.param(
+        step, lb, marks=[pytest.mark.long] if lb == 8 and step not in ORDERED else [], id=f"{step.__name__}-{lb}"
+    )
+    for step in STEPS
+    for lb in (1, 8)
+]
+
+
+@pytest.mark.parametrize(("step_of", "lb"), AHEAD)
 def test_what_a_step_may_do(step_of, lb):
     options = {"n_tensors": -1, "lb": lb, "min_tensor_bytes": 1}
     expected = train(step_of=step_of)

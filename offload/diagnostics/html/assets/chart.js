@@ -33,6 +33,16 @@ function ticks(unit, values) {
   return values.map((value) => (value ? `${Number((value / factor).toPrecision(9))} ${name}` : "0"));
 }
 
+/** As much of a name's end as fits into a width; nothing where that is less than five letters of a longer name. */
+function fitted(pen, name, width) {
+  if (pen.measureText(name).width <= width) return name;
+  for (let letters = name.length - 1; letters >= 5; letters--) {
+    const words = `…${name.slice(-letters)}`;
+    if (pen.measureText(words).width <= width) return words;
+  }
+  return "";
+}
+
 function element(kind, className, text) {
   const made = document.createElement(kind);
   made.className = className;
@@ -226,9 +236,8 @@ class Chart {
         if (width <= ratio) drawn = [Math.round(x), kind];
         pen.fillStyle = paints[kind];
         pen.fillRect(x, top, width > 4 * ratio ? width - ratio : width, height);
-        const letters = Math.floor(width / ratio / 6.6) - 1;
-        if (letters < 4) continue;
-        const words = names[name].length > letters ? `…${names[name].slice(1 - letters)}` : names[name];
+        const words = width > 16 * ratio ? fitted(pen, names[name], width - 8 * ratio) : "";
+        if (!words) continue;
         pen.fillStyle = ink;
         pen.fillText(words, x + 4 * ratio, top + height / 2);
       }

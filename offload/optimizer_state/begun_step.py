@@ -1,0 +1,173 @@
+"""One optimizer step that begins in backward, with its first complete gradient, and ends in `optimizer.step()`.
+
+`StepInBackward` makes one for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offload.optimizer_state.chunks import ChunkedStep, is_known
+from offload.optimizer_state.freed_gradient import FreedGradient, StepInBackwardError
+from offload.optimizer_state.plain_values import copied, is_equal, is_plain
+from offload.torch_compat.tensors import version_of
+
+__all__ = ["BegunStep"]
+
+_IDENTITY = "identity"
+
+
+class Updated(NamedTuple):
+    """A parameter after its update: what stands for its gradient, its version, and its state in the optimizer."""
+
+    freed: FreedGradient
+    version: int
+    state: Any
+
+
+class BegunStep:
+    """The updates made in backward, and what they depend on.
+
+    Parameters
+    ----------
+    step
+        The optimizer's own function, without hooks.
+
+    Attributes
+    ----------
+    updated
+        The parameters, each as it is since. None: the update was interrupted.
+    freed_bytes
+        Of their gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        self._step = ChunkedStep(optimizer, step)
+        self._optimizer = optimizer
+        self._options = [_remembered(group) for group in optimizer.param_groups]
+        self._own = _own(optimizer)
+        self._in_autocast = _in_autocast(optimizer)
+        self.updated: dict[Tensor, Updated | None] = {}
+        self.freed_bytes = 0
+
+    def steps(self, param: Tensor) -> bool:
+        """Whether the parameter was in a group of the optimizer when the step began."""
+        return self._step.group_of(param) is not None
+
+    def update(self, param: Tensor) -> None:
+        """Update a parameter whose gradient is complete, and free the gradient."""
+        gradient = param.grad
+        assert gradient is not None
+        nbytes = gradient.nbytes if gradient.layout is torch.strided else 0
+        self.updated[param] = (
+            None  # before: after an interrupt nobody knows whether it was made, and none is made twice
+        )
+        self._step.run([param])
+        freed = FreedGradient(param, gradient.dtype, gradient.device)
+        param.grad = freed
+        self.updated[param] = Updated(freed, version_of(param), _state_of(self._optimizer, param))
+        self.freed_bytes += nbytes
+
+    def check(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
+        """Check that a step would still make the same updates.
+
+        Raises
+        ------
+        StepInBackwardError
+            Options, weights, state or gradients were changed since.
+        """
+        for number, before in enumerate(self._options):
+            groups = optimizer.param_groups
+            changed = _differing(before, _remembered(groups[number]) if number < len(groups) else {})
+            if changed:
+                raise StepInBackwardError(
+                    f"{', '.join(changed)} of parameter group {number} changed between backward and optimizer.step(), "
+                    "and parameters were updated in backward with the former value (step_in_backward=True): change "
+                    "options before backward, and step schedulers after optimizer.step()"
+                )
+        changed = _differing(self._own, _own(optimizer))
+        if changed:
+            raise StepInBackwardError(
+                f"{', '.join(changed)} of the optimizer changed between backward and optimizer.step(), and parameters "
+                "were updated in backward with the former value (step_in_backward=True): change it before backward"
+            )
+        if _in_autocast(optimizer) != self._in_autocast:
+            raise StepInBackwardError(
+                "backward and optimizer.step() were called one inside and one outside of torch.autocast, and "
+                "parameters are updated in backward (step_in_backward=True): call both outside of it"
+            )
+        group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        for param, made in self.updated.items():
+            if made is not None:
+                self._check_param(optimizer, param, made, group_of.get(param), name_of)
+
+    def _check_param(
+        self,
+        optimizer: Optimizer,
+        param: Tensor,
+        made: Updated,
+        group: int | None,
+        name_of: Callable[[Tensor], str],
+    ) -> None:
+        if param.grad is not made.freed:
+            raise StepInBackwardError(
+                f"the gradient of parameter {name_of(param)} was removed or replaced between backward and "
+                "optimizer.step(), and the parameter was updated in backward (step_in_backward=True): to leave a "
+                "parameter as it is, call its requires_grad_(False) before forward"
+            )
+        if version_of(param) != made.version:
+            raise StepInBackwardError(
+                f"parameter {name_of(param)} was changed between backward and optimizer.step(), and it was updated in "
+                "backward (step_in_backward=True): change it after optimizer.step()"
+            )
+        if group != self._step.group_of(param) or _state_of(optimizer, param) is not made.state:
+            raise StepInBackwardError(
+                f"the group or the state of parameter {name_of(param)} in its optimizer was replaced between backward "
+                "and optimizer.step(), and it was updated in backward (step_in_backward=True): do so after "
+                "optimizer.step()"
+            )
+
+    def end(self) -> None:
+        """Keep what the optimizer's step has counted."""
+        self._step.end()
+
+
+def _state_of(optimizer: Optimizer, param: Tensor) -> Any:
+    """The state as it is: nothing is brought back for it."""
+    return dict.get(optimizer.state, param) if isinstance(optimizer.state, dict) else None
+
+
+def _remembered(options: dict[str, Any]) -> dict[str, Any]:
+    """What tells later whether a value is still the same: the version of a tensor, a copy of a plain value."""
+    return {name: _mark(value) for name, value in options.items() if name not in ("params", "param_names")}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _IDENTITY, id(value), version_of(value)
+    return copied(value) if is_plain(value) else (_IDENTITY, id(value))
+
+
+def _own(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that is not one of torch's; torch's use none of theirs."""
+    own = {} if is_known(optimizer) else vars(optimizer)
+    shared = {"defaults", "param_groups", "state", "step"}
+    return _remembered({name: value for name, value in own.items() if name not in shared and name[0] != "_"})
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return sorted(
+        str(name)
+        for name in before.keys() | after.keys()
+        if name not in before or name not in after or not is_equal(before[name], after[name])
+    )
+
+
+def _in_autocast(optimizer: Optimizer) -> bool:
+    kinds = {param.device.type for group in optimizer.param_groups for param in group["params"]}
+    return any(map(torch.is_autocast_enabled, kinds))

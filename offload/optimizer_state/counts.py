@@ -1,0 +1,77 @@
+"""What has been moved of one optimizer's state, for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.units import format_bytes
+
+__all__ = ["StateCounts"]
+
+
+@dataclass
+class StateCounts:
+    """What has been moved of one optimizer's state.
+
+    Attributes
+    ----------
+    optimizer : str
+        Name of its class.
+    stays : str
+        Why nothing is moved; empty if state moves.
+    steps : int
+        Steps with state in the store.
+    whole_steps : int
+        Of these, steps for which all state was in memory at a time. `whole_because` says why, of the latest.
+    tensors, nbytes : int
+        Tensors that leave between steps, and their bytes.
+    out_bytes, in_bytes : int
+        Bytes moved so far, in each direction.
+    held : int
+        Tensors that stay because other code holds them, or views of them.
+    failed : int
+        Tensors that stayed because writing them failed; `failure` is the latest error.
+    """
+
+    optimizer: str
+    stays: str = ""
+    steps: int = 0
+    whole_steps: int = 0
+    whole_because: str = ""
+    tensors: int = 0
+    nbytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    held: int = 0
+    failed: int = 0
+    failure: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the bytes moved per step in each direction."""
+        steps = max(self.steps, 1)
+        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
+        return {**asdict(self), **per_step}
+
+    def __str__(self) -> str:
+        if self.stays:
+            return f"{self.optimizer}: stays in memory: {self.stays}"
+        if self.steps and not self.tensors:
+            return f"{self.optimizer}: no tensor of its state can leave memory"
+        moved = self.to_dict()
+        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
+        what = f"{self.optimizer}: {self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between steps"
+        return f"{what}; per step {out} written, {back} read"
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes for the user."""
+        if self.failed:
+            yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
+        if self.held:
+            yield f"{self.held} tensors of optimizer state stay because other code holds them, or views of them"
+        if self.whole_steps:
+            yield (
+                f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "
+                f"{self.whole_because}"
+            )

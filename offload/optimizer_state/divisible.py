@@ -1,0 +1,39 @@
+"""Why an optimizer's step cannot be divided among its parameters.
+
+`StateMover` asks for each step, `StepInBackward` when it begins and for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import LBFGS, Optimizer
+
+from offload.torch_compat.optimizers import is_own_step, steps_through_hooks
+
+__all__ = ["why_its_kind_is_not_divided", "why_not_divided"]
+
+
+def why_its_kind_is_not_divided(optimizer: Optimizer) -> str:
+    """Why no step of this optimizer can ever be divided; empty if some can."""
+    if isinstance(optimizer, LBFGS):
+        return "LBFGS uses the state of all parameters at once, several times per step"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "a capturable step may run in a CUDA graph, which uses the state where it was"
+    if steps_through_hooks(optimizer):
+        return "its step calls that of a base class, whose hooks would run within it"
+    return ""
+
+
+def why_not_divided(optimizer: Optimizer, step: Callable[..., Any]) -> str:
+    """Why `step`, the function behind the optimizer's hooks, cannot be called for a few parameters; empty if it can."""
+    if not is_own_step(optimizer, step):
+        return "its class's step has been replaced or wrapped by a function, which is called once for all parameters"
+    if hasattr(type(optimizer), "__del__"):
+        return "its class has a `__del__`, which would run for each part of a step"
+    if any(len(set(group["params"])) < len(group["params"]) for group in optimizer.param_groups):
+        return "a group has a parameter twice"
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return "a capturable step may run in a CUDA graph"
+    return ""

@@ -1,0 +1,82 @@
+"""What stands in a parameter's `grad` after the gradient was used and freed in backward: any use of it is an error.
+
+`BegunStep` puts it there, and the program's `zero_grad` takes it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from offload.torch_compat.autograd import current_node
+from offload.torch_compat.tensors import without_memory
+
+__all__ = ["FreedGradient", "StepInBackwardError"]
+
+_READ = (
+    "this gradient was used in backward and is gone (step_in_backward=True): clipping by the norm of all gradients, a "
+    "GradScaler and whatever else uses gradients before optimizer.step() need step_in_backward=False"
+)
+_ADDED_TO = (
+    "a backward pass adds to a gradient that was used in backward and is gone (step_in_backward=True): call "
+    "optimizer.step() and optimizer.zero_grad() after each backward pass; gradient accumulation, a loss in several "
+    "backward passes, and reentrant checkpoints that share a parameter need step_in_backward=False"
+)
+_ZEROED = (
+    "zero_grad(set_to_none=False) keeps gradients as zeros, and with step_in_backward=True there is none to be kept: "
+    "call zero_grad()"
+)
+
+
+class StepInBackwardError(RuntimeError):
+    """With `step_in_backward=True`: the program uses gradients, weights or options in a way that needs them later."""
+
+
+def _refuse(self: Tensor, *_: object, **__: object) -> NoReturn:
+    raise StepInBackwardError(_READ)
+
+
+class FreedGradient(Tensor):
+    """A tensor with a shape and without memory.
+
+    Parameters
+    ----------
+    like
+        The parameter.
+    dtype, device
+        Of the gradient; those of the parameter if not given.
+
+    Raises
+    ------
+    StepInBackwardError
+        In every operation but one: moving a module to another device or type moves this along.
+    """
+
+    @staticmethod
+    def __new__(cls, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+        """Make one without memory."""
+        return without_memory(cls, like, dtype or like.dtype, device or like.device)
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Raise an error, whatever the operator is."""
+        if func is torch.ops.aten._to_copy.default:
+            given = kwargs or {}
+            return cls(args[0], given.get("dtype"), given.get("device"))
+        if func is torch.ops.aten.zero_.default or func is torch.ops.aten._foreach_zero_.default:
+            raise StepInBackwardError(_ZEROED)
+        raise StepInBackwardError(_ADDED_TO if current_node() is not None else _READ)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"FreedGradient(shape={list(self.shape)})"
+
+    # Ways to its memory that pass by the dispatcher.
+    __array__ = __deepcopy__ = __dlpack__ = __reduce_ex__ = data_ptr = numpy = tolist = untyped_storage = _refuse

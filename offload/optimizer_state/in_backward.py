@@ -1,0 +1,306 @@
+"""Updates each parameter in backward, as soon as its gradient is complete, and frees the gradient.
+
+The session makes one for each optimizer with `step_in_backward=True`. `optimizer.step()` then finds those parameters
+updated; it does the rest, and the program's schedulers and hooks run around it as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.optimizer_state.begun_step import BegunStep
+from offload.optimizer_state.chunks import ChunkedStep, is_known, stepping_nothing
+from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
+from offload.optimizer_state.freed_gradient import FreedGradient, StepInBackwardError
+from offload.optimizer_state.mover import StateMover
+from offload.optimizer_state.separable import is_separable
+from offload.optimizer_state.state_in_turn import StateInTurn
+from offload.torch_compat.allocation_profile import apart
+from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.optimizers import step_behind_hooks
+from offload.units import format_bytes
+
+__all__ = ["BackwardCounts", "StepInBackward", "check_in_backward"]
+
+log = logging.getLogger("offload")
+
+_GRAPH = (
+    "backward(create_graph=True) needs the weights after backward, and step_in_backward=True updates them in backward: "
+    "enable without step_in_backward, or use torch.autograd.grad(…, create_graph=True) for the inner gradient"
+)
+
+
+@dataclass
+class BackwardCounts:
+    """What was updated in backward by one optimizer.
+
+    Attributes
+    ----------
+    optimizer : str
+        Name of its class.
+    steps : int
+        Calls of `optimizer.step()`.
+    in_backward, at_step : int
+        Parameters that the latest step updated in backward, and in `optimizer.step()`.
+    freed_bytes : int
+        Bytes of gradients that were freed in backward so far.
+    """
+
+    optimizer: str
+    steps: int = 0
+    in_backward: int = 0
+    at_step: int = 0
+    freed_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the bytes freed per step."""
+        return {**asdict(self), "freed_bytes_per_step": self.freed_bytes / max(self.steps, 1)}
+
+    def __str__(self) -> str:
+        freed = format_bytes(round(self.to_dict()["freed_bytes_per_step"]))
+        later = f", {self.at_step} in step()" if self.at_step else ""
+        return f"{self.optimizer}: {self.in_backward} parameters updated in backward{later}; {freed} freed per step"
+
+
+def check_in_backward(optimizer: Optimizer) -> None:
+    """Check that an optimizer can update its parameters one at a time, in any order.
+
+    Raises
+    ------
+    ValueError
+        It cannot, or gradients may be reduced among processes after backward.
+    """
+    step = step_behind_hooks(optimizer)
+    why = why_its_kind_is_not_divided(optimizer) or _why_not(optimizer, step)
+    if not why and not is_known(optimizer):
+        takes_closure = "closure" in inspect.signature(step).parameters
+        if not (takes_closure and is_separable(optimizer, step, in_any_order=True)):
+            why = "it is not known to give the same bits when it steps one parameter at a time, in any order"
+    if why:
+        raise ValueError(f"step_in_backward=True cannot be used with this {type(optimizer).__name__}: {why}")
+
+
+def _why_not(optimizer: Optimizer, step: Callable[..., Any]) -> str:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "a process group is initialized, and gradients that are complete in one process may still be reduced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "with differentiable=True the update itself has a backward"
+    for number, group in enumerate(optimizer.param_groups):
+        kinds = {(type(param), param.device.type) for param in group["params"]}
+        if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
+            return f"group {number} has parameters of several kinds or devices; give foreach=True or foreach=False"
+    return why_not_divided(optimizer, step)
+
+
+class StepInBackward:
+    """Makes the step of one optimizer in backward.
+
+    Parameters
+    ----------
+    name_of
+        The name of a parameter, for errors.
+    mover
+        Moves the optimizer's state, and does not step it. None: the state stays in memory.
+    """
+
+    def __init__(self, optimizer: Optimizer, name_of: Callable[[Tensor], str], mover: StateMover | None = None) -> None:
+        self.counts = BackwardCounts(type(optimizer).__name__)
+        self.mover = mover
+        self._state = StateInTurn(mover) if mover is not None and not mover.counts.stays else None
+        self._optimizer = weakref.ref(optimizer)
+        self._name_of = name_of
+        self._begun: BegunStep | None = None
+        self._watched: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
+        self._hooks: list[RemovableHandle] = []
+        try:
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_load_state_dict_post_hook(self._after_load_state_dict),
+            ]
+            self._watch(optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, as long as it is alive."""
+        return self._optimizer()
+
+    def close(self) -> None:
+        """Leave the optimizer and its parameters alone."""
+        for hook in (*self._hooks, *(handle for _, handle in self._watched)):
+            hook.remove()
+        self._hooks.clear()
+        self._watched.clear()
+        if self._begun is not None:
+            count = len(self._begun.updated)
+            log.warning("%d parameters were updated in backward, and optimizer.step() was not called after it", count)
+            self._begun.end()
+        self._forget()
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Hook the parameters that are trained and that no hook is on yet."""
+        self._watched = [each for each in self._watched if each[0]() is not None]
+        known = {id(reference()) for reference, _ in self._watched}
+        mine = weakref.ref(self)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and id(param) not in known:
+                    handle = param.register_post_accumulate_grad_hook(_WhenComplete(mine))
+                    self._watched.append((weakref.ref(param), handle))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def update(self, param: Tensor) -> None:
+        """Update a parameter whose gradient is complete, if it is one of the optimizer's."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self._hooks:
+            return
+        if torch.is_grad_enabled():
+            raise StepInBackwardError(_GRAPH)
+        begun = self._begun or self._begin(optimizer)
+        if not begun.steps(param):
+            return
+        self._check_first(begun, param)
+        with apart():
+            if self._state is None:
+                begun.update(param)
+                return
+            self._state.bring(param)
+            begun.update(param)
+            self._state.leave(param)
+
+    def _check_first(self, begun: BegunStep, param: Tensor) -> None:
+        if param in begun.updated:
+            raise StepInBackwardError(
+                f"parameter {self._name_of(param)} was already updated in backward since the latest optimizer.step() "
+                "(step_in_backward=True): call optimizer.step() after each backward pass. Gradient accumulation, a "
+                "loss in several backward passes, and reentrant checkpoints that share a parameter need "
+                "step_in_backward=False. If the earlier backward pass failed, its updates cannot be undone: load the "
+                "latest checkpoint, or call optimizer.step() and zero_grad() to go on without the parameters that it "
+                "did not reach"
+            )
+
+    def _begin(self, optimizer: Optimizer) -> BegunStep:
+        step = step_behind_hooks(optimizer)
+        why = _why_not(optimizer, step)
+        if why:
+            raise StepInBackwardError(f"step_in_backward=True cannot be used any more: {why}")
+        if self._state is not None and self.mover is not None:
+            self.mover.begin_step(optimizer)
+            self._state.begin(param for group in optimizer.param_groups for param in group["params"])
+        self._begun = BegunStep(optimizer, step)
+        return self._begun
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    @opaque
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return untraced(self._take_over, optimizer, args, kwargs)
+
+    def _take_over(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = step_behind_hooks(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        why = _why_not(optimizer, step)
+        if not why and (len(args) > 2 or kwargs.keys() - {"closure"}):
+            why = "optimizer.step() was given other arguments than a closure"
+        if not why and closure is not None and not is_known(optimizer):
+            why = "this optimizer may call its closure more than once"
+        if why:
+            raise StepInBackwardError(f"step_in_backward=True cannot be used any more: {why}")
+        grad_mode = torch.is_grad_enabled()
+
+        def rest_of_step() -> Any:
+            loss = closure() if closure is not None else None
+            with torch.set_grad_enabled(grad_mode):
+                untraced(self._finish, optimizer, step)
+            return loss
+
+        # The step's own function calls it, after all hooks: one that was registered later may change options.
+        return (stepping_nothing(optimizer),), {"closure": opaque(rest_of_step)}
+
+    def _finish(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        if not self._hooks:  # closed since the step began: by the closure, or by a hook
+            step(optimizer)
+            return
+        begun = self._begun
+        updated = begun.updated if begun is not None else {}
+        if begun is not None:
+            begun.check(optimizer, self._name_of)
+        rest = self._rest(optimizer, updated)
+        if rest or begun is None:
+            self._step_rest(optimizer, ChunkedStep(optimizer, step, rest), is_first=begun is None)
+        if begun is not None:
+            begun.end()
+            self.counts.freed_bytes += begun.freed_bytes
+        self.counts.steps += 1
+        self.counts.in_backward, self.counts.at_step = len(updated), len(rest)
+        self._forget()
+
+    def _rest(self, optimizer: Optimizer, updated: dict[Tensor, Any]) -> list[Tensor]:
+        """The parameters with a gradient that were not updated in backward."""
+        rest = []
+        for param in dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]):
+            if param.grad is None or param in updated:
+                continue
+            if isinstance(param.grad, FreedGradient):
+                raise StepInBackwardError(
+                    f"optimizer.step() would use the gradient of parameter {self._name_of(param)} a second time, and "
+                    "it is gone (step_in_backward=True): call zero_grad() before each backward pass"
+                )
+            rest.append(param)
+        return rest
+
+    def _step_rest(self, optimizer: Optimizer, step: ChunkedStep, *, is_first: bool) -> None:
+        if self._state is not None and self.mover is not None:
+            if is_first:
+                self.mover.begin_step(optimizer)
+            self.mover.step(step)
+        else:
+            step.run(step.params)
+            step.end()
+
+    @opaque
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        untraced(self._end_step, optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        if self._hooks:
+            if self._state is not None and self.mover is not None:
+                self.mover.end_step(optimizer)
+            self._watch(optimizer)
+
+    def _after_load_state_dict(self, optimizer: Optimizer) -> None:
+        """A checkpoint is a new beginning, also after a backward pass that failed."""
+        self._forget()
+        self._watch(optimizer)
+
+    def _forget(self) -> None:
+        self._begun = None
+        if self._state is not None:
+            self._state.end()
+
+
+class _WhenComplete:
+    """The hook of a parameter, which does not keep the optimizer's state alive."""
+
+    def __init__(self, stepper: weakref.ref[StepInBackward]) -> None:
+        self._stepper = stepper
+
+    @opaque
+    def __call__(self, param: Tensor) -> None:
+        stepper = self._stepper()
+        if stepper is not None:
+            untraced(stepper.update, param)

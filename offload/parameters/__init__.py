@@ -1,0 +1,1 @@
+"""Frozen parameters that are in the store while no module uses them."""

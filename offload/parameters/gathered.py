@@ -1,0 +1,181 @@
+"""Around the call of a module its own frozen parameters are in memory, around compiled code those of all parts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.parameters.moved_parameter import MovedParameter
+from offload.parameters.saved_parameter import SavedParameter
+from offload.parameters.stored_parameter import StoredParameter
+from offload.parameters.window import Window
+from offload.torch_compat.autograd import checkpoint_is_innermost, hooks_forbidden_reason, innermost_hooks
+from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.modules import own_parameters, walk
+from offload.torch_compat.tensors import raise_changed, version_of
+
+__all__ = ["CompiledCall", "Gathered", "Pass"]
+
+
+class Gathered:
+    """One call of a module, with its parameters in memory. It may be left twice, after an interrupt.
+
+    Parameters
+    ----------
+    whole
+        The module is compiled: the parameters of its submodules are needed too, as ordinary ones.
+    """
+
+    def __init__(self, module: nn.Module | None, window: Window, *, whole: bool) -> None:
+        self._module = module
+        self._window = window
+        self._whole = whole
+        self._records: list[StoredParameter] = []
+        self._keep: Keep | None = None
+
+    def __enter__(self) -> None:
+        if self._module is None:
+            return
+        for module in walk(self._module) if self._whole else [self._module]:
+            for parameter in own_parameters(module):
+                record = parameter.__dict__.get("_offload_stored")
+                if isinstance(record, StoredParameter):
+                    self._records.append(record)
+                    record.window.acquire(parameter, record, self, plain=self._whole)
+        if self._records and torch.is_grad_enabled() and hooks_may_hold_tensors() and hooks_forbidden_reason() is None:
+            self._keep = Keep(self._window, innermost_hooks())
+            saved_tensors_hooks(self._keep.pack, self._keep.unpack).__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        hooks = innermost_hooks(while_tracing=True) if self._keep is not None else None
+        if hooks is not None and getattr(hooks[0], "__self__", None) is self._keep:
+            saved_tensors_hooks(*hooks).__exit__()
+        if self._records:
+            self._window.release(self._records, self)
+            self._records = []
+            self._window.settle()
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def hooks_may_hold_tensors() -> bool:
+    """Whether autograd, or hooks that are not the library's, would hold a saved parameter itself until backward."""
+    hooks = innermost_hooks()
+    if hooks is None:
+        return True
+    module = type(getattr(hooks[0], "__self__", None)).__module__
+    return not (module.partition(".")[0] == __name__.partition(".")[0] or checkpoint_is_innermost())
+
+
+class Keep:
+    """Saved-tensor hooks that keep what is of no frozen parameter, or pass it to other hooks.
+
+    Parameters
+    ----------
+    others
+        Hooks of the program that were the innermost before; None if there were none.
+    """
+
+    def __init__(self, window: Window, others: Hooks | None) -> None:
+        self._window = window
+        self._others = others
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what a graph node holds in a tensor's place."""
+        saved = self._window.saved(tensor)
+        if saved is not None:
+            return saved
+        return (tensor, version_of(tensor)) if self._others is None else self._others[0](tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Return the tensor as it was saved.
+
+        Raises
+        ------
+        RuntimeError
+            It was changed in place since.
+        ParameterError
+            It is of a frozen parameter, which cannot be read.
+        """
+        if isinstance(saved, SavedParameter):
+            return saved.restore()
+        if self._others is not None:
+            return self._others[1](saved)
+        tensor: Tensor
+        tensor, version = saved
+        if version_of(tensor) != version:
+            raise_changed(tensor.type(), tuple(tensor.shape), version_of(tensor), version)
+        return tensor
+
+
+class Pass(threading.local):
+    """The outermost forward of a model that runs in this thread."""
+
+    outermost: weakref.ref[Forward] | None = None
+
+
+class Forward(Gathered):
+    """One forward of the model itself: a pass begins, unless it is one within another."""
+
+    def __init__(
+        self, model: nn.Module | None, window: Window, passes: Pass, begin: Callable[[], None], *, whole: bool
+    ) -> None:
+        super().__init__(model, window, whole=whole)
+        self._passes = passes
+        self._begin = begin
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        outermost = self._passes.outermost() if self._passes.outermost is not None else None
+        if outermost is None or outermost._is_over:
+            self._passes.outermost = weakref.ref(self)
+            self._begin()
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+        super().__exit__(*error)
+
+
+class CompiledCall:
+    """Stands in for the compiled callable of a module that was compiled in place."""
+
+    def __init__(self, module: nn.Module, around: Callable[[Any, Any], AbstractContextManager[object]]) -> None:
+        self._module = weakref.ref(module)
+        self._around = around
+        self.inner: Callable[..., Any] = module.__dict__["_compiled_call_impl"]
+        module.__dict__["_compiled_call_impl"] = self
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        around = untraced(self._around, args, kwargs)
+        try:
+            untraced(around.__enter__)
+            return self.inner(*args, **kwargs)
+        finally:
+            untraced(around.__exit__, None, None, None)
+
+    def undo(self) -> None:
+        """Give the module its own callable back."""
+        module = self._module()
+        if module is not None and module.__dict__.get("_compiled_call_impl") is self:
+            module.__dict__["_compiled_call_impl"] = self.inner
+
+
+def moved_in(model: nn.Module) -> Iterator[tuple[StoredParameter, MovedParameter]]:
+    """Yield the parameters of a model that leave memory, each once."""
+    seen = set()
+    for module in walk(model):
+        for parameter in own_parameters(module):
+            record = parameter.__dict__.get("_offload_stored")
+            if isinstance(record, StoredParameter) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield record, parameter  # type: ignore[misc]

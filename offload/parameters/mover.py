@@ -1,0 +1,325 @@
+"""Keeps a model's frozen parameters in the store while no module uses them. The session makes one of these.
+
+Each module that has such parameters itself brings them into memory around its forward.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload import _core
+from offload.parameters.gathered import CompiledCall, Forward, Gathered, Pass, moved_in
+from offload.parameters.saved_parameter import SavedParameter
+from offload.parameters.stored_parameter import StoredParameter, is_movable
+from offload.parameters.window import Window
+from offload.runtime.engine import Engine
+from offload.runtime.forward_wrapper import ForwardWrapper
+from offload.runtime.hooks import StepHooks
+from offload.torch_compat.compiled import compiled_parts, is_compiled, untraceable_wrappers, wrappers_of
+from offload.torch_compat.modules import is_sharded, own_parameters, walk
+from offload.torch_compat.overrides import is_held_alone, unseen
+from offload.units import format_bytes
+
+__all__ = ["ParameterCounts", "ParameterMover"]
+
+AHEAD_BYTES = 64 << 20
+BEHIND_BYTES = 64 << 20
+
+
+@dataclass
+class ParameterCounts:
+    """What has been moved of a model's frozen parameters.
+
+    Attributes
+    ----------
+    tensors, nbytes : int
+        Parameters that leave memory while no module uses them, and their bytes.
+    passes : int
+        Forwards of the model, each with what followed until the next one.
+    in_bytes : int
+        Bytes read so far.
+    rewritten : int
+        Parameters that the program has changed, and that were written again.
+    held : int
+        Frozen parameters that stay because another tensor shares their memory.
+    failed : int
+        Parameters that stayed because writing them failed; `failure` is the latest error.
+    whole : str
+        The model, or a part of it, whose parameters are in memory at a time because it is one compiled graph, and
+        which has most of them; empty if none is compiled.
+    """
+
+    tensors: int = 0
+    nbytes: int = 0
+    passes: int = 0
+    in_bytes: int = 0
+    rewritten: int = 0
+    held: int = 0
+    failed: int = 0
+    failure: str = ""
+    whole: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.tensors:
+            return "none leaves memory"
+        per_pass = format_bytes(round(self.in_bytes / max(self.passes, 1)))
+        return (
+            f"{self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between uses; per step {per_pass} read"
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes for the user."""
+        if self.failed:
+            yield f"{self.failed} frozen parameters stayed because writing them failed: {self.failure}"
+        if self.held:
+            yield f"{self.held} frozen parameters stay because another tensor shares their memory"
+        if not self.tensors and not self.held:
+            yield 'parameters="frozen" moves nothing: no parameter of the model is frozen, plain and large enough'
+        if self.whole:
+            yield (
+                f"all frozen parameters of {self.whole} are in memory while it runs, because it is one compiled graph: "
+                "compile smaller parts, such as for block in model.blocks: block.compile()"
+            )
+
+
+class ParameterMover:
+    """Moves the frozen parameters of a model.
+
+    Parameters
+    ----------
+    engine
+        Copies them and nothing else.
+    min_nbytes
+        Smaller parameters stay.
+    name_of
+        The name of a parameter, for errors.
+    memory_limit
+        Of the model: what is read ahead, and what is being written, are small shares of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        min_nbytes: int,
+        name_of: Callable[[Tensor], str],
+        memory_limit: int | None = None,
+    ) -> None:
+        self.counts = ParameterCounts()
+        self.engine = engine
+        self._model = weakref.ref(model)
+        self._min_nbytes = min_nbytes
+        self._name_of = name_of
+        self._ahead_bytes = AHEAD_BYTES if memory_limit is None else min(AHEAD_BYTES, memory_limit // 16)
+        self.window = Window(self._ahead_bytes)
+        self._passes = Pass()
+        self._pid = os.getpid()
+        self._is_open = True
+        self._is_whole = False  # the whole model is one compiled graph
+        self._wrapped: dict[int, weakref.ref[Any]] = {}  # ForwardWrapper or CompiledCall by the identity of its module
+        self._compiled: frozenset[int] = frozenset()
+        self._largest_bytes = 0  # of the parameters that one module, or one compiled part, needs at a time
+        behind_bytes = BEHIND_BYTES if memory_limit is None else min(BEHIND_BYTES, memory_limit // 8)
+        engine.in_flight_bytes_max = min(engine.in_flight_bytes_max, behind_bytes)
+        try:
+            unseen(self._leave, model)
+            engine.drain()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- what leaves --------------------------------------------------------------------------------------------------
+
+    def _leave(self, model: nn.Module) -> None:
+        """Have all frozen parameters leave that have not yet. Those of FSDP stay: it frees them itself."""
+        held = 0
+        if is_sharded(model):
+            return
+        for module in walk(model):
+            for parameter in own_parameters(module):
+                if type(parameter) is nn.Parameter and not parameter.requires_grad:
+                    held += self.leave(parameter)
+        self.counts.held = held
+
+    def leave(self, parameter: nn.Parameter) -> bool:
+        """Have one leave, if it is frozen and large enough. True: it stays because its memory is shared."""
+        if not is_movable(parameter, self.engine.device, self._min_nbytes):
+            return False
+        if not is_held_alone(parameter):
+            return True
+        try:
+            StoredParameter(parameter, self.engine, self.window, self._name_of).put_away(parameter)
+        except (MemoryError, OSError, _core.PinningFailed) as error:
+            self.window.refuse(error)
+        self.engine.limit_in_flight()
+        return False
+
+    def wrap(self) -> None:
+        """Have the modules bring their parameters into memory. The session's own wrappers are there already."""
+        model = self._model()
+        if model is not None:
+            self._is_whole = is_compiled(model) or bool(wrappers_of(model))
+            self._wrap(model, self._around_model(model))
+            for outer in untraceable_wrappers(model):
+                self._wrap(outer, self._around_model(model))
+            self._wrap_parts(model)
+
+    def _around_model(self, model: nn.Module) -> Callable[[Any, Any], AbstractContextManager[object]]:
+        return partial(self._forward, weakref.ref(model))
+
+    def _wrap_parts(self, model: nn.Module) -> None:
+        modules = walk(model)
+        compiled = frozenset(id(module) for module in modules if is_compiled(module))
+        if compiled != self._compiled:
+            self._unwrap(but=model)
+            self._compiled = compiled
+        inside: set[int] = set()
+        largest = 0
+        self.counts.whole, most = "", 0
+        if self._is_whole or is_compiled(model):
+            inside, largest = {id(module) for module in modules}, self.counts.nbytes
+            self.counts.whole = "the model"
+        elif compiled:
+            for name, part, slot in list(compiled_parts(model)):
+                nbytes = sum(record.nbytes for record, _ in moved_in(part))
+                inside |= {id(module) for module in walk(part)}
+                largest = max(largest, nbytes)
+                if nbytes:
+                    around = partial(self._gathered, weakref.ref(part), True)
+                    self._wrap(part, around, slot)
+                if 2 * nbytes > self.counts.nbytes > 0 and nbytes > most:
+                    self.counts.whole, most = name, nbytes
+        for module in modules:
+            if id(module) in inside:
+                continue
+            nbytes = sum(record.nbytes for record in _records(module))
+            largest = max(largest, nbytes)
+            if nbytes and module is not model:
+                self._wrap(module, partial(self._gathered, weakref.ref(module), False))
+        self._largest_bytes = largest
+
+    def _wrap(
+        self, module: nn.Module, around: Callable[[Any, Any], AbstractContextManager[object]], slot: str = "forward"
+    ) -> None:
+        known = self._wrapped.get(id(module))
+        if known is not None and known() is not None and module.__dict__.get(slot) is not None:
+            return
+        wrapper: ForwardWrapper | CompiledCall
+        own = module.__dict__.get("forward")
+        if slot != "forward":
+            wrapper = CompiledCall(module, around)
+        elif isinstance(own, ForwardWrapper) and own.is_of(module):
+            wrapper = own
+            wrapper.enter_also(around)
+        else:
+            wrapper = ForwardWrapper(module, around)
+        self._wrapped[id(module)] = weakref.ref(wrapper)
+
+    def _unwrap(self, but: nn.Module | None = None) -> None:
+        for identity, reference in list(self._wrapped.items()):
+            wrapper = reference()
+            if but is not None and identity == id(but):
+                continue
+            del self._wrapped[identity]
+            if isinstance(wrapper, ForwardWrapper) and wrapper.enters_also:
+                wrapper.enter_also(None)
+            elif wrapper is not None:
+                wrapper.undo()
+
+    # -- around calls -------------------------------------------------------------------------------------------------
+
+    def _gathered(self, module: weakref.ref[nn.Module], whole: bool, *_: object) -> Gathered:
+        return Gathered(module() if self._is_open else None, self.window, whole=whole)
+
+    def _forward(self, model: weakref.ref[nn.Module], *_: object) -> Gathered:
+        found = model() if self._is_open else None
+        whole = self._is_whole or (found is not None and is_compiled(found))
+        return Forward(found, self.window, self._passes, self.begin_pass, whole=whole)
+
+    def begin_pass(self) -> None:
+        """Begin a forward: what the program has read or changed since the last one leaves again, and what it froze."""
+        model = self._model()
+        if model is None or not self._is_open or os.getpid() != self._pid:
+            return
+        self.counts.passes += 1
+        self.window.ahead.begin_pass(model.training and torch.is_grad_enabled())
+        for record, parameter in moved_in(model):
+            record.look(parameter)
+        unseen(self._leave, model)
+        self.window.begin_pass()
+        self.look()
+        self._wrap_parts(model)
+
+    def hooks_before(self, hooks: StepHooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return functions that pack and unpack frozen parameters, and leave all else to a step's hooks."""
+        return partial(_pack, self.window), _unpack
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Bring `counts` up to date."""
+        counts, model, window = self.counts, self._model(), self.window
+        found = list(moved_in(model)) if model is not None and self._is_open else []
+        if self._is_open:
+            counts.tensors, counts.nbytes = len(found), sum(record.nbytes for record, _ in found)
+        counts.in_bytes, counts.rewritten = window.in_bytes, window.rewritten
+        counts.failed, counts.failure = self.engine.failed + window.refused, self.engine.failure or window.refusal
+
+    def bytes_in_memory_max(self) -> int:
+        """Of parameters that leave: what may be in memory at a time while the model runs, and what others hold."""
+        present = self.window.nbytes()
+        largest = self._largest_bytes
+        return min(self.counts.nbytes, max(present, largest) + max(self._ahead_bytes, largest))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Bring all parameters back for good.
+
+        Raises
+        ------
+        ParameterError
+            Some of them cannot be read; those are away as before. The next call tries again.
+        """
+        if os.getpid() != self._pid:  # in a forked child the store is that of its parent
+            return
+        self.look()
+        model = self._model()
+        found = list(moved_in(model)) if model is not None else []
+        with self.window.lock:
+            for number, (record, parameter) in enumerate(found):
+                for following, _ in found[number + 1 : number + 2]:
+                    if not following.is_in_memory():
+                        following.content.stored.prefetch()
+                record.bring(parameter)
+                record.forget(parameter)
+        self._is_open = False
+        self._unwrap()
+        self.window.ahead.close()
+        self.engine.drain()
+
+
+def _pack(window: Window, hooks: StepHooks, tensor: Tensor) -> Any:
+    return window.saved(tensor) or hooks.pack(tensor)
+
+
+def _unpack(hooks: StepHooks, packed: Any) -> Tensor:
+    return packed.restore() if isinstance(packed, SavedParameter) else hooks.unpack(packed)
+
+
+def _records(module: nn.Module) -> list[StoredParameter]:
+    found = (parameter.__dict__.get("_offload_stored") for parameter in own_parameters(module))
+    return [record for record in found if isinstance(record, StoredParameter)]

@@ -1,0 +1,106 @@
+"""The order in which a model needs its frozen parameters, recorded in each pass, and copy-ins ahead of need.
+
+A pass is a forward of the model with all that follows until the next one: its backward, and what the program reads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from offload import _core
+
+if TYPE_CHECKING:
+    from offload.parameters.stored_parameter import Content, StoredParameter
+
+__all__ = ["ReadAhead"]
+
+LENGTH_MAX = 1 << 16  # uses of parameters in a pass; beyond it they are read on demand
+SEARCHED = 64  # uses that a pass may leave out, compared with the one before
+
+Reference = weakref.ref["StoredParameter"]
+
+
+class ReadAhead:
+    """Begins copy-ins in the order of the latest pass of the same kind.
+
+    Parameters
+    ----------
+    nbytes_max
+        Of copy-ins that nobody has waited for. The next one begins however large it is.
+    """
+
+    def __init__(self, nbytes_max: int) -> None:
+        self.nbytes_max = nbytes_max
+        self._orders: dict[object, list[Reference]] = {}
+        self._kind: object = None
+        self._before: list[Reference] = []
+        self._now: list[Reference] = []
+        self._at = 0
+        self._begun: dict[_core.SwappedStorage, int] = {}  # copy-ins nobody has waited for
+        self._lock = threading.RLock()  # backward on an accelerator runs in threads of its own
+
+    def begin_pass(self, kind: object) -> None:
+        """Another pass begins. Passes of one kind are expected to need the same parameters in the same order."""
+        with self._lock:
+            if self._now:
+                self._orders[self._kind] = self._now
+            self._kind, self._before, self._now, self._at = kind, self._orders.get(kind, []), [], 0
+            self._abandon(set())
+
+    def needs(self, record: StoredParameter, content: Content) -> None:
+        """Record a use, and begin the copy-ins of what comes after it. The parameter's own begins first."""
+        with self._lock:
+            self._needs(record, content.stored)
+
+    def _needs(self, record: StoredParameter, stored: _core.SwappedStorage) -> None:
+        if len(self._now) < LENGTH_MAX:
+            self._now.append(record.reference)
+        wanted = {stored}
+        if not record.is_in_memory():
+            self._begin(stored, record.nbytes)
+        if self._find(record.reference):
+            nbytes = 0
+            for reference in self._before[self._at :]:
+                each = reference()
+                if each is None or each.content.stored in wanted or each.is_in_memory():
+                    continue
+                nbytes += each.nbytes
+                if nbytes > self.nbytes_max and len(wanted) > 1:
+                    break
+                wanted.add(each.content.stored)
+                self._begin(each.content.stored, each.nbytes)
+        self._abandon(wanted)
+
+    def _find(self, reference: Reference) -> bool:
+        for position in range(self._at, min(self._at + SEARCHED, len(self._before))):
+            if self._before[position] is reference:
+                self._at = position + 1
+                return True
+        return False
+
+    def _begin(self, stored: _core.SwappedStorage, nbytes: int) -> None:
+        if stored not in self._begun and stored.prefetch():
+            self._begun[stored] = nbytes
+
+    def used(self, stored: _core.SwappedStorage) -> None:
+        """Somebody waits for a copy-in now."""
+        with self._lock:
+            self._begun.pop(stored, None)
+
+    def _abandon(self, wanted: set[_core.SwappedStorage]) -> None:
+        """Free the memory of copy-ins that are not wanted."""
+        for stored in [each for each in list(self._begun) if each not in wanted]:
+            if self._begun.pop(stored, None) is None:
+                continue  # a signal handler waits for it
+            stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
+            stored.remove_view()
+            stored.add_view()
+
+    def close(self) -> None:
+        """Forget all orders."""
+        with self._lock:
+            self._abandon(set())
+            self._orders.clear()
+            self._before, self._now = [], []

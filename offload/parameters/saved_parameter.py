@@ -1,0 +1,50 @@
+"""What autograd holds in a frozen parameter's place: where its bytes are in the store, and which view was saved."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from offload.parameters.stored_parameter import StoredParameter
+from offload.torch_compat.overrides import alias_of, version_of_object
+from offload.torch_compat.tensors import raise_changed
+
+__all__ = ["SavedParameter"]
+
+
+class SavedParameter:
+    """A view of a frozen parameter, saved for backward. It holds no memory on the device.
+
+    Parameters
+    ----------
+    tensor
+        What autograd saves; it has the parameter's storage, or that of its placeholder.
+    parameter
+        The parameter, which autograd would hold as well.
+    """
+
+    __slots__ = ("_content", "_dtype", "_offset", "_parameter", "_record", "_saved_version", "_size", "_stride")
+
+    def __init__(self, tensor: Tensor, parameter: nn.Parameter, record: StoredParameter) -> None:
+        like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
+        self._parameter = parameter
+        self._record = record
+        self._content = record.content  # as of now: the parameter may be stored again
+        self._dtype, self._size = like.dtype, like.shape
+        self._stride, self._offset = like.stride(), int(like.storage_offset())
+        self._saved_version = version_of_object(tensor)
+
+    def restore(self) -> Tensor:
+        """Return the tensor as it was saved.
+
+        Raises
+        ------
+        RuntimeError
+            The parameter was changed in place since, as without offload.
+        ParameterError
+            Its bytes cannot be read; a later call tries again.
+        """
+        now = version_of_object(self._parameter)
+        if now != self._saved_version:
+            raise_changed("Parameter", tuple(self._size), now, self._saved_version)
+        self._record.window.ahead.needs(self._record, self._content)
+        return self._record.view(self._content, self._dtype, self._offset, self._size, self._stride)

@@ -1,0 +1,136 @@
+"""What a subclass of `Parameter` needs to see each access to it: torch's override of functions, by private names.
+
+`parameters` uses it. Reads of what belongs to the object or its shape are told apart from those of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from offload.torch_compat.tensors import storage_identity
+
+__all__ = [
+    "GIVES_ADDRESS",
+    "GIVES_MEMORY",
+    "OF_THE_LAYOUT",
+    "OF_THE_OBJECT",
+    "SETS_DATA",
+    "alias_of",
+    "call_without_overrides",
+    "is_held_alone",
+    "requires_grad_of",
+    "set_data",
+    "storage_of",
+    "unseen",
+    "version_of_object",
+]
+
+Result = TypeVar("Result")
+
+# (function, types, arguments, keyword arguments): calls a function that takes a subclass for a plain tensor. It is one
+# call into C: no signal handler runs while overrides are off, unless the function itself is written in Python.
+call_without_overrides: Callable[..., Any] = torch._C._disabled_torch_function_impl
+
+
+def storage_of(parameter: Tensor) -> UntypedStorage:
+    """Return the storage that a parameter of any class has now."""
+    found: UntypedStorage = call_without_overrides(Tensor.untyped_storage, (), (parameter,))
+    return found
+
+
+def alias_of(parameter: Tensor) -> Tensor:
+    """Return a plain tensor with the same memory and the same version counter."""
+    found: Tensor = call_without_overrides(Tensor.detach, (), (parameter,))
+    return found
+
+
+def set_data(parameter: Tensor, data: Tensor) -> None:
+    """As `parameter.data = data`."""
+    call_without_overrides(SETS_DATA, (), (parameter, data))
+
+
+def version_of_object(parameter: Tensor) -> int:
+    """How often a parameter, or a view of the same memory, was changed in place."""
+    found: int = call_without_overrides(_VERSION, (), (parameter,))
+    return found
+
+
+def requires_grad_of(parameter: Tensor) -> bool:
+    """Whether it is trained."""
+    found: bool = call_without_overrides(_REQUIRES_GRAD, (), (parameter,))
+    return found
+
+
+def is_held_alone(parameter: Tensor) -> bool:
+    """Whether no other tensor and no other process shares a parameter's storage, all of which it covers."""
+    storage = storage_of(parameter)
+    if _holders is None or (parameter.device.type == "cpu" and storage.is_shared()):
+        return False
+    alias = alias_of(parameter)
+    if storage.nbytes() != alias.nbytes or alias.storage_offset() != 0:
+        return False
+    del storage, alias
+    return _count_holders(parameter) == _ALONE
+
+
+def unseen(function: Callable[..., Result], *args: object) -> Result:
+    """Call a function whose operators no mode or transform of the program sees. It makes no inference tensors."""
+    with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch(), torch._C._InferenceMode(False):
+        return function(*args)
+
+
+def _gets(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
+
+
+_GRAD: Any = Tensor.grad
+
+# They read no bytes, and give the same for a parameter whose bytes are away.
+OF_THE_OBJECT = frozenset(
+    _gets("device", "dtype", "shape", "layout", "ndim", "itemsize", "nbytes", "names")
+    | _gets(*(name for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))))
+    | _gets("grad", "grad_fn", "requires_grad", "retains_grad", "output_nr", "_version", "_base", "_backward_hooks")
+    | _gets("_post_accumulate_grad_hooks", "_cdata", "_grad", "grad_dtype")
+    | {_GRAD.__set__, _GRAD.__delete__, torch._has_compatible_shallow_copy_type}
+    | _methods(
+        "dim", "size", "numel", "nelement", "element_size", "get_device", "__len__", "is_inference", "is_complex"
+    )
+    | _methods("is_floating_point", "is_signed", "is_conj", "is_neg", "_is_view", "_is_zerotensor", "ndimension")
+)
+
+# They tell of strides, which a parameter whose bytes are away does not have.
+OF_THE_LAYOUT = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
+
+# What they return can write to the memory, and no version counter tells.
+GIVES_MEMORY = frozenset(
+    _gets("data", "__cuda_array_interface__", "__array_interface__")
+    | _methods("numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "share_memory_")
+    | _methods("data_ptr", "const_data_ptr", "mutable_data_ptr", "set_", "resize_", "__setstate__")
+    | {Tensor.data.__set__}  # type: ignore[attr-defined]
+)
+
+# Of these, what gives an address that keeps nothing alive.
+GIVES_ADDRESS = frozenset(
+    _methods("data_ptr", "const_data_ptr", "mutable_data_ptr") | _gets("__cuda_array_interface__")
+)
+
+SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _count_holders(parameter: Tensor) -> int:
+    assert _holders is not None
+    return _holders(storage_identity(storage_of(parameter)))
+
+
+_ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0

@@ -1,0 +1,63 @@
+"""Two ranks on gloo train with frozen parameters in the store, and compare with plain training: see the test beside."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from parameters.frozen_rig import everything, loss_of, make_model, trained
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+
+ON = {"n_tensors": -1, "min_tensor_bytes": 256, "parameters": "frozen"}
+STEPS = 6
+
+
+def run(kind, is_moved, rank):
+    model = make_model()
+    handle = None
+    if kind == "FSDP2":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    if is_moved and kind != "DDP, enabled after":
+        handle = offload.enable(model, **ON)
+    outer = model if kind == "FSDP2" else DistributedDataParallel(model)
+    if is_moved and handle is None:
+        handle = offload.enable(outer, **ON)
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    torch.manual_seed(rank)
+    losses = []
+    for number in range(STEPS):
+        loss = loss_of(outer, 2 * number + rank)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [each.to_local() if hasattr(each, "to_local") else each for each in everything(model)]
+    counts = handle.report().frozen_parameters if handle is not None else None
+    return losses + held, counts.in_bytes if counts is not None else 0
+
+
+def work(rank, kind, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    plain, _ = run(kind, False, rank)
+    moved, in_bytes = run(kind, True, rank)
+    found = (len(plain) == len(moved) and all(map(torch.equal, plain, moved)), in_bytes)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        result = {"equal": [each[0] for each in everyone], "in_bytes": [each[1] for each in everyone]}
+        print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mp.spawn(work, args=tuple(sys.argv[1:3]), nprocs=2)

@@ -1,0 +1,272 @@
+"""`offload fit`: moved optimizer state as a choice, beside what moving it then really leaves in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_bytes import Peak, tell_blocks_of_all
+from torch import nn
+
+import offload
+from offload.capacity import optimizer_step
+from offload.capacity.answer import answer
+from offload.capacity.optimizer_step import MovedState, with_optimizer
+from offload.optimizer_state import mover, streamed_state
+from offload.optimizer_state.forecast import StateForecast, forecast, still_written
+from offload.plan.trace import Link, Node, SavedTensor, Trace
+from offload.runtime.engine import Engine
+
+HERE = Path(__file__).parent
+WIDTH, LAYERS = 512, 10  # each weight has 1 MiB, and 2 MiB of Adam's state
+MIB = 1 << 20
+LINK = Link(1e9, 2e9)
+
+
+@pytest.fixture(name="small_chunks")
+def small_chunks_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the state were many times as large."""
+    for name, nbytes in (("CHUNK_BYTES", 2 * MIB), ("AHEAD_BYTES", 2 * MIB), ("BEHIND_BYTES", 2 * MIB)):
+        monkeypatch.setattr(mover, name, nbytes)
+
+
+def make(kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+    return model, kind(model.parameters(), **options)
+
+
+def step(model: nn.Module, optimizer: Any, rows: int = 64) -> None:
+    model(torch.randn(rows, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def engines() -> Iterator[list[Engine]]:
+    """The engines that are made within."""
+    found: list[Engine] = []
+    undo = tell_blocks_of_all()
+    init = Engine.__init__
+
+    def noting(self: Engine, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        found.append(self)
+
+    Engine.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Engine.__init__ = init  # type: ignore[method-assign]
+        undo()
+
+
+def happens(rows: int) -> int:
+    """The most bytes of tensors during a step with moved state, counted from outside."""
+    with engines() as made:
+        model, optimizer = make()
+        handle = offload.enable(model, n_tensors=-1, lb=1, optimizer=optimizer, optimizer_state=True)
+        for _ in range(2):
+            step(model, optimizer, rows)
+        for engine in made:
+            engine.drain()
+            engine.collect()
+        # What the program holds would stay in memory: no variable may hold the state.
+        held = sum(
+            value.untyped_storage().nbytes() for row in dict.values(optimizer.state) for value in row.values()
+        ) + sum(each.nbytes for each in model.parameters())
+        peak = Peak()
+        with peak.watch():
+            step(model, optimizer, rows)
+        assert handle.report().optimizer_state[0].failed == 0
+        handle.disable()
+    return held + peak.nbytes
+
+
+def fitted(memory: int, rows: int, **options: Any) -> Any:
+    model, optimizer = make(**options)
+    return offload.fit(
+        model,
+        lambda n: torch.randn(n, WIDTH),
+        memory=memory,
+        batch=rows,
+        loss=lambda model, x: model(x).square().mean(),
+        optimizer=optimizer,
+    )
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_stays_in_memory_is_counted() -> None:
+    found = fitted(36 * MIB, 64)
+    moved = found.choices[-1]
+    assert moved.name == "state moved"
+    assert moved.moved.nbytes == 2 * LAYERS * MIB
+    assert found.best is moved
+    assert found.line == 'offload.enable(model, memory_limit="36MiB", optimizer=optimizer, optimizer_state=True)'
+    assert "MOVED OPTIMIZER STATE" in found.verdict()
+    assert "the model and its optimizer" in str(found)
+    assert all(each.plan is None for each in found.choices[:-1]), "it does not fit in another way"
+    real = happens(64)
+    assert real <= found.least_bytes <= real + 6 * MIB
+    assert real < found.peak_bytes - 8 * MIB
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nothing_fits_and_the_least_is_told() -> None:
+    found = fitted(16 * MIB, 64)
+    assert not found.fits
+    assert "with every swap there is and moved optimizer state" in found.verdict()
+    assert found.in_the_way[0].bytes == pytest.approx(found.least_bytes, abs=MIB)
+
+
+def forecast_and_counts(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[Any, Any]:
+    """What was told of an optimizer in a hook of its step, and what moving it then counted."""
+    model, optimizer = make(kind, **options)
+    told: list[Any] = []
+
+    def tell(stepped: Any, *_: object) -> None:
+        device = torch.device("cpu")
+        told.append(forecast(stepped, lambda state, name: streamed_state.would_leave(state, name, device, MIB)))
+
+    hook = optimizer.register_step_post_hook(tell)
+    step(model, optimizer)
+    hook.remove()
+    with offload.enable(model, optimizer=optimizer, optimizer_state=True) as handle:
+        step(model, optimizer)
+        counts = handle.report().optimizer_state[0]
+    return told[0], counts
+
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "Adam": (torch.optim.Adam, {}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "no state": (torch.optim.SGD, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_forecast_is_what_moving_counts(kind: str) -> None:
+    told, counts = forecast_and_counts(KINDS[kind][0], **KINDS[kind][1])
+    assert told.nbytes == counts.nbytes
+    assert bool(told.stays) == (counts.nbytes == 0)
+    assert told.step_bytes <= told.nbytes
+
+
+def test_what_the_program_holds_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make()
+    step(model, optimizer)
+    device = torch.device("cpu")
+    held = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
+
+    def told() -> int:
+        found = forecast(optimizer, lambda state, name: streamed_state.would_leave(state, name, device, MIB))
+        return found.nbytes
+
+    assert told() == (2 * LAYERS - 1) * MIB
+    monkeypatch.setattr(streamed_state, "_HELD_ONCE", sys.maxsize >> 1)
+    assert told() == 2 * LAYERS * MIB, "with the guard left out"
+    assert held is not None
+
+
+class Other(torch.optim.Adam):
+    """Not one of torch's: it may use all parameters at once."""
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_an_unknown_optimizer_steps_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = forecast_and_counts(Other)[0]
+    assert told.step_bytes == told.nbytes == 2 * LAYERS * MIB
+    monkeypatch.setattr("offload.optimizer_state.forecast.is_known", lambda optimizer: True)
+    assert forecast_and_counts(Other)[0].step_bytes < told.nbytes, "with the guard left out"
+
+
+def test_state_that_is_moved_already_is_not_fetched() -> None:
+    model, optimizer = make()
+    with offload.enable(model, optimizer=optimizer, optimizer_state=True) as handle:
+        step(model, optimizer)
+        read = handle.report().optimizer_state[0].in_bytes
+        found = forecast(optimizer, lambda state, name: True)
+        assert found.stays == "it is moved already"
+        assert handle.report().optimizer_state[0].in_bytes == read
+
+
+@pytest.mark.parametrize("stays", ["another optimizer", "too small"])
+def test_why_state_is_not_moved_is_told(stays: str) -> None:
+    if stays == "too small":
+        model = nn.Linear(8, 8)
+        found = offload.fit(model, lambda n: torch.randn(n, 8), optimizer=torch.optim.Adam(model.parameters()))
+        assert "smaller than min_tensor_bytes" in str(found).replace("\n", " ")
+    else:
+        model, optimizer = make()
+        holder = optimizer.state
+        found = offload.fit(model, lambda n: torch.randn(n, WIDTH), batch=64, optimizer=optimizer)
+        assert "other code holds its `state`" in str(found).replace("\n", " ")
+        assert holder is optimizer.state
+    assert [each.name for each in found.choices][-1] != "state moved"
+
+
+# -- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def trace() -> Trace:
+    nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
+    return Trace(nodes, (100,) * 4, (SavedTensor(0, 40, 0, 0, 1, 3, 3),))
+
+
+def test_state_leaves_but_for_what_is_still_written() -> None:
+    moved = MovedState(nbytes=60, model_bytes=10, peak_bytes=80)
+    then = moved.within(with_optimizer(trace(), 130))
+    assert then.base_bytes == (50, 50, 50, 50, 80)
+    assert moved.seconds(LINK) == pytest.approx(60 / 1e9 + 60 / 2e9)
+
+
+def test_the_choice_takes_what_the_copies_take() -> None:
+    moved = MovedState(nbytes=60, model_bytes=10, peak_bytes=80)
+    found = answer("a", with_optimizer(trace(), 130), LINK, 95, (100, 100, 100, 100, 130), (), moved)
+    assert found.best is not None
+    assert found.best.moved is moved
+    plan = found.best.plan
+    assert found.best.seconds(plan) == plan.expected_seconds + moved.seconds(LINK)
+    assert found.to_dict()["choices"][-1]["moved_state_bytes"] == 60
+    assert found.least_bytes == 90
+    assert not answer("a", with_optimizer(trace(), 130), LINK, 89, (100,) * 4 + (130,), (), moved).fits
+
+
+def test_several_optimizers_share_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "BEHIND_BYTES", 100)
+    rows = [StateForecast(nbytes, nbytes) for nbytes in (30, 60, 90)]
+    assert still_written(rows[:1]) == 30
+    assert still_written(rows[:2]) == 90
+    assert still_written(rows) == 100
+
+
+# -- a script ---------------------------------------------------------------------------------------------------------
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.long
+def test_a_script_with_much_state_fits_once_it_is_moved() -> None:
+    script, limit = HERE / "unmodified" / "wide.py", 640 * MIB
+    done = run("-m", "offload", "fit", script, "--memory", limit, "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["fits"] == "state moved"
+    assert said["peak_bytes"] > limit
+    words = ["--line", f"import offload; {said['line']}"]
+    done = run(HERE / "unmodified_run.py", "--behind", "optimizer = ", *words, script)
+    assert done.returncode == 0, done.stderr
+    real = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    assert real <= said["least_bytes"] + 8 * MIB
+    assert real <= limit
+    assert optimizer_step.SMALLEST_BYTES == MIB
