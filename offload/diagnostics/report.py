@@ -71,7 +71,7 @@ class DiskWrites:
     Attributes
     ----------
     nbytes : int
-        Of saved tensors and optimizer state.
+        Of saved tensors, optimizer state and frozen parameters.
     steps : int
         Forward passes since `enable`.
     seconds : float
