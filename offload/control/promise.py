@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -161,7 +162,7 @@ class SlowdownPromise:
             if frontier.is_new(plan):
                 return plan
             frontier.is_settled = True  # there is no plan between those that were tried
-            return frontier.best(allowed) or make_plan(trace, planned.link, ())
+            return self._last(planned, allowed)
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
             wanted = self._limits.exploring * allowed  # what swapping costs is not known yet
@@ -169,16 +170,29 @@ class SlowdownPromise:
         return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:
-        """Stay with the plan of least memory that kept the promise, or swap nothing if none did."""
-        frontier, limit_bytes = planned.frontier, self._options.memory_limit
-        plan = frontier.best(allowed)
-        if plan is None:
-            state = planned.plan.state if planned.plan is not None else None
-            plan = replace(make_plan(planned.trace(), planned.link, ()), state=state)
-            if limit_bytes is not None and plan.peak_bytes > limit_bytes:
-                plan = min(frontier.tried, key=lambda each: each.slowdown).plan
+        """Stay with the plan that the search ends with."""
+        frontier, plan = planned.frontier, self._last(planned, allowed)
         frontier.is_settled = True
         if plan is not planned.plan:
             log.info("back to a plan with %d swaps: the last one is too slow, or takes more memory", len(plan.swaps))
             planned.late = {}
-            planned.follow(plan, limit_bytes)
+            planned.follow(plan, self._options.memory_limit)
+
+    def _last(self, planned: PlannedStep, allowed: float) -> Plan:
+        """Return the plan of least memory that kept the promise.
+
+        If none did: the one that swaps nothing, or, if that exceeds the memory limit, the fastest of those tried.
+        """
+        frontier, limit_bytes = planned.frontier, self._options.memory_limit
+        best = frontier.best(allowed)
+        if best is not None:
+            return best
+        state = planned.plan.state if planned.plan is not None else None
+        plan = replace(make_plan(planned.trace(), planned.link, ()), state=state)
+        if limit_bytes is not None and plan.peak_bytes > limit_bytes:
+            fastest = min(frontier.tried, key=lambda each: each.slowdown)
+            warnings.warn(
+                f"max_slowdown: {allowed:.3g} is not met, memory_limit needs {fastest.slowdown:.3g}", stacklevel=2
+            )
+            return fastest.plan
+        return plan

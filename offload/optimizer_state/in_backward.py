@@ -147,6 +147,9 @@ class StepInBackward:
         if self._begun is not None:
             count = len(self._begun.updated)
             log.warning("%d parameters were updated in backward, and optimizer.step() was not called after it", count)
+            for param, made in self._begun.updated.items():  # the optimizer would change a weight before it notices
+                if made is not None and param.grad is made.freed:
+                    param.grad = None
             self._begun.end()
         self._forget()
 
@@ -166,7 +169,7 @@ class StepInBackward:
     def update(self, param: Tensor) -> None:
         """Update a parameter whose gradient is complete, if it is one of the optimizer's."""
         optimizer = self._optimizer()
-        if optimizer is None or not self._hooks:
+        if optimizer is None or not self._hooks or param.grad is None:  # a hook of the program took the gradient
             return
         if torch.is_grad_enabled():
             raise StepInBackwardError(_GRAPH)

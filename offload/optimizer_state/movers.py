@@ -208,7 +208,8 @@ class StateMovers:
 
         In backward that is also what is read ahead, and a parameter's own.
         """
-        nbytes_max = one.BEHIND_BYTES
+        # The latest copy-out is not awaited, however large its tensor is.
+        nbytes_max = max([one.BEHIND_BYTES, *(mover.largest_bytes for mover in self._alive())])
         if self.steps_in_backward:
             nbytes_max += sum(one.AHEAD_BYTES + mover.largest_bytes for mover in self._alive())
         return nbytes_max
