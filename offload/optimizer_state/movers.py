@@ -208,7 +208,7 @@ class StateMovers:
 
         In backward that is also what is read ahead, and a parameter's own.
         """
-        # The latest copy-out is not awaited, however large its tensor is.
+        # The step does not wait for the latest copy-out, however large the tensor.
         nbytes_max = max([one.BEHIND_BYTES, *(mover.largest_bytes for mover in self._alive())])
         if self.steps_in_backward:
             nbytes_max += sum(one.AHEAD_BYTES + mover.largest_bytes for mover in self._alive())
