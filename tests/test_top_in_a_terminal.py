@@ -24,6 +24,11 @@ from test_top import TRAINING
 SECONDS_MAX = 120.0
 
 
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it in what it runs in the background
+
+
 class Terminal:
     """A terminal in which `offload top` runs."""
 
@@ -40,7 +45,7 @@ class Terminal:
             stderr=theirs,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )
         os.close(theirs)
         self.said = ""
