@@ -248,9 +248,10 @@ def huge(folder: Path, between: str = "", width: int = 32768) -> Path:
 
 @pytest.mark.long
 def test_a_script_whose_parameters_do_not_fit_here(tmp_path: Path) -> None:
-    found = said(huge(tmp_path), "--without-data", "--device", "40GiB,25GB/s,50TFLOP/s")
+    # Three weights of 4 GiB: while one is updated, the state of the others is read ahead and written.
+    found = said(huge(tmp_path), "--without-data", "--device", "56GiB,25GB/s,50TFLOP/s")
     weights = 3 * 32768 * 32768 * 4
-    assert found["peak_bytes"] > 4 * weights > 40 * GIB
+    assert found["peak_bytes"] > 56 * GIB > 4 * weights
     assert found["fits"] == "state moved"
     assert found["line"].endswith("optimizer=optimizer, optimizer_state=True)")
 

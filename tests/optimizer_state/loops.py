@@ -193,10 +193,12 @@ class Reloaded(Loop):
     def step(self, number):
         super().step(number)
         if number == 2:
+            # State that stays is in the checkpoint itself, as without offload, and later steps change it.
+            self.was_moved = isinstance(self.optimizer.state, StreamedState)
             self.checkpoint = self.optimizer.state_dict()
             self.kept = {k: {n: t.clone() for n, t in s.items()} for k, s in self.checkpoint["state"].items()}
         if number == 4:
-            is_moved = isinstance(self.optimizer.state, StreamedState)
+            is_moved = self.was_moved and isinstance(self.optimizer.state, StreamedState)
             if is_moved:
                 assert_equal(self.checkpoint["state"], self.kept)
             self.optimizer.load_state_dict({**self.checkpoint, "state": self.kept})
