@@ -132,6 +132,7 @@ def terminal(*words: object, columns: int = 100) -> Iterator[Terminal]:
 HIDDEN, SHOWN_AGAIN = "\x1b[?25l", "\x1b[?25h"
 
 
+@pytest.mark.long
 def test_a_view_that_lives_through_new_sizes_and_the_end_of_the_training(folder: Path) -> None:
     with training() as process, terminal(process.pid, "--interval", "0.2") as view:
         text = view.read_until(r"copies in.*\n.*state.*\n.*╯")
