@@ -147,9 +147,6 @@ class StepInBackward:
         if self._begun is not None:
             count = len(self._begun.updated)
             log.warning("%d parameters were updated in backward, and optimizer.step() was not called after it", count)
-            for param, made in self._begun.updated.items():  # the optimizer would change a weight before it notices
-                if made is not None and param.grad is made.freed:
-                    param.grad = None
             self._begun.end()
         self._forget()
 

@@ -208,8 +208,7 @@ class StateMovers:
 
         In backward that is also what is read ahead, and a parameter's own.
         """
-        # The step does not wait for the latest copy-out, however large the tensor.
-        nbytes_max = max([one.BEHIND_BYTES, *(mover.largest_bytes for mover in self._alive())])
+        nbytes_max = one.BEHIND_BYTES
         if self.steps_in_backward:
             nbytes_max += sum(one.AHEAD_BYTES + mover.largest_bytes for mover in self._alive())
         return nbytes_max

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from offload.torch_compat.compiled import opaque
@@ -84,8 +83,6 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if _changes_object(func):
             return call_without_overrides(func, (), args, kwargs)
         result = func(*_with_aliases(args, aliases), **_with_aliases(kwargs, aliases))
-        for parameter, record in moved:  # a write through a view of it raises no version that is checked
-            record.is_suspect |= _shares_memory(result, aliases[id(parameter)][1])
         same = [parameter for parameter, alias in aliases.values() if alias is result]
         return same[0] if same else result
     finally:
@@ -93,14 +90,6 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         for parameter, record in moved:
             record.window.release((record,), user)
             record.window.accessed(parameter, record)
-
-
-def _shares_memory(result: object, alias: Tensor) -> bool:
-    if isinstance(result, tuple | list):
-        return any(_shares_memory(each, alias) for each in result)
-    if not isinstance(result, Tensor) or result.layout is not torch.strided:
-        return False
-    return result.untyped_storage().data_ptr() == alias.untyped_storage().data_ptr()
 
 
 def _changes_object(func: Callable[..., Any]) -> bool:

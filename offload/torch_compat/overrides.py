@@ -113,7 +113,7 @@ OF_THE_LAYOUT = frozenset(_methods("stride", "is_contiguous", "storage_offset", 
 GIVES_MEMORY = frozenset(
     _gets("data", "__cuda_array_interface__", "__array_interface__")
     | _methods("numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "share_memory_")
-    | _methods("data_ptr", "const_data_ptr", "mutable_data_ptr", "set_", "resize_", "__setstate__")
+    | _methods("data_ptr", "const_data_ptr", "mutable_data_ptr", "set_", "resize_", "__setstate__", "detach")
     | {Tensor.data.__set__}  # type: ignore[attr-defined]
 )
 

@@ -53,7 +53,7 @@ def reserved_identities(folder):
     """Storages come and go behind the library's back; no other tensor is taken for a parameter."""
     model = make_model()
     enable(model, folder, n_tensors=0)
-    held = model.first.weight.detach()  # in memory, and noted
+    held = model.first.weight[:]  # in memory, and noted
     noted = model.first.weight._offload_stored
     with torch._C.DisableTorchFunctionSubclass():
         model.first.weight.data = torch.ones(32, 32)
