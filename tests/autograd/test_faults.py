@@ -139,7 +139,7 @@ class Campaign:
         The same for every kind of fault, so they are counted once.
         """
         key = self.offloaded.setup, operation
-        if key not in COUNTED:
+        if key not in COUNTED or not self.offloaded.setup.settles:  # threads that race make other copies each time
             nth = 1
             while nth < OPERATIONS_MAX and self.run(operation, "error", errno.EIO, nth, True):
                 nth += 1
@@ -163,8 +163,7 @@ def test_nth_operation_fails(spilling, operation, kind, number, persistent, is_l
     elif not persistent and (kind == "short_transfer" or number == errno.EINTR):
         assert not any(told), "what can be continued is"
     elif operation != "allocate" and kind == "error":
-        # Not a cancelled write's, nor that of a copy nobody waited for: how many these are differs where threads race.
-        assert sum(told) >= count // 4
+        assert sum(told) >= count // 2  # not a cancelled write's, nor that of a copy nobody waited for
     if spilling.setup.schedule == "stepped" or spilling.setup.settles:
         assert not campaign.run(operation, kind, number, count + 8, persistent), "a clean pass at last"
 
