@@ -229,7 +229,7 @@ PyObject* core_checked(PyObject* self, PyObject* packed) {
   return nullptr;
 }
 
-// The C++ functions that pack and unpack call throw only std::bad_alloc.
+// Pack and unpack call only C++ functions that throw nothing but std::bad_alloc.
 template <PyObject* (*entry)(PyObject*, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
   try {
@@ -333,7 +333,7 @@ bool intern_names() {
 }  // namespace
 
 bool add_hook_types(PyObject* module) {
-  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack hooks of kept tensors.")},
+  static PyType_Slot core_slots[] = {{Py_tp_doc, const_cast<char*>("Pack and unpack hooks of kept and swapped tensors.")},
                                      {Py_tp_methods, core_methods},
                                      {Py_tp_new, slot(core_new)},
                                      {Py_tp_init, slot(core_init)},

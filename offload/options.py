@@ -171,13 +171,13 @@ def check_optimizers(
     optimizer_state: object,
     step_in_backward: object = False,
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose state may be swapped, or that step in backward: those that are given, else none.
+    """Return the given optimizers if `optimizer_state` or `step_in_backward` is set; otherwise none.
 
     Raises
     ------
     ValueError
         One of them is not an optimizer of the model or is given twice, `optimizer_state` is not "auto", True or False,
-        or one of the two is True without an optimizer; the message says what to write.
+        `step_in_backward` is not a bool, or one of these is True without an optimizer; the message says what to write.
     """
     if not isinstance(step_in_backward, bool):
         raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")

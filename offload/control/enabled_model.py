@@ -327,7 +327,7 @@ class EnabledModel:
                 shapes.append(tuple(leaf.shape))
                 kinds.append((leaf.dtype, leaf.requires_grad))
                 input_bytes += leaf.nbytes if has_storage(leaf) else 0
-            elif leaf is None or isinstance(leaf, bool):  # chooses a branch and comes in few values
+            elif leaf is None or isinstance(leaf, bool):  # may choose a branch; few values, so few more signatures
                 kinds.append(leaf)
         kinds.append(torch.is_autocast_enabled(self.on_device.device.type))
         kinds += modes_of_others()  # they may change what operators return

@@ -89,7 +89,7 @@ class Recorder:
             self.order.node_after_pack[pack_index] = self._node
 
     def packed(self, pack_index: int) -> None:
-        """Do nothing before the hook of this pack returns."""
+        """Do nothing: called when the hook of this pack is about to return."""
 
     def unpacking(self, pack_index: int) -> None:
         """Record that backward needs the tensor of this pack."""
@@ -298,7 +298,7 @@ class Profiler(Recorder):
 
 
 def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
-    """Return the tensor of the trace, without `produced`; None if other code holds the storage in backward."""
+    """Return the tensor of the trace; None if other code holds the storage in backward. `profile` sets `produced`."""
     entries = [order.entries[pack_index] for pack_index in storage.entries]
     last = order.node_count - 1
     first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)

@@ -63,7 +63,8 @@ class Cut:
     numbers
         The recipe's numbers of the values that the calls read and write.
     leaves
-        The values that the recipe reads and that are available in backward, each with whether autograd saves it too.
+        The values that the recipe reads and that are available in backward, each with whether the call that
+        reads it also makes autograd save it.
     """
 
     def __init__(self, target: Value) -> None:

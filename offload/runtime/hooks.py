@@ -104,7 +104,7 @@ class StepHooks(HookCore):
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
-        """Report every later pack and unpack to `observer`; the next pack gets number 0."""
+        """Report later packs and unpacks to `observer`, all that it has to know of; the next pack gets number 0."""
         self.attached = True
         self._observer = observer
         self.end_forward()
@@ -173,7 +173,7 @@ class StepHooks(HookCore):
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
         """Report the unpack of a kept tensor to the observer, and return the tensor."""
-        self._engine.collect()  # before a copy-in: finished graph nodes have freed memory
+        self._engine.collect()  # before a copy-in, which needs the memory of copies and nodes that have ended
         self._observer.unpacking(kept.index)
         tensor = self.checked(kept)
         self._observer.unpacked(kept.index)
@@ -189,7 +189,7 @@ class StepHooks(HookCore):
         OSError
             Its bytes could not be read back; a later call tries again.
         """
-        self._engine.collect()  # before a swap-in: finished graph nodes have freed memory
+        self._engine.collect()  # before a copy-in, which needs the memory of copies and nodes that have ended
         self._observer.unpacking(view.index)
         try:
             tensor = view.restore()
@@ -260,7 +260,7 @@ def innermost_step_hooks() -> StepHooks | None:
     return current if isinstance(current, StepHooks) else None
 
 
-# Of hooks, two functions that pack and unpack, each with the hooks as its first argument.
+# Returns a pack and an unpack function for a step's hooks; both take the hooks as their first argument.
 FirstAsked = Callable[[StepHooks], tuple[Callable[[StepHooks, Tensor], Any], Callable[[StepHooks, Any], Tensor]]]
 
 
@@ -270,13 +270,14 @@ class HookContext(saved_tensors_hooks):
     Parameters
     ----------
     first
-        Returns functions that are asked before the hooks, and call them; None if there are none.
+        Given the hooks, returns a pack and an unpack function that are called first, and that call the hooks for what
+        they do not handle. None: the hooks are called directly.
     """
 
     def __init__(self, current: StepHooks, first: FirstAsked | None = None) -> None:
         if first is None:
             super().__init__(current.pack, current.unpack)
-        else:  # bound to `current`, as its own are: whoever looks for a step's hooks finds them
+        else:  # bound to `current`: `innermost_step_hooks` finds a step's hooks by `__self__`
             pack, unpack = first(current)
             super().__init__(MethodType(pack, current), MethodType(unpack, current))
         self._hooks = current
