@@ -11,7 +11,7 @@ import pytest
 from offload.control.frontier import _slope
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
-from offload.plan import Link, least_memory_plan
+from offload.plan import Link, fastest_plan, least_memory_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 try:
@@ -82,6 +82,23 @@ def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
     planned, phase = machines.run(plant, profiled, replace(calibrated, swap_seconds=0.0), STEPS, max_slowdown=0.05)
     assert not planned.plan.swaps
     assert phase is Phase.UNHOOKED
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
+    """Unless `memory_limit` needs it."""
+    plant, profiled, calibrated = machine(seed)
+    more = 25 * fastest_plan(plant.trace, plant.link, sys.maxsize).peak_bytes
+    rest = tuple(each + more for each in plant.trace.base_bytes)
+    plant.trace, profiled = replace(plant.trace, base_bytes=rest), replace(profiled, base_bytes=rest)
+    planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert (planned.plan.swaps, planned.plan.recomputes, phase) == ((), (), Phase.UNHOOKED)
+    kept = [each.plan for each in planned.frontier.tried if each.slowdown <= 0.05]
+    assert any(each.swaps for each in kept)
+    limit = (planned.plan.peak_bytes + min(each.peak_bytes for each in kept)) // 2
+    planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
+    assert planned.plan.swaps
+    assert phase is Phase.STEADY
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -174,22 +174,25 @@ class SlowdownPromise:
         frontier, plan = planned.frontier, self._last(planned, allowed)
         frontier.is_settled = True
         if plan is not planned.plan:
-            log.info("back to a plan with %d swaps: the last one is too slow, or takes more memory", len(plan.swaps))
+            log.info("back to a plan with %d swaps: the last one is too slow, or saves too little memory", len(plan.swaps))
             planned.late = {}
             planned.follow(plan, self._options.memory_limit)
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan of least memory that kept the promise.
 
-        If none did: the one that swaps nothing, or, if that exceeds the memory limit, the fastest of those tried.
+        If none did, or if it saves too little: the one that swaps nothing. If that exceeds the memory limit: the plan
+        that kept the promise, or the fastest of those tried.
         """
         frontier, limit_bytes = planned.frontier, self._options.memory_limit
         best = frontier.best(allowed)
-        if best is not None:
+        if best is not None and best.peak_bytes <= (1 - self._limits.worth_hooks) * best.unswapped_peak_bytes:
             return best
         state = planned.plan.state if planned.plan is not None else None
         plan = replace(make_plan(planned.trace(), planned.link, ()), state=state)
         if limit_bytes is not None and plan.peak_bytes > limit_bytes:
+            if best is not None:
+                return best
             fastest = min(frontier.tried, key=lambda each: each.slowdown)
             warnings.warn(
                 f"max_slowdown: {allowed:.3g} is not met, memory_limit needs {fastest.slowdown:.3g}", stacklevel=2
