@@ -31,7 +31,7 @@ class Updated(NamedTuple):
 
 
 class BegunStep:
-    """The updates made in backward, and what they depend on.
+    """The updates made in backward, and what they depend on. It does not keep the optimizer alive.
 
     Parameters
     ----------
@@ -48,7 +48,6 @@ class BegunStep:
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         self._step = ChunkedStep(optimizer, step)
-        self._optimizer = optimizer
         self._options = [_remembered(group) for group in optimizer.param_groups]
         self._own = _own(optimizer)
         self._in_autocast = _in_autocast(optimizer)
@@ -59,7 +58,7 @@ class BegunStep:
         """Whether the parameter was in a group of the optimizer when the step began."""
         return self._step.group_of(param) is not None
 
-    def update(self, param: Tensor) -> None:
+    def update(self, optimizer: Optimizer, param: Tensor) -> None:
         """Update a parameter whose gradient is complete, and free the gradient."""
         gradient = param.grad
         assert gradient is not None
@@ -70,7 +69,7 @@ class BegunStep:
         self._step.run([param])
         freed = FreedGradient(param, gradient.dtype, gradient.device)
         param.grad = freed
-        self.updated[param] = Updated(freed, version_of(param), _state_of(self._optimizer, param))
+        self.updated[param] = Updated(freed, version_of(param), _state_of(optimizer, param))
         self.freed_bytes += nbytes
 
     def check(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:

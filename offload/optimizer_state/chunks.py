@@ -6,6 +6,7 @@ The step function is called with a stand-in: an object of the optimizer's class 
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -25,7 +26,16 @@ _KNOWN = frozenset(
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
 )
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Attributes in which no step counts. Hooks hold what holds a `ChunkedStep`: keeping them would be a reference cycle.
+_NO_COUNTERS = frozenset(
+    {
+        "param_groups",
+        "state",
+        *_STEP_HOOKS,
+        *(f"_optimizer_{call}_{when}_hooks" for call in ("state_dict", "load_state_dict") for when in ("pre", "post")),
+    }
+)
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -57,14 +67,14 @@ def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
     made.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
-    for hooks in _HOOKS:  # a step may call that of a base class, which runs hooks
+    for hooks in _STEP_HOOKS:  # a step may call that of a base class, which runs hooks
         setattr(made, hooks, OrderedDict())
     made.param_groups = groups
     return made
 
 
 class ChunkedStep:
-    """One step of an optimizer, chunk by chunk.
+    """One step of an optimizer, chunk by chunk. It does not keep the optimizer alive.
 
     What the step counts in a group or in the optimizer itself, it would count once per chunk: so each chunk begins with
     the values before the step, and `end` keeps those of the last chunk.
@@ -83,13 +93,13 @@ class ChunkedStep:
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], params: Sequence[Tensor] | None = None) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._step = step
         self._all_groups = not is_known(optimizer)  # another one may count in a group that has no gradient
         self._options = [_with_foreach(group) for group in optimizer.param_groups]
         self._group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.params = [param for param in self._group_of if param.grad is not None] if params is None else params
-        self._own = dict(vars(optimizer))
+        self._own = _counters(optimizer)
         self._counted: dict[int, dict[str, Any]] = {}  # by group
         self._counted_self: dict[str, Any] = {}
 
@@ -103,23 +113,34 @@ class ChunkedStep:
         for param in chunk:
             of_group.setdefault(self._group_of[param], []).append(param)
         groups = {n: {**self._options[n], "params": params} for n, params in of_group.items()}
-        stand_in = _stand_in(self._optimizer, list(groups.values()))
+        stand_in = _stand_in(self._alive, list(groups.values()))
         try:
             self._step(stand_in)
         finally:
             for n, group in groups.items():
-                self._counted[n] = _changed(group, self._options[n], {"params"})
-            self._counted_self = _changed(vars(stand_in), self._own, {"param_groups", "state", *_HOOKS})
+                self._counted[n] = _changed({k: v for k, v in group.items() if k != "params"}, self._options[n])
+            self._counted_self = _changed(_counters(stand_in), self._own)
 
     def end(self) -> None:
         """Keep what the last chunk has counted."""
+        optimizer = self._alive
         for n, counted in self._counted.items():
-            self._optimizer.param_groups[n].update(counted)
-        vars(self._optimizer).update(self._counted_self)
+            optimizer.param_groups[n].update(counted)
+        vars(optimizer).update(self._counted_self)
+
+    @property
+    def _alive(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # its step is running
+        return optimizer
 
 
-def _changed(after: dict[str, Any], before: dict[str, Any], but: set[str]) -> dict[str, Any]:
-    return {k: v for k, v in after.items() if k not in but and (k not in before or v is not before[k])}
+def _counters(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _NO_COUNTERS}
+
+
+def _changed(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in after.items() if name not in before or value is not before[name]}
 
 
 def _with_foreach(group: dict[str, Any]) -> dict[str, Any]:

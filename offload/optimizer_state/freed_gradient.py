@@ -49,11 +49,18 @@ class FreedGradient(Tensor):
     dtype, device
         Of the gradient; those of the parameter if not given.
 
+    Attributes
+    ----------
+    is_left
+        Whether offload was disabled since, before the optimizer's next step.
+
     Raises
     ------
     StepInBackwardError
         In every operation but one: moving a module to another device or type moves this along.
     """
+
+    is_left = False
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
@@ -70,7 +77,9 @@ class FreedGradient(Tensor):
         """Raise an error, whatever the operator is."""
         if func is torch.ops.aten._to_copy.default:
             given = kwargs or {}
-            return cls(args[0], given.get("dtype"), given.get("device"))
+            moved = cls(args[0], given.get("dtype"), given.get("device"))
+            moved.is_left = args[0].is_left
+            return moved
         if func is torch.ops.aten.zero_.default or func is torch.ops.aten._foreach_zero_.default:
             raise StepInBackwardError(_ZEROED)
         raise StepInBackwardError(_ADDED_TO if current_node() is not None else _READ)

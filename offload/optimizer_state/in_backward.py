@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.optimizer_state.begun_step import BegunStep
 from offload.optimizer_state.chunks import ChunkedStep, is_known, stepping_nothing
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
-from offload.optimizer_state.freed_gradient import FreedGradient, StepInBackwardError
+from offload.optimizer_state.freed_gradient import StepInBackwardError
+from offload.optimizer_state.left_gradients import leave_gradients, params_to_step, settle_gradients
 from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.state_in_turn import StateInTurn
@@ -129,7 +130,7 @@ class StepInBackward:
                 optimizer.register_load_state_dict_post_hook(self._after_load_state_dict),
             ]
             self._watch(optimizer)
-        except BaseException:
+        except BaseException:  # also after an interrupt
             self.close()
             raise
 
@@ -139,7 +140,7 @@ class StepInBackward:
         return self._optimizer()
 
     def close(self) -> None:
-        """Leave the optimizer and its parameters alone."""
+        """Leave the optimizer and its parameters alone, once its next step has left out what is updated already."""
         for hook in (*self._hooks, *(handle for _, handle in self._watched)):
             hook.remove()
         self._hooks.clear()
@@ -147,7 +148,9 @@ class StepInBackward:
         if self._begun is not None:
             count = len(self._begun.updated)
             log.warning("%d parameters were updated in backward, and optimizer.step() was not called after it", count)
-            self._begun.end()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            leave_gradients(optimizer, self._begun, self._name_of)
         self._forget()
 
     def _watch(self, optimizer: Optimizer) -> None:
@@ -176,10 +179,10 @@ class StepInBackward:
         self._check_first(begun, param)
         with apart():
             if self._state is None:
-                begun.update(param)
+                begun.update(optimizer, param)
                 return
             self._state.bring(param)
-            begun.update(param)
+            begun.update(optimizer, param)
             self._state.leave(param)
 
     def _check_first(self, begun: BegunStep, param: Tensor) -> None:
@@ -233,13 +236,14 @@ class StepInBackward:
 
     def _finish(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         if not self._hooks:  # closed since the step began: by the closure, or by a hook
+            settle_gradients(optimizer)
             step(optimizer)
             return
         begun = self._begun
         updated = begun.updated if begun is not None else {}
         if begun is not None:
             begun.check(optimizer, self._name_of)
-        rest = self._rest(optimizer, updated)
+        rest = list(params_to_step(optimizer, updated, self._name_of))
         if rest or begun is None:
             self._step_rest(optimizer, ChunkedStep(optimizer, step, rest), is_first=begun is None)
         if begun is not None:
@@ -248,20 +252,6 @@ class StepInBackward:
         self.counts.steps += 1
         self.counts.in_backward, self.counts.at_step = len(updated), len(rest)
         self._forget()
-
-    def _rest(self, optimizer: Optimizer, updated: dict[Tensor, Any]) -> list[Tensor]:
-        """The parameters with a gradient that were not updated in backward."""
-        rest = []
-        for param in dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]):
-            if param.grad is None or param in updated:
-                continue
-            if isinstance(param.grad, FreedGradient):
-                raise StepInBackwardError(
-                    f"optimizer.step() would use the gradient of parameter {self._name_of(param)} a second time, and "
-                    "it is gone (step_in_backward=True): call zero_grad() before each backward pass"
-                )
-            rest.append(param)
-        return rest
 
     def _step_rest(self, optimizer: Optimizer, step: ChunkedStep, *, is_first: bool) -> None:
         if self._state is not None and self.mover is not None:

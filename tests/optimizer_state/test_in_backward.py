@@ -71,7 +71,6 @@ REFUSED = {
     *(kind.__name__ for kind in test_own_optimizers.OWN if kind not in test_own_optimizers.CHUNKED),
     "a_parameter_twice_in_a_group",
     "an_optimizer_around_another_with_the_same_state",
-    "disabled_within_a_step",
     "sharpness_aware_minimization",
 }
 # `optimizer.state` lists parameters in the order of their first update.

@@ -12,12 +12,12 @@ import torch
 from faults.inject import inject_fault
 from optimizer_state.state_rig import assert_equal
 from optimizer_state.test_interrupts import PRIME, Interrupt, is_same
-from optimizer_state.users_rig import On, everything, loss_of, make_model, train
+from optimizer_state.users_rig import Momentum, On, both, everything, loss_of, make_model, train
 from torch import nn
 from torch.optim import AdamW
 
 import offload
-from offload.optimizer_state import begun_step
+from offload.optimizer_state import begun_step, in_backward
 
 IN_BACKWARD = {"step_in_backward": True}
 MOVED = {"step_in_backward": True, "optimizer_state": True}
@@ -209,23 +209,150 @@ def test_disabled_between_backward_and_step(asked, tmp_path, caplog):
     on.off()
     assert "8 parameters were updated in backward, and optimizer.step() was not called" in caplog.text
     with pytest.raises(offload.StepInBackwardError, match="need step_in_backward=False"):
-        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(offload.StepInBackwardError, match="a backward pass adds to a gradient"):
+        loss_of(model, 2).backward()
     optimizer.zero_grad()
     train(model, optimizer, 1)
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
 
 
+def steps(model, optimizer, on):
+    optimizer.step()
+
+
+def steps_with_a_closure(model, optimizer, on):
+    assert optimizer.step(lambda: 3) == 3
+
+
+def steps_twice_with_other_gradients(model, optimizer, on):
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 1, begin=7)
+    optimizer.step()
+
+
+def disables_within_the_step(model, optimizer, on):
+    hook = optimizer.register_step_pre_hook(lambda *_: on.off())
+    optimizer.step()
+    hook.remove()
+
+
+def moves_first(model, optimizer, on):
+    optimizer.step()
+    model.double()
+
+
+def enables_again(model, optimizer, on):
+    on(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, 1, begin=8)
+    on.off()
+    optimizer.zero_grad()
+
+
+class CountsInItsGroup(Momentum):
+    def extra(self):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+AFTER_DISABLE = [steps, steps_with_a_closure, steps_twice_with_other_gradients, enables_again, disables_within_the_step]
+KINDS = {"AdamW": lambda params: AdamW(params, lr=0.01, weight_decay=0.5), "own": CountsInItsGroup}
+
+
 @BOTH
-def test_an_optimizer_that_goes(asked, tmp_path):
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("what", [*AFTER_DISABLE, moves_first], ids=lambda each: each.__name__)
+def test_a_step_after_disable_updates_each_parameter_once(what, kind, asked, tmp_path):
+    def run(on):
+        model = make_model()
+        optimizer = kind(model.parameters())
+        on(model, optimizer)
+        train(model, optimizer, 2)
+        optimizer.zero_grad()
+        x = torch.randn(16, 60, generator=torch.Generator().manual_seed(2))
+        model[4](model[:4](x).detach()).square().mean().backward()  # of the last layer alone
+        for param in model[0].parameters():
+            param.grad = torch.ones_like(param)  # not complete in backward
+        if what is not disables_within_the_step:
+            on.off()
+        what(model, optimizer, on)
+        optimizer.zero_grad()
+        train(model.float(), optimizer, 2, begin=3)
+        return everything(model, optimizer)
+
+    plain, stepped, on = both(run, tmp_path, **asked)
+    assert_equal(stepped, plain)
+    on.off()
+
+
+@BOTH
+def test_a_gradient_that_is_gone_is_not_used_a_second_time_after_disable(asked, tmp_path):
+    on = On(True, tmp_path, **asked)
+    model, optimizer = prepared(on, 0)
+    train(model, optimizer, 2)
+    on.off()
+    before = parts(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(offload.StepInBackwardError, match="a second time, and it is gone"):
+            optimizer.step()
+    model.double()
+    model.float()
+    with pytest.raises(offload.StepInBackwardError, match="a second time, and it is gone"):
+        optimizer.step()
+    assert_equal(parts(model, optimizer), before)
+
+
+@BOTH
+def test_options_that_change_after_disable(asked, tmp_path):
     on = On(True, tmp_path, **asked)
     model, optimizer = prepared(on)
-    gone = weakref.ref(optimizer)
+    loss_of(model, 2).backward()
+    on.off()
+    before = parts(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(offload.StepInBackwardError, match="lr of parameter group 0 changed"):
+        optimizer.step()
+    assert_equal(parts(model, optimizer), before)
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+
+
+def test_a_step_after_disable_whose_guard_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_backward, "leave_gradients", lambda *_: None)
+    on = On(True, tmp_path, **IN_BACKWARD)
+    model, optimizer = prepared(on)
+    loss_of(model, 2).backward()
+    on.off()
+    before = parts(model, optimizer)
+    with pytest.raises(offload.StepInBackwardError, match="need step_in_backward=False"):
+        optimizer.step()
+    with pytest.raises(AssertionError):
+        assert_equal(parts(model, optimizer), before)
+
+
+@BOTH
+@pytest.mark.parametrize("when", ["after a step", "within one"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_an_optimizer_that_goes(kind, when, asked, tmp_path):
+    on = On(True, tmp_path, **asked)
+    model = make_model()
+    optimizer = kind(model.parameters())
+    on(model, optimizer)
+    train(model, optimizer, 2)
+    model.zero_grad()
+    if when == "within one":
+        loss_of(model, 2).backward()
+    gone = [weakref.ref(optimizer), on.handles[0]._states._steppers[0]]
     gc.disable()
     try:
         del optimizer
-        assert gone() is None, "no collection is needed"
+        assert [each() for each in gone] == [None, None], "no collection is needed"
     finally:
         gc.enable()
+    model.zero_grad()
     loss_of(model, 2).backward()
     assert all(type(p.grad) is torch.Tensor for p in model.parameters()), "nobody uses them"
     on.off()

@@ -336,7 +336,7 @@ GUARDS = {
     "states are still those that were used": ([(begun_step, "_state_of", _nothing)], ClearsTheState),
     "parameters are still in their groups": ([(begun_step.BegunStep, "_check_param", _nothing)], ChangesTheGroup),
     "autocast is compared": ([(begun_step, "_in_autocast", _nothing)], HalfInAutocast),
-    "a gradient is used once": ([(in_backward.StepInBackward, "_rest", lambda *_: [])], StepsTwice),
+    "a gradient is used once": ([(in_backward, "params_to_step", lambda *_: [])], StepsTwice),
 }
 
 
