@@ -194,7 +194,8 @@ class PlanController:
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
         """Change the phase of a planned signature if measured steps or the memory used before a step require it."""
         limit_bytes = self._options.memory_limit
-        if state.phase is Phase.STEADY and not planned.executors:  # no measurements are left to read
+        is_outdated = self._promise.is_outdated(planned)
+        if state.phase is Phase.STEADY and not (planned.executors or is_outdated):  # no measurements are left to read
             if limit_bytes is not None and planned.exceeds(limit_bytes, held()):
                 state.enter(Phase.PLANNING, _MORE_HELD)
             return
@@ -204,6 +205,8 @@ class PlanController:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
             state.enter(Phase.PLANNING, _MORE_HELD)
+        elif is_outdated:
+            state.enter(Phase.PLANNING, "an optimizer has made its first update")
         elif state.phase is Phase.TRIAL:
             if planned.trial is None:
                 has_proven = planned.recipes is not None and planned.recipes.recompute
@@ -298,9 +301,9 @@ class PlanController:
         return (state.profiler for state in list(self._states.values()) if state.profiler is not None)
 
     def end_finished_profiles(self) -> None:
-        """Stop recording steps that are over."""
+        """Stop recording steps that are over, and those whose graph was freed without a backward pass."""
         for profiler in self._profilers():
-            if profiler.finished:
+            if profiler.finished or profiler.is_lost:
                 profiler.stop()
 
     def end_profiles(self) -> None:

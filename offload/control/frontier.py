@@ -184,7 +184,7 @@ class Frontier:
         self.references.clear()
 
     def search_again(self) -> None:
-        """Forget the plans that were tried, because they no longer keep the memory limit."""
+        """Forget the plans that were tried: they no longer keep the memory limit, or state that moves is known now."""
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()

@@ -81,6 +81,8 @@ class PlannedStep:
         The trial step that is in progress; None if there is none.
     recipes
         The results of the trial step; None before its end.
+    optimizers
+        How many optimizers had updated the model when the plan was made, where it chooses what moves of their state.
     trial_bytes
         The most bytes that the trial step requested by a listener may take; None if none was requested, or after it.
     """
@@ -113,6 +115,7 @@ class PlannedStep:
     refusal: InfeasibleLimitError | None = None
     trial: TrialObserver | None = None
     recipes: Recipes | None = None
+    optimizers: int = 0
     trial_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -133,6 +133,13 @@ class SlowdownPromise:
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
         return True
 
+    def is_outdated(self, planned: PlannedStep) -> bool:
+        """Return whether a new plan is due because an optimizer has made its first update. Asked again, it is not."""
+        if self._plan_state is None or planned.plan is None or not self._plan_state.is_outdated(planned):
+            return False
+        planned.frontier.search_again()
+        return True
+
     def plan(self, planned: PlannedStep) -> Plan:
         """Return the next plan.
 

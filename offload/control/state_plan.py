@@ -62,6 +62,7 @@ class StatePlanner:
         self._held = held
         self._planned: WeakReferences[PlannedStep] = WeakReferences()
         states.has_room = partial(_has_room, weakref.ref(self))
+        states.passes.count = partial(getattr, counts, "steps")
 
     def plan(self, planned: PlannedStep, make: Callable[[Trace], Plan]) -> Plan:
         """Return a signature's next plan, and have the state that it moves leave.
@@ -84,10 +85,19 @@ class StatePlanner:
             chunks = self._states.chunks()
             if not chunks and self._states.updates:  # none of it can leave
                 self._states.follow(())
+            planned.optimizers = self._states.passes.optimizers
         try:
             return self._with_state(planned, make, chunks) if chunks else make(planned.trace())
         except InfeasibleLimitError as error:
             raise self._explained(error, planned, chunks) from None
+
+    def is_outdated(self, planned: PlannedStep) -> bool:
+        """Whether the plan knows no state, or no update, and an optimizer whose state can move has stepped since."""
+        assert planned.plan is not None
+        known, planned.optimizers = planned.optimizers, self._states.passes.optimizers
+        if not self._states.is_planned or known == planned.optimizers or (known and planned.plan.state is not None):
+            return False
+        return bool(self._states.chunks())
 
     def _with_state(self, planned: PlannedStep, make: Callable[[Trace], Plan], chunks: Sequence[MovableChunk]) -> Plan:
         limit_bytes = self._options.memory_limit
@@ -96,7 +106,7 @@ class StatePlanner:
             tuple(StateChunk(each.nbytes, each.seconds, each.name) for each in chunks),
             ahead_bytes=mover.AHEAD_BYTES,
             behind_bytes=mover.BEHIND_BYTES,
-            micro_batches=self._micro_batches(),
+            micro_batches=self._states.micro_batches,
         )
         plan = fastest_share(
             planned.trace(away_bytes=0),
@@ -142,10 +152,6 @@ class StatePlanner:
             and limit_bytes is not None
             and max(unswapped_bytes(planned.trace()), default=limit_bytes) + nbytes <= limit_bytes
         )
-
-    def _micro_batches(self) -> int:
-        """Passes for each update so far; the one that is about to begin is not counted."""
-        return max(1, round((self._counts.steps - 1) / max(1, self._states.updates)))
 
     def _moved_by_others(self, planned: PlannedStep) -> int:
         others = [each.plan for each in self._planned if each is not planned]

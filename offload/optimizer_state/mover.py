@@ -24,7 +24,7 @@ from offload.optimizer_state.chunks import ChunkedStep, is_known, split, steppin
 from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.separable import is_separable
-from offload.optimizer_state.share import Share
+from offload.optimizer_state.share import Passes, Share
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
@@ -62,7 +62,7 @@ class StateMover:
         Smaller tensors stay.
     name_of
         The name of a parameter, for errors.
-    behind
+    behind, passes
         Shared by the optimizers of a model.
     moved
         Identities of the parameters whose state leaves; None: all.
@@ -82,6 +82,7 @@ class StateMover:
         min_nbytes: int,
         name_of: Callable[[Tensor], str],
         behind: WriteBehind | None = None,
+        passes: Passes | None = None,
         *,
         moved: frozenset[int] | None = None,
         steps: bool = True,
@@ -94,14 +95,14 @@ class StateMover:
         self._is_separable: bool | None = True if is_known(optimizer) else None
         self._state: StreamedState | None = None
         self._behind = behind or WriteBehind()
-        self.share = Share(engine)
+        self.share = Share(engine, passes or Passes())
         self.share.moved = moved
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
             return
         try:
             self._begin(optimizer, steps=steps)
-        except BaseException:
+        except BaseException:  # also after an interrupt
             self.close()
             raise
 
@@ -214,7 +215,7 @@ class StateMover:
         self.share.begin()
         if self.share.is_empty and self._state is not None:
             self._bring_back(optimizer)
-            self.counts.stays = STAYS_BY_PLAN
+            self.counts.stays, self.counts.nbytes, self.counts.tensors = STAYS_BY_PLAN, 0, 0
         if self.rests:
             return None
         state, step = self._streamed(optimizer), step_behind_hooks(optimizer)

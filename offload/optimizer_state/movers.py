@@ -15,6 +15,7 @@ from offload.optimizer_state.chunks import split
 from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward
 from offload.optimizer_state.mover import StateMover
+from offload.optimizer_state.share import Passes
 from offload.optimizer_state.state_tensor import is_movable
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
@@ -72,6 +73,8 @@ class StateMovers:
         Of each optimizer that steps in backward.
     has_room
         Whether so many bytes fit beside the recorded step: then nothing moves before there is a plan.
+    passes
+        Forward passes of the model.
 
     Raises
     ------
@@ -102,6 +105,7 @@ class StateMovers:
         self._moved: frozenset[int] | None = None
         self._pid = os.getpid()
         self._behind = WriteBehind()
+        self.passes = Passes()
         for optimizer in optimizers:
             if _is_used(optimizer):
                 raise ValueError(
@@ -113,7 +117,7 @@ class StateMovers:
         try:
             for optimizer in optimizers:
                 self._take(optimizer, in_backward=in_backward)
-        except BaseException:
+        except BaseException:  # also after an interrupt
             self.close()
             raise
 
@@ -129,7 +133,7 @@ class StateMovers:
     def _add(
         self, optimizer: Optimizer, engine: Engine, moved: frozenset[int] | None, *, steps: bool = True
     ) -> StateMover:
-        about = (engine, self._min_nbytes, NameOf(self._model), self._behind)
+        about = (engine, self._min_nbytes, NameOf(self._model), self._behind, self.passes)
         mover = StateMover(optimizer, *about, moved=moved, steps=steps)
         self._movers.append(weakref.ref(mover))
         self.counts.append(mover.counts)
@@ -172,6 +176,12 @@ class StateMovers:
     def updates(self) -> int:
         """How often the optimizer that has stepped most has begun a step."""
         return max((mover.share.updates for mover in self._alive()), default=0)
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes for each update of that optimizer."""
+        most = max((mover.share for mover in self._alive()), key=lambda share: share.updates, default=None)
+        return most.micro_batches if most is not None else 1
 
     def settle(self) -> None:
         """Have what is to be away leave again where it was asked for since the last step."""

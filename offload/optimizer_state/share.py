@@ -5,7 +5,7 @@ Each `StateMover` has one. A plan chooses the share (`control/state_plan.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,37 @@ from torch.optim import Optimizer
 
 from offload.runtime.engine import Engine
 
-__all__ = ["Share"]
+__all__ = ["Passes", "Share"]
+
+
+class Passes:
+    """Forward passes and updates of a model. Its optimizers share it.
+
+    Attributes
+    ----------
+    count
+        Returns how many have begun.
+    at_update
+        How many had begun at the latest update.
+    optimizers
+        How many have made an update so far.
+    """
+
+    def __init__(self) -> None:
+        self.count: Callable[[], int] = int
+        self.at_update = 0
+        self.optimizers = 0
 
 
 class Share:
     """The parameters whose state leaves memory after an update. It keeps none of them alive.
+
+    Parameters
+    ----------
+    engine
+        Knows the time.
+    passes
+        Of the model; those since the latest update belong to this optimizer's first one.
 
     Attributes
     ----------
@@ -29,7 +55,9 @@ class Share:
         How many have begun.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, passes: Passes) -> None:
+        self._passes = passes
+        self._passes_before = self._passes_now = passes.at_update
         self.moved: frozenset[int] | None = None
         self.updates = 0
         self._engine = engine
@@ -49,7 +77,14 @@ class Share:
         """An update begins."""
         self._read()
         self.updates += 1
+        self._passes.optimizers += self.updates == 1
+        self._passes_now = self._passes.at_update = self._passes.count()
         self._begun = self._engine.mark()
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes for each update, 1 at the least."""
+        return max(1, round((self._passes_now - self._passes_before) / max(1, self.updates)))
 
     def end(self, optimizer: Optimizer) -> None:
         """An update that was not divided has ended."""

@@ -21,6 +21,7 @@ from planned_rig import known_link
 from torch import nn
 
 import offload
+from offload.control.phase import Phase
 from offload.control.state_plan import StatePlanner
 from offload.diagnostics.report import DiskWrites
 
@@ -80,6 +81,44 @@ def test_nothing_is_written_where_the_limit_is_never_near(tmp_path):
     assert "stays in memory: the plan keeps memory_limit without it" in str(loop.handle.report())
     assert "nothing has to move" in loop.handle.plan.summary()
     loop.handle.disable()
+
+
+def test_a_plan_that_precedes_the_first_update_is_made_again(tmp_path, reasons):
+    """With accumulation the plan comes before the first update, and knows no state: all of it then leaves."""
+    roomy, _ = train(planned(loops.Accumulation, "64MiB"), tmp_path)
+    limit = roomy.handle.plan.peak_bytes + (16 << 10)  # no state has to move, and three times the weights do not fit
+    disable(roomy)
+    plain = loops.Accumulation(False, tmp_path).train()
+    reasons.clear()
+    loop, found = train(planned(loops.Accumulation, limit), tmp_path)
+    assert_equal(found, plain)
+    assert reasons.count("an optimizer has made its first update") == 1
+    state = loop.handle.plan.state
+    assert (len(state.moved), state.update.micro_batches) == (0, 2)
+    assert loop.handle.report().optimizer_state[0].nbytes == 0
+    disable(loop)
+
+
+def test_passes_for_each_update_of_a_new_optimizer(tmp_path):
+    class InFour(loops.Loop):
+        def step(self, number):
+            if number % 4 == 0:
+                self.optimizer.zero_grad()
+            if number == 12:
+                self.optimizer = torch.optim.AdamW(self.model.parameters())
+                self.optimizers = [self.optimizer]
+            if number == 17 and self.handle is not None:
+                [state] = self.handle._controller._states.values()
+                state.enter(Phase.PLANNING)
+            self.loss().backward()
+            if number % 4 == 3:
+                self.optimizer.step()
+
+    plain = InFour(False, tmp_path).train()
+    loop, found = train(planned(InFour, "64MiB"), tmp_path)
+    assert_equal(found, plain)
+    assert loop.handle.plan.state.update.micro_batches == 4
+    disable(loop)
 
 
 def test_without_a_limit_nothing_is_planned(tmp_path):
