@@ -97,6 +97,33 @@ def test_a_model_dropped_after_a_forward_leaves_nothing(tmp_path):
     assert watchers() == before
 
 
+@pytest.mark.parametrize("then", ["train", "eval", "no_grad"])
+def test_a_step_without_backward_is_recorded_until_the_next_forward(then, tmp_path):
+    """As in an evaluation whose author forgot `no_grad`: no optimizer steps."""
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
+        loss_of(model, 0)
+        assert torch.autograd._profiler_enabled()
+        with torch.set_grad_enabled(then != "no_grad"):
+            loss_of(model.train(then != "eval"), 1)
+        assert not torch.autograd._profiler_enabled()
+        train(model.train(), optimizer, [256] * 4)
+        assert handle.plan is not None
+        assert handle._on_device.latest().profile.knows_temporaries
+
+
+def test_a_step_whose_backward_may_still_run_is_recorded_to_its_end(tmp_path):
+    model, optimizer = make()
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
+        losses = [loss_of(model, number) for number in range(2)]
+        assert torch.autograd._profiler_enabled()
+        sum(losses).backward()
+        optimizer.step()
+        train(model, optimizer, [256])
+        assert handle.report().profiled_steps == 1
+        assert handle._on_device.latest().profile.knows_temporaries
+
+
 def test_an_exception_in_the_profiled_forward_leaves_nothing_behind_disable(tmp_path):
     before = watchers()
     model, optimizer = make()

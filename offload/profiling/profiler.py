@@ -21,6 +21,7 @@ from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
+from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.recomputation import Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import PackEntry, StepOrder
@@ -178,6 +179,8 @@ class Profiler(Recorder):
         self._pack_names: dict[int, str] = {}
         self._saved: dict[int, SavedStorage] = {}  # by identity of the storage, while it is alive
         self._all_saved: list[SavedStorage] = []
+        hooks = innermost_step_hooks()
+        self._hooks = weakref.ref(hooks) if hooks is not None else None
         self._memory = StepAllocations(engine.device)
         call_when_dead(self, partial(_unwatch, self._memory, self._all_saved))
         self._is_listening = False  # whether a callback at the end of the running backward pass is registered
@@ -188,6 +191,11 @@ class Profiler(Recorder):
     def finished(self) -> bool:
         """Return whether the step is over, backward included."""
         return self.stopwatch.finished
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no backward pass can begin: the graph of the step is gone, whose nodes hold the step's hooks."""
+        return self._hooks is not None and self._hooks() is None
 
     def stop(self) -> bool:
         """Stop recording allocations. Return False if another thread has to do it."""
