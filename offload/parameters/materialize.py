@@ -6,7 +6,7 @@ So no moment needs memory for all of it. `offload.materialize` uses it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -68,7 +68,7 @@ class Fill:
                 f"{_named(missing)}: on the meta device, and not among the weights. Give all files; what the model "
                 "computes itself, such as buffers that are not saved, must be built outside of torch.device('meta')"
             )
-        known = {name for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+        known = {name for name, _ in _named_tensors(model)}
         if unknown := [name for name in entries if name not in known]:
             raise ValueError(
                 f"{_named(unknown)}: among the weights, and not in the model; give the model's own weights"
@@ -92,7 +92,7 @@ class Fill:
                 wanted.put(value)
                 if leave is not None and isinstance(value, nn.Parameter):
                     leave(value)
-        except BaseException:
+        except BaseException:  # also after an interrupt
             self.undo()
             raise
 
@@ -102,11 +102,17 @@ class Fill:
             wanted.put(wanted.tensor)
 
 
+def _named_tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers under all of their names."""
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
 def _wanted(model: nn.Module) -> list[_Wanted]:
     """The model's tensors on the meta device, each once, in the order of its modules."""
     found: dict[int, _Wanted] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        own = _named_tensors(module, recurse=False)
         for name, tensor in own:
             if tensor.is_meta:
                 row = found.setdefault(id(tensor), _Wanted(tensor))

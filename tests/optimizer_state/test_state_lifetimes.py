@@ -4,14 +4,13 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import textwrap
 import weakref
 
 import pytest
 import torch
 from core.store_rig import TIERS
+from fresh_python import run_fresh_python
 from state_rig import OPTIMIZERS, assert_equal, everything, make_mover, make_optimizer, params_of, run
 
 
@@ -154,9 +153,7 @@ ENDINGS = {
     "ending", [each if each == "loader" else pytest.param(each, marks=pytest.mark.long) for each in ENDINGS]
 )
 def test_a_process_ends_with_copies_in_flight(ending):
-    script = SCRIPT + textwrap.dedent(ENDINGS[ending])
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]))
 
 
 COMPILED = """
@@ -186,7 +183,4 @@ assert all(map(torch.equal, with_state_moved, train(False, "not")))
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", ["step", "function"])
 def test_a_compiled_step_has_the_bits_of_an_uncompiled_one(compiled):
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPILED, compiled], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
+    run_fresh_python(COMPILED, compiled)

@@ -1,25 +1,15 @@
 """Models that are freed, processes that fork and end while parameters are away, memory that the system gets back."""
 
 import gc
-import os
-import subprocess
-import sys
 import textwrap
 import weakref
 from pathlib import Path
 
 import pytest
+from fresh_python import run_fresh_python
 from parameters.frozen_rig import assert_equal, away, enable, everything, loss_of, make_model, train, trained
 
 import offload
-
-
-def run(script, *arguments, **environment):
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=given)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    return ran.stdout
 
 
 def test_a_model_that_goes_takes_its_parameters_along(tmp_path):
@@ -114,7 +104,7 @@ ENDINGS = {
     "ending", [each if each == "fork" else pytest.param(each, marks=pytest.mark.long) for each in ENDINGS]
 )
 def test_a_process_ends_while_parameters_are_away(ending):
-    run(SCRIPT + textwrap.dedent(ENDINGS[ending]))
+    run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]))
 
 
 # Memory of the process is what is asked, so that one of its own runs, in which freed memory goes back to the system.
@@ -160,7 +150,7 @@ print(resident() - before)
 
 
 def test_a_frozen_base_larger_than_the_limit_trains_within_it():
-    run(RESIDENT, MALLOC_MMAP_THRESHOLD_="1048576", MALLOC_TRIM_THRESHOLD_="1048576", MALLOC_TOP_PAD_="0")
+    run_fresh_python(RESIDENT, MALLOC_MMAP_THRESHOLD_="1048576", MALLOC_TRIM_THRESHOLD_="1048576", MALLOC_TOP_PAD_="0")
 
 
 COMPILED = """
@@ -201,4 +191,4 @@ for how in sys.argv[3:]:
     "how", ["in place", *(pytest.param(each, marks=pytest.mark.long) for each in ("wrapped", "later", "whole"))]
 )
 def test_compiled_blocks_have_the_bits_of_compiled_blocks(how, tmp_path):
-    run(COMPILED, str(Path(__file__).parents[1]), str(tmp_path), how)
+    run_fresh_python(COMPILED, str(Path(__file__).parents[1]), str(tmp_path), how)

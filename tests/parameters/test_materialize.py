@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from fresh_python import run_fresh_python
 from parameters.frozen_rig import (
     MIN_BYTES,
     Model,
@@ -17,7 +18,6 @@ from parameters.frozen_rig import (
     make_model,
     train,
 )
-from parameters.test_frozen_lifetimes import run
 from torch import nn
 
 import offload
@@ -94,6 +94,29 @@ def test_every_kind_of_tensor(tmp_path):
         assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
         assert model.norm.num_batches_tracked.dtype == torch.int64
         handle.disable()
+
+
+class NamedTwice(nn.Module):
+    """One tensor under two names of a module, and under a third one in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.randn(40, 40), requires_grad=False)
+        self.register_buffer("scale", torch.randn(4))
+        self.register_buffer("same_scale", self.scale)
+        self.inner = nn.Linear(40, 40, bias=False)
+        self.inner.weight = self.first
+
+
+@pytest.mark.parametrize("names", [("first", "scale"), ("second", "same_scale"), ("inner.weight", "scale")])
+def test_every_name_of_a_tensor(names, tmp_path):
+    plain, model = NamedTwice(), on_meta(NamedTwice)
+    safetensors.save_file({name: plain.state_dict()[name] for name in names}, tmp_path / "model.safetensors")
+    handle = fill(model, tmp_path / "model.safetensors")
+    assert model.first is model.second is model.inner.weight
+    assert model.scale is model.same_scale
+    handle.disable()
+    assert_equal(everything(model), everything(plain))
 
 
 def test_values_take_the_types_of_the_model(tmp_path):
@@ -231,4 +254,4 @@ def test_no_moment_needs_memory_for_all_of_it(tmp_path):
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(12)]
     safetensors.save_file(nn.Sequential(*layers, nn.Linear(1024, 4)).state_dict(), tmp_path / "model.safetensors")
     freed = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_TOP_PAD_": "0"}
-    run(SMALL_MEMORY, str(tmp_path / "model.safetensors"), **freed)
+    run_fresh_python(SMALL_MEMORY, str(tmp_path / "model.safetensors"), **freed)
