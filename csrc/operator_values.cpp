@@ -29,7 +29,7 @@ int is_gone(PyObject* self) {
 
 PyObject* watch_new(PyTypeObject*, PyObject* given, PyObject*) {
   PyObject* storage;
-  return PyArg_ParseTuple(given, "O", &storage) ? make_watch(storage) : nullptr;
+  return PyArg_ParseTuple(given, "O", &storage) && has_tensor_interface() ? make_watch(storage) : nullptr;
 }
 
 // Runs only C code: an exception that a signal handler raises here would be lost.

@@ -278,10 +278,7 @@ PyObject* same_leaves(State& state, PyObject* value) {
 
 template <PyObject* (*entry)(State&, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
-  if (tensors.tensor_type == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "set_tensor_interface was not called");
-    return nullptr;
-  }
+  if (!has_tensor_interface()) return nullptr;
   PyObject* result = nullptr;
   if (!without_exceptions([&] { result = entry(state_of(self), argument); })) return nullptr;
   return result;

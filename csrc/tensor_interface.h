@@ -87,6 +87,13 @@ struct TensorInterface {
 
 inline TensorInterface tensors;
 
+// Returns whether set_tensor_interface was called. False: a Python error.
+inline bool has_tensor_interface() {
+  if (tensors.tensor_type != nullptr) return true;
+  PyErr_SetString(PyExc_RuntimeError, "set_tensor_interface was not called");
+  return false;
+}
+
 inline Owned shared(PyObject* object) {
   Py_XINCREF(object);
   return Owned(object);

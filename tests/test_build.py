@@ -22,10 +22,23 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORT_ALONE = """
 import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
-spec.loader.exec_module(importlib.util.module_from_spec(spec))
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
 assert importlib.util.find_spec("torch") is None
 print(pathlib.Path("/proc/self/maps").read_text())
 """
+BEFORE_TORCH = (
+    IMPORT_ALONE
+    + """
+for call in (lambda: core.StorageWatch(object()), lambda: core.StateWatch().look(object())):
+    try:
+        call()
+    except RuntimeError as error:
+        assert str(error) == "set_tensor_interface was not called", error
+    else:
+        raise AssertionError("no error")
+"""
+)
 
 
 @pytest.fixture
@@ -64,6 +77,12 @@ def test_imports_without_torch_and_opens_no_cuda(extension: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert extension.name in run.stdout
     assert "libcuda" not in run.stdout
+
+
+def test_what_needs_torch_raises_an_error_before_it_is_known(extension: Path) -> None:
+    command = [sys.executable, "-I", "-S", "-c", BEFORE_TORCH, str(extension)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_guards_leave_nothing_in_the_build(extension: Path) -> None:
