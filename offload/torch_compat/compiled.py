@@ -71,10 +71,10 @@ def _keep_tracer_out(rules: Any) -> None:
     All modules that run within a step are loaded at this time. There is one rule per module, because a rule for the
     whole package would also skip models that are defined in it.
     """
-    own = [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
-    for module in own:
-        if not hasattr(module, "__path__") and not _defines_models(module):
-            rules.add(module.__name__)
+    loaded = [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
+    own = [module for module in loaded if not hasattr(module, "__path__") and not _defines_models(module)]
+    rules.SKIP_DIRS.extend(module.__file__ for module in own if module.__file__ is not None)
+    rules.add(__name__)  # it is among them; `add` also compiles all rules into one expression, which takes long
 
 
 def _defines_models(module: ModuleType) -> bool:

@@ -272,11 +272,14 @@ def test_the_tracer_passes_over_all_that_a_step_runs(monkeypatch):
     """Whatever file of the package it is in, but for what calls a step. Models are compiled wherever they are."""
     # As in a fresh process: the rules are made once, and tests before this one may have loaded more since.
     monkeypatch.setattr(compiled._Tracer, "call_untraced", None)
+    rules, compile_rules, made = torch._dynamo.trace_rules, torch._dynamo.trace_rules._recompile_re, []
+    monkeypatch.setattr(rules, "_recompile_re", lambda: made.append(compile_rules()))
     model = make_blocks()
     call = torch.compile(model, backend="aot_eager")
     with offload.enable(call, min_tensor_bytes=1):
         train(call, model, 3)
-    passed_over = torch._dynamo.trace_rules.check
+    assert len(made) == 1, "they are not compiled for each module"
+    passed_over = rules.check
     classes = [
         each
         for name, module in list(sys.modules.items())
