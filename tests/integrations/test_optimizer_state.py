@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from frameworks import ONE_WAY, need
+from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state.loops import LOOPS, STEPS
 from optimizer_state.state_rig import assert_equal
 
-import offload
 from offload.optimizer_state import mover
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,19 +28,10 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(mover, "BEHIND_BYTES", 16 << 10)
 
 
-def everything(model, optimizer):
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
-
-
 def assert_moved(report, steps=STEPS):
     [counts] = report.optimizer_state
     assert (counts.steps, counts.whole_steps, counts.failed, counts.held) == (steps, 0, 0, 0)
     assert counts.in_bytes >= counts.nbytes > 0
-
-
-def words(loop):
-    """A class's name as words."""
-    return re.sub(r"(?<=[a-z])([A-Z])", r" \1", loop.__name__).lower().replace("loop", "plain loop")
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=words)
@@ -71,24 +61,10 @@ def test_loops_of_torch(loop, tmp_path):
     ids=lambda switches: ", ".join(switches) or "plain",
 )
 def test_transformers_trainer(how, switches, tmp_path):
-    need("transformers")
-    import test_transformers as rig
-
-    def train(is_moved):
-        given = {"args": rig.arguments(tmp_path, max_steps=STEPS, **switches), "train_dataset": rig.Rows()}
-        if is_moved and how == "mixin":
-            trainer = rig.OffloadUnshuffled(model=rig.make_model(), offload=ON, **given)
-        else:
-            callbacks = [rig.OffloadTrainerCallback(**ON)] if is_moved else []
-            trainer = rig.Unshuffled(model=rig.make_model(), callbacks=callbacks, **given)
-        trainer.train()
-        handle = is_moved and (trainer.offload_handle if how == "mixin" else callbacks[0].handle)
-        return trainer.model, trainer.optimizer, handle
-
-    plain, optimizer, _ = train(False)
-    model, moved, handle = train(True)
+    plain, _ = transformers_run("plain", tmp_path, None, max_steps=STEPS, **switches)
+    moved, handle = transformers_run(how, tmp_path, ON, max_steps=STEPS, **switches)
     assert_moved(handle.report())
-    assert_equal(everything(model, moved), everything(plain, optimizer))
+    assert_equal(everything(moved.model, moved.optimizer), everything(plain.model, plain.optimizer))
 
 
 @pytest.mark.parametrize(
@@ -106,31 +82,15 @@ def test_trl_trainer(how, adapters, tmp_path, monkeypatch):
 
     monkeypatch.setattr(rig, "ON", ON)
     changes = {"max_steps": STEPS, "peft_config": rig.ADAPTERS if adapters else None}
-    plain, moved = (rig.make_trainer(tmp_path, each, **changes) for each in ("plain", how))
-    for trainer in (plain, moved):
-        torch.manual_seed(1)
-        trainer.train()
-    assert_moved(rig.handle_of(moved).report())
+    plain, moved, handle = trl_runs(how, tmp_path, **changes)
+    assert_moved(handle.report())
     assert_equal(everything(moved.model, moved.optimizer), everything(plain.model, plain.optimizer))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_peft_adapters(kind):
-    need("peft")
-    import test_peft as rig
-
-    def train(is_moved):
-        model = rig.make_model(**rig.KINDS[kind])
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        handle = offload.enable(model, optimizer=optimizer, **ON) if is_moved else None
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model(input_ids=rig.tokens(step), labels=rig.tokens(step)).loss.backward()
-            optimizer.step()
-        return model, optimizer, handle
-
-    plain, optimizer, _ = train(False)
-    model, moved, handle = train(True)
+    plain, optimizer, _ = peft_run(kind, None, STEPS)
+    model, moved, handle = peft_run(kind, ON, STEPS)
     assert_moved(handle.report())
     assert_equal(everything(model, moved), everything(plain, optimizer))
     handle.disable()
@@ -140,35 +100,8 @@ def test_peft_adapters(kind):
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 @pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_accelerate(when, accumulated):
-    need("accelerate")
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    def train(is_moved):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 3))
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.9)
-        handle = None
-        if is_moved and when == "before prepare":
-            handle = offload.enable(model, optimizer=inner, **ON)
-        model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
-        if is_moved and when == "after prepare":
-            handle = offload.enable(model, optimizer=optimizer.optimizer, **ON)
-        for step in range(accumulated * STEPS):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.full((8, 16), 0.1 * step)).square().mean())
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        return model, optimizer, handle
-
-    plain, optimizer, _ = train(False)
-    model, moved, handle = train(True)
+    plain, optimizer, _ = accelerate_run("", None, STEPS, accumulated, max_norm=0.5)
+    model, moved, handle = accelerate_run(when, ON, STEPS, accumulated, max_norm=0.5)
     assert_moved(handle.report())
     assert_equal(everything(model, moved), everything(plain, optimizer))
     handle.disable()
@@ -182,15 +115,10 @@ def test_lightning(how):
 
     switches = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1} if "clip" in how else {}
 
-    def train(*callbacks):
-        model = rig.make(rig.Manual if how == "manual" else rig.Net)
-        trainer = rig.fit(model, *callbacks, max_epochs=-1, max_steps=STEPS, **switches)
-        return model, trainer.optimizers[0]
-
     callback = rig.OffloadCallback(**ON)
-    found = everything(*train(callback))
+    found = lightning_run(how, callback, steps=STEPS, **switches)
     assert_moved(callback.report())
-    assert_equal(found, everything(*train()))
+    assert_equal(found, lightning_run(how, steps=STEPS, **switches))
 
 
 def test_the_state_of_keras_own_optimizers_stays_and_that_is_said():

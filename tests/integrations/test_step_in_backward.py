@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import contextmanager
-
 import pytest
 import torch
 from frameworks import need
+from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state import loops
 from optimizer_state.state_rig import assert_equal
 from torch.nn.parallel import DistributedDataParallel
@@ -32,10 +30,6 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(mover, "BEHIND_BYTES", 16 << 10)
 
 
-def everything(model, optimizer):
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
-
-
 def assert_all_in_backward(report, steps=loops.STEPS):
     [counts] = report.step_in_backward
     assert (counts.steps, counts.at_step) == (steps, 0)
@@ -44,11 +38,6 @@ def assert_all_in_backward(report, steps=loops.STEPS):
     [moved] = report.optimizer_state
     assert (moved.steps, moved.whole_steps, moved.failed, moved.held) == (steps, 0, 0, 0)
     assert moved.in_bytes > 0
-
-
-def words(loop):
-    """A class's name as words."""
-    return re.sub(r"(?<=[a-z])([A-Z])", r" \1", loop.__name__).lower().replace("loop", "plain loop")
 
 
 @pytest.mark.parametrize(
@@ -79,31 +68,21 @@ def test_loops_that_need_all_gradients(loop, tmp_path):
         loop(True, tmp_path, MOVED).train()
 
 
-def transformers_run(how, folder, options, **switches):
-    """What `train` leaves: model, optimizer and, with offload, the handle."""
-    import test_transformers as rig
-
-    switches = {"max_grad_norm": 0.0, "logging_strategy": "steps", "logging_steps": 5, **switches}
-    given = {"args": rig.arguments(folder, max_steps=loops.STEPS, **switches), "train_dataset": rig.Rows()}
-    if how == "mixin":
-        trainer = rig.OffloadUnshuffled(model=rig.make_model(), offload=options, **given)
-    else:
-        callbacks = [rig.OffloadTrainerCallback(**options)] if options else []
-        trainer = rig.Unshuffled(model=rig.make_model(), callbacks=callbacks, **given)
-    trainer.train()
-    assert any("loss" in each for each in trainer.state.log_history)
-    handle = options and (trainer.offload_handle if how == "mixin" else callbacks[0].handle)
-    return trainer, handle
-
-
 @HOW
 @pytest.mark.parametrize(
     "switches", [pytest.param({}, id="plain"), pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.long)]
 )
 def test_transformers_trainer_steps_in_backward(how, switches, tmp_path):
-    need("transformers")
+    switches = {
+        "max_steps": loops.STEPS,
+        "max_grad_norm": 0.0,
+        "logging_strategy": "steps",
+        "logging_steps": 5,
+        **switches,
+    }
     plain, _ = transformers_run("plain", tmp_path, None, **switches)
     stepped, handle = transformers_run(how, tmp_path, ON, **switches)
+    assert all(any("loss" in each for each in trainer.state.log_history) for trainer in (plain, stepped))
     assert_all_in_backward(handle.report())
     assert_equal(everything(stepped.model, stepped.optimizer), everything(plain.model, plain.optimizer))
     assert "_get_grad_norm" not in vars(stepped)
@@ -112,10 +91,9 @@ def test_transformers_trainer_steps_in_backward(how, switches, tmp_path):
 @HOW
 @pytest.mark.parametrize("switches", [{"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}], ids=", ".join)
 def test_transformers_trainer_that_needs_all_gradients(how, switches, tmp_path):
-    need("transformers")
     [name] = switches
     with pytest.raises(ValueError, match=f"TrainingArguments\\({name}=.* needs all gradients after backward"):
-        transformers_run(how, tmp_path, ON, **switches)
+        transformers_run(how, tmp_path, ON, **{"max_grad_norm": 0.0, **switches})
 
 
 @HOW
@@ -128,11 +106,8 @@ def test_trl_trainer_steps_in_backward(how, adapters, tmp_path, monkeypatch):
 
     monkeypatch.setattr(rig, "ON", ON)
     changes = {"max_steps": loops.STEPS, "max_grad_norm": 0.0, "peft_config": rig.ADAPTERS if adapters else None}
-    plain, stepped = (rig.make_trainer(tmp_path, each, **changes) for each in ("plain", how))
-    for trainer in (plain, stepped):
-        torch.manual_seed(1)
-        trainer.train()
-    assert_all_in_backward(rig.handle_of(stepped).report())
+    plain, stepped, handle = trl_runs(how, tmp_path, **changes)
+    assert_all_in_backward(handle.report())
     assert_equal(everything(stepped.model, stepped.optimizer), everything(plain.model, plain.optimizer))
 
 
@@ -148,64 +123,17 @@ def test_trl_trainer_that_needs_all_gradients(how, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.long)])
 def test_peft_adapters_step_in_backward(kind):
-    need("peft")
-    import test_peft as rig
-
-    def train(is_on):
-        model = rig.make_model(**rig.KINDS[kind])
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        handle = offload.enable(model, optimizer=optimizer, **ON) if is_on else None
-        for step in range(loops.STEPS):
-            optimizer.zero_grad()
-            model(input_ids=rig.tokens(step), labels=rig.tokens(step)).loss.backward()
-            optimizer.step()
-        return model, optimizer, handle
-
-    plain, optimizer, _ = train(False)
-    model, stepped, handle = train(True)
+    plain, optimizer, _ = peft_run(kind, None, loops.STEPS)
+    model, stepped, handle = peft_run(kind, ON, loops.STEPS)
     assert_all_in_backward(handle.report())
     assert_equal(everything(model, stepped), everything(plain, optimizer))
     handle.disable()
 
 
-@contextmanager
-def accelerator(**switches):
-    need("accelerate")
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    try:
-        yield Accelerator(cpu=True, **switches)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-
-def accelerated(when, accumulated=1, max_norm=None):
-    with accelerator(gradient_accumulation_steps=accumulated) as its:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 3))
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.9)
-        handle = offload.enable(model, optimizer=inner, **ON) if when == "before prepare" else None
-        model, optimizer, scheduler = its.prepare(model, inner, scheduler)
-        if when == "after prepare":
-            handle = offload.enable(model, optimizer=optimizer.optimizer, **ON)
-        for step in range(accumulated * loops.STEPS):
-            with its.accumulate(model):
-                its.backward(model(torch.full((8, 16), 0.1 * step)).square().mean())
-                if max_norm is not None:
-                    its.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        return model, optimizer, handle
-
-
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 def test_accelerate_steps_in_backward(when):
-    plain, optimizer, _ = accelerated("")
-    model, stepped, handle = accelerated(when)
+    plain, optimizer, _ = accelerate_run("", None, loops.STEPS)
+    model, stepped, handle = accelerate_run(when, ON, loops.STEPS)
     assert_all_in_backward(handle.report())
     assert_equal(everything(model, stepped), everything(plain, optimizer))
     handle.disable()
@@ -214,15 +142,7 @@ def test_accelerate_steps_in_backward(when):
 @pytest.mark.parametrize("switches", [{"accumulated": 2}, {"max_norm": 0.5}], ids=", ".join)
 def test_accelerate_that_needs_all_gradients(switches):
     with pytest.raises(offload.StepInBackwardError, match="step_in_backward=False"):
-        accelerated("after prepare", **switches)
-
-
-def lightning_run(how, *callbacks, **switches):
-    import test_lightning as rig
-
-    model = rig.make(rig.Manual if how == "manual" else rig.Net)
-    trainer = rig.fit(model, *callbacks, max_epochs=-1, max_steps=loops.STEPS, **switches)
-    return everything(model, trainer.optimizers[0])
+        accelerate_run("after prepare", ON, loops.STEPS, **switches)
 
 
 @pytest.mark.parametrize("how", ["automatic", "manual"])
@@ -231,9 +151,9 @@ def test_lightning_steps_in_backward(how):
     import test_lightning as rig
 
     callback = rig.OffloadCallback(**ON)
-    found = lightning_run(how, callback)
+    found = lightning_run(how, callback, steps=loops.STEPS)
     assert_all_in_backward(callback.report())
-    assert_equal(found, lightning_run(how))
+    assert_equal(found, lightning_run(how, steps=loops.STEPS))
 
 
 @pytest.mark.parametrize("switches", [{"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=", ".join)
@@ -243,7 +163,7 @@ def test_lightning_that_needs_all_gradients(switches):
 
     [name] = switches
     with pytest.raises(ValueError, match=f"Trainer\\({name}=.* needs all gradients after backward"):
-        lightning_run("automatic", rig.OffloadCallback(**ON), **switches)
+        lightning_run("automatic", rig.OffloadCallback(**ON), steps=loops.STEPS, **switches)
 
 
 def test_kerass_own_optimizers_do_not_step_in_backward():
