@@ -238,7 +238,7 @@ def _enable(
             fill.run(frozen.leave if frozen is not None else None)
         session = compiled.untraced(Session, model, device, options, engine, asked, states, frozen)
         registry.register(session._enabled)
-    except BaseException:
+    except BaseException:  # also after an interrupt
         states.close()
         if fill is not None:
             fill.undo()  # there may be no memory for all of it

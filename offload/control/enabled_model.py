@@ -373,7 +373,7 @@ class HookedForward(HookContext):
             super().__enter__()
             if self._inputs is not None:
                 enabled.attach(self._hooks, *self._inputs)
-        except BaseException as error:
+        except BaseException as error:  # also an interrupt
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self._hooks

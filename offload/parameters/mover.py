@@ -137,7 +137,7 @@ class ParameterMover:
         try:
             unseen(self._leave, model)
             engine.drain()
-        except BaseException:
+        except BaseException:  # also after an interrupt
             self.close()
             raise
 
