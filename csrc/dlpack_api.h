@@ -11,6 +11,7 @@ namespace offload::dlpack {
 
 constexpr uint32_t kMajorVersion = 1;
 constexpr int32_t kCpu = 1;
+constexpr uint8_t kComplex = 5;  // a type code
 constexpr const char* kCapsuleName = "dlpack_exchange_api";
 
 struct Version {

@@ -54,13 +54,13 @@ bool narrow(PyObject* tensor, SavedKey* key) {
 }
 
 PyObject* look(Books& books, PyObject* tensor, int64_t nbytes) {
-  SavedKey key{};
+  SavedIdentity identity;
   PyObject* known = nullptr;
-  const int found = find_saved(books, tensor, nbytes, &key, &known);
+  const int found = find_saved(books, tensor, nbytes, &identity, &known);
   if (found < 0) return nullptr;
   if (found == 0) return PyTuple_Pack(2, Py_None, Py_None);
   const Owned saved = shared(known != nullptr ? known : Py_None);
-  const Owned tuple(to_tuple(key));
+  const Owned tuple(to_tuple(identity.key));
   return tuple ? PyTuple_Pack(2, tuple.get(), saved.get()) : nullptr;
 }
 
@@ -88,10 +88,9 @@ bool read_key(PyObject* tuple, SavedKey* key) {
 }
 
 // Prepares everything that the copy-out needs. Only before the copy starts may Python code run, and may anything fail.
-bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* saved) {
+bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity, PyObject* saved) {
   SwappedState& state = swapped(saved);
-  const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
-  const Owned place(storage ? PyObject_CallFunctionObjArgs(tensors.storage_address, storage.get(), nullptr) : nullptr);
+  const Owned place(PyObject_CallFunctionObjArgs(tensors.storage_address, identity.storage.get(), nullptr));
   if (!place) return false;
   state.source_address = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(place.get()) +
                                                 static_cast<unsigned long long>(state.key.begin));
@@ -103,9 +102,8 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, PyObject* sa
       !Owned(PyObject_CallFunctionObjArgs(books->record_use.get(), tensor, nullptr)))
     return false;
   copy_out->source = Owned(PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr));
-  const Owned owner(copy_out->source ? version_owner(tensor) : nullptr);
-  if (!owner) return false;
-  state.owner = Owned(PyObject_CallFunctionObjArgs(tensors.weak_reference, owner.get(), nullptr));
+  if (!copy_out->source) return false;
+  state.owner = Owned(PyObject_CallFunctionObjArgs(tensors.weak_reference, identity.owner.get(), nullptr));
   const Owned dtype(state.owner ? get(tensors.dtype, tensor) : nullptr);
   // Created now, because nothing may fail when the copy has ended.
   if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;
@@ -155,13 +153,13 @@ PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t coun
     PyErr_SetString(PyExc_TypeError, "swap_out takes a tensor, a key of look, and its spill priority");
     return nullptr;
   }
-  SavedKey key{};
-  if (!read_key(args[1], &key)) return nullptr;
+  SavedIdentity identity;
+  if (!read_key(args[1], &identity.key)) return nullptr;
   const uint64_t need = PyLong_AsUnsignedLongLong(args[2]);
-  if (PyErr_Occurred()) return nullptr;
+  if (PyErr_Occurred() || !identify(args[0], &identity)) return nullptr;
   const std::shared_ptr<Books> books = as_engine(self)->books;
   PyObject* saved = nullptr;
-  if (!without_exceptions([&] { saved = swap_out(books, args[0], key, need); })) return nullptr;
+  if (!without_exceptions([&] { saved = swap_out(books, args[0], identity, need); })) return nullptr;
   return saved;
 }
 
@@ -319,25 +317,26 @@ PyGetSetDef engine_attributes[] = {
 
 }  // namespace
 
-int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedKey* key, PyObject** known) {
-  const int found = find_key(tensor, nbytes, key);
-  if (found <= 0) return found;
-  auto entry = books.live.find(*key);
-  if (entry == books.live.end() && 2 * nbytes < key->nbytes) {
-    if (!narrow(tensor, key)) return -1;
-    entry = books.live.find(*key);
+int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedIdentity* found, PyObject** known) {
+  const int has_key = find_key(tensor, nbytes, found);
+  if (has_key <= 0) return has_key;
+  auto entry = books.live.find(found->key);
+  if (entry == books.live.end() && 2 * nbytes < found->key.nbytes) {
+    if (!narrow(tensor, &found->key)) return -1;
+    entry = books.live.find(found->key);
   }
   *known = entry == books.live.end() ? nullptr : entry->second;
   return 1;
 }
 
-PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need) {
+PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity,
+                   uint64_t need) {
   if (!collect(*books)) return nullptr;
   Owned saved(make_swapped_storage(books));
   if (!saved) return nullptr;
   SwappedState& state = swapped(saved.get());
-  state.key = key;
-  if (!prepare(books, tensor, saved.get())) return nullptr;
+  state.key = identity.key;
+  if (!prepare(books, tensor, identity, saved.get())) return nullptr;
   begin_copy_out(*books, saved.get(), need);
   return saved.release();
 }

@@ -19,10 +19,10 @@ int is_quiet(PyObject* engine);
 std::shared_ptr<Books> books_of_engine(PyObject* engine);
 // Finds the key of a tensor of `nbytes` bytes, and the SwappedStorage that has its bytes already (borrowed, or null).
 // Returns 1; 0: the tensor has no key; −1: a Python error.
-int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedKey* key, PyObject** known);
-// Starts the copy-out of a tensor with that key. Returns its SwappedStorage; null: a Python error. Throws the errors of
-// the store, and std::bad_alloc.
-PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedKey& key, uint64_t need);
+int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedIdentity* found, PyObject** known);
+// Starts the copy-out of a tensor with that identity. Returns its SwappedStorage; null: a Python error. Throws the
+// errors of the store, and std::bad_alloc.
+PyObject* swap_out(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity, uint64_t need);
 
 // Returns the C++ object of a Python `SwapStore`. Null: a Python error (another type). Defined in hook_bindings.cpp.
 std::shared_ptr<SwapStore> store_of(PyObject* object);

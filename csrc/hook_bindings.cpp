@@ -178,8 +178,8 @@ void register_step(py::module_& module) {
            }),
            py::arg("cursor"), py::arg("prefetched"), py::arg("without_memory"))
       .def("add",
-           [](StepCopies& copies, int64_t index, py::handle storage, py::handle tensor) {
-             if (!copies.add(index, storage.ptr(), tensor.ptr())) throw py::error_already_set();
+           [](StepCopies& copies, int64_t index, py::handle storage, py::handle source) {
+             if (!copies.add(index, storage.ptr(), source.ptr())) throw py::error_already_set();
            })
       .def("find_held",
            [](StepCopies& copies) {

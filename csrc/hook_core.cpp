@@ -1,10 +1,12 @@
 #include "hook_core.h"
 
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "dlpack_api.h"
 #include "engine_core.h"
+#include "saved_identity.h"
 #include "swap_hooks.h"
 
 namespace offload {
@@ -130,14 +132,16 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
 // Returns the bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack
-// cannot describe the tensor; it may be strided nevertheless, so the caller uses is_plain.
-int64_t described_bytes(PyObject* tensor) {
+// cannot describe the tensor; it may be strided nevertheless, so the caller uses is_plain. `device`: where the tensor's
+// memory is; not set if DLPack cannot describe the tensor, or if it has no memory.
+int64_t described_bytes(PyObject* tensor, std::optional<dlpack::Device>* device) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
   dlpack::Tensor found{};
   if (dlpack::api->describe(tensor, &found) != 0) {
     PyErr_Clear();
     return -1;
   }
+  if (found.data != nullptr) *device = found.device;
   if (found.dtype.bits % 8 != 0) return -1;
   int64_t nbytes = found.dtype.bits * found.dtype.lanes / 8;
   for (int32_t i = 0; i < found.ndim; ++i) nbytes *= found.shape[i];
@@ -153,12 +157,6 @@ int is_plain(PyObject* tensor) {
   return nested < 0 ? -1 : !nested;
 }
 
-int is_parameter(PyObject* tensor) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == tensors.parameter_type) return 1;
-  const Owned base(get(tensors.base, tensor));
-  return base ? reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == tensors.parameter_type : -1;
-}
-
 PyObject* ask(PyObject* self, PyObject* method, PyObject* tensor, int64_t index, int64_t nbytes) {
   const Owned number(PyLong_FromLongLong(index));
   const Owned size(PyLong_FromLongLong(nbytes));
@@ -172,7 +170,8 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   const int64_t index = core->packs++;
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   const bool may_move = type == tensors.tensor_type || type == tensors.parameter_type;
-  int64_t nbytes = may_move ? described_bytes(tensor) : -1;
+  std::optional<dlpack::Device> device;
+  int64_t nbytes = may_move ? described_bytes(tensor, &device) : -1;
   if (nbytes < 0) {
     const int plain = may_move ? is_plain(tensor) : 0;
     if (plain < 0) return nullptr;
@@ -195,11 +194,12 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
       return keep(core, tensor, index, core->planned, core->reason, counted);
     if (verdict == ScheduleCursor::Verdict::due) return ask(self, names.pack_due, tensor, index, counted);
   }
-  const int parameter = is_parameter(tensor);
-  if (parameter < 0) return nullptr;
-  if (parameter) return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
-  if (core->swaps != nullptr) {
-    PyObject* const packed = pack_swapped(*core->swaps, tensor, index, nbytes);
+  Owned owner(version_owner(tensor));
+  if (!owner) return nullptr;
+  if (type == tensors.parameter_type || reinterpret_cast<PyObject*>(Py_TYPE(owner.get())) == tensors.parameter_type)
+    return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
+  if (core->swaps != nullptr && device) {
+    PyObject* const packed = pack_swapped(*core->swaps, tensor, std::move(owner), *device, index, nbytes);
     if (packed != nullptr || PyErr_Occurred()) return packed;
   }
   return ask(self, names.pack_candidate, tensor, index, nbytes);

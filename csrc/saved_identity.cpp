@@ -53,15 +53,20 @@ bool add_identity_functions(PyObject* module) {
   return PyModule_AddFunctions(module, functions) == 0;
 }
 
-int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key) {
-  const Owned storage(storage_of(tensor));
-  const Owned owner(storage ? owner_of(tensor) : nullptr);
-  if (!owner) return -1;
-  key->begin = 0;
-  key->nbytes = bytes_of(storage.get());
-  const int whole = key->nbytes < 0 ? -1 : owns_all(tensor, owner.get(), nbytes, key->nbytes);
+bool identify(PyObject* tensor, SavedIdentity* found) {
+  if (!found->owner) found->owner = Owned(owner_of(tensor));
+  if (found->owner && !found->storage) found->storage = Owned(storage_of(tensor));
+  return found->owner && found->storage;
+}
+
+int find_key(PyObject* tensor, int64_t nbytes, SavedIdentity* found) {
+  if (!identify(tensor, found)) return -1;
+  SavedKey& key = found->key;
+  key.begin = 0;
+  key.nbytes = bytes_of(found->storage.get());
+  const int whole = key.nbytes < 0 ? -1 : owns_all(tensor, found->owner.get(), nbytes, key.nbytes);
   if (whole <= 0) return whole;
-  return read_identities(tensor, owner.get(), storage.get(), key) ? 1 : -1;
+  return read_identities(tensor, found->owner.get(), found->storage.get(), &key) ? 1 : -1;
 }
 
 }  // namespace offload

@@ -34,9 +34,18 @@ struct SavedKeyHash {
   }
 };
 
+// The objects that a key identifies, fetched once for each pack.
+struct SavedIdentity {
+  SavedKey key{};
+  Owned owner;    // the tensor whose version counter the saved tensor shares
+  Owned storage;  // torch's storage
+};
+
+// Fetches the owner and the storage of a tensor, unless they are known. Returns false if there is a Python error.
+bool identify(PyObject* tensor, SavedIdentity* found);
 // Finds the key of a tensor's whole storage. Returns 1; 0 if there is no key, because the owner covers only a part of
 // the storage; −1: a Python error.
-int find_key(PyObject* tensor, int64_t nbytes, SavedKey* key);
+int find_key(PyObject* tensor, int64_t nbytes, SavedIdentity* found);
 // Returns the tensor whose version counter `tensor` shares: a new reference, or null.
 PyObject* version_owner(PyObject* tensor);
 // Adds version_owner(tensor) to the module. Returns false if there is a Python error.

@@ -28,13 +28,12 @@ StepCopies::StepCopies(std::shared_ptr<ScheduleCursor> of, std::shared_ptr<Gauge
   look_ahead();
 }
 
-bool StepCopies::add(int64_t pack_index, PyObject* storage, PyObject* tensor) {
+bool StepCopies::add(int64_t pack_index, PyObject* storage, PyObject* source) {
   const auto position = static_cast<size_t>(pack_index);
   if (position >= storages_.size()) storages_.resize(position + 1);
   storages_[position] = Owned(PyWeakref_NewRef(storage, nullptr));
   if (!storages_[position] || !finds_held) return static_cast<bool>(storages_[position]);
-  const Owned source(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
-  Owned watch(source ? PyObject_CallFunctionObjArgs(tensors.watch_storage, source.get(), nullptr) : nullptr);
+  Owned watch(PyObject_CallFunctionObjArgs(tensors.watch_storage, source, nullptr));
   if (!watch) return false;
   watched_.emplace_back(pack_index, std::move(watch));
   return true;

@@ -30,8 +30,8 @@ class StepCopies {
   StepCopies& operator=(const StepCopies&) = delete;
   ~StepCopies() { stop_watching(); }
 
-  // Adds a storage whose copy-out has begun, by the index of its pack.
-  bool add(int64_t pack_index, PyObject* storage, PyObject* tensor);
+  // Adds a storage whose copy-out has begun, by the index of its pack. `source`: torch's storage.
+  bool add(int64_t pack_index, PyObject* storage, PyObject* source);
   // Returns the storage of a pack, if its graph is alive: a new reference, or null without an error.
   Owned find(int64_t pack_index) const;
   // Waits for the copy-outs and begins the copy-ins that are due at a node.

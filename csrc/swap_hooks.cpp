@@ -1,6 +1,5 @@
 #include "swap_hooks.h"
 
-#include "dlpack_api.h"
 #include "engine_core.h"
 #include "mutants.h"
 #include "python_errors.h"
@@ -16,16 +15,8 @@ struct {
 
 // -- whether a tensor swaps -------------------------------------------------------------------------------------------
 
-// Returns whether a tensor has memory on the engine's device; −1: a Python error. Returns 0 if DLPack cannot describe
-// the tensor (quantized, wrapped by functorch, a zero tensor without memory): Python handles these.
-int is_movable(Books& books, PyObject* tensor) {
-  if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return 0;
-  dlpack::Tensor found{};
-  if (dlpack::api->describe(tensor, &found) != 0) {
-    PyErr_Clear();
-    return 0;
-  }
-  if (found.data == nullptr) return 0;
+// Returns whether `device`, on which the tensor's memory is, is the engine's; −1: a Python error.
+int is_movable(Books& books, PyObject* tensor, const dlpack::Device& device) {
   if (!books.is_device_known) {
     const Owned dtype(get(tensors.dtype, tensor));
     PyObject* const empty = dtype ? empty_of(books, dtype.get()) : nullptr;
@@ -34,7 +25,7 @@ int is_movable(Books& books, PyObject* tensor) {
     books.dlpack_device = there.device;
     books.is_device_known = true;
   }
-  return found.device.type == books.dlpack_device.type && found.device.ordinal == books.dlpack_device.ordinal;
+  return device.type == books.dlpack_device.type && device.ordinal == books.dlpack_device.ordinal;
 }
 
 int contains(PyObject* object, PyObject* name, PyObject* storage) {
@@ -86,32 +77,34 @@ PyObject* pack_failed(const SwapHooks& hooks, PyObject* tensor, int64_t pack_ind
   });
 }
 
-PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedKey& key, const PackRow row, int64_t pack_index,
-               int64_t nbytes) {
+PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedIdentity& identity, const PackRow row,
+               int64_t pack_index, int64_t nbytes) {
   StepCopies& copies = *hooks.copies;
   PyObject* begun = nullptr;
-  without_exceptions([&] { begun = swap_out(hooks.books, tensor, key, row.need); });
+  without_exceptions([&] { begun = swap_out(hooks.books, tensor, identity, row.need); });
   const Owned storage(begun);
   if (!storage) return pack_failed(hooks, tensor, pack_index, nbytes);
-  if (!copies.add(pack_index, storage.get(), tensor)) return nullptr;
+  if (!copies.add(pack_index, storage.get(), identity.storage.get())) return nullptr;
   if (copies.caps_in_flight && hooks.books->in_flight_bytes > hooks.books->in_flight_bytes_max &&
       !limit_in_flight(*hooks.books))
     return nullptr;
   ++hooks.swapped->tensors;
-  hooks.swapped->nbytes += key.nbytes;
+  hooks.swapped->nbytes += identity.key.nbytes;
   Owned view(make_view(tensor, storage.get(), static_cast<Py_ssize_t>(pack_index)));
   return view && end_pack(copies, row, true) ? view.release() : nullptr;
 }
 
-PyObject* pack(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes) {
+PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Device& device, int64_t pack_index,
+               int64_t nbytes) {
   ScheduleCursor& cursor = *hooks.copies->cursor;
   const PackRow* const row = cursor.decides && nbytes > 0 ? cursor.find(pack_index) : nullptr;
   if (row == nullptr || !row->is_swapped) return nullptr;
   if (cursor.clock() != nullptr) cursor.clock()->begin();
-  if (is_movable(*hooks.books, tensor) <= 0) return nullptr;
-  SavedKey key{};
+  if (is_movable(*hooks.books, tensor, device) <= 0) return nullptr;
+  SavedIdentity identity;
+  identity.owner = std::move(owner);
   PyObject* known = nullptr;
-  if (find_saved(*hooks.books, tensor, nbytes, &key, &known) <= 0) return nullptr;
+  if (find_saved(*hooks.books, tensor, nbytes, &identity, &known) <= 0) return nullptr;
   if (known != nullptr) {
     const Owned storage = shared(known);
     ++hooks.duplicates->tensors;
@@ -119,9 +112,10 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t n
     Owned view(make_view(tensor, known, static_cast<Py_ssize_t>(pack_index)));
     return view && end_pack(*hooks.copies, *row, row->swapped_bytes >= 0) ? view.release() : nullptr;
   }
-  if (key.nbytes != row->swapped_bytes && !OFFLOAD_BROKEN("a swapped storage has the recorded size")) return nullptr;
-  if (is_free(hooks, tensor, key.storage) <= 0) return nullptr;
-  return swap(hooks, tensor, key, *row, pack_index, nbytes);
+  if (identity.key.nbytes != row->swapped_bytes && !OFFLOAD_BROKEN("a swapped storage has the recorded size"))
+    return nullptr;
+  if (is_free(hooks, tensor, identity.key.storage) <= 0) return nullptr;
+  return swap(hooks, tensor, identity, *row, pack_index, nbytes);
 }
 
 // -- unpack -----------------------------------------------------------------------------------------------------------
@@ -166,9 +160,12 @@ bool prepare_swap_hooks() {
   return true;
 }
 
-PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes) {
+PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Device& device,
+                       int64_t pack_index, int64_t nbytes) {
   PyObject* result = nullptr;
-  return without_exceptions([&] { result = pack(hooks, tensor, pack_index, nbytes); }) ? result : nullptr;
+  const bool done =
+      without_exceptions([&] { result = pack(hooks, tensor, std::move(owner), device, pack_index, nbytes); });
+  return done ? result : nullptr;
 }
 
 PyObject* unpack_swapped(SwapHooks& hooks, PyObject* view) {

@@ -7,6 +7,7 @@
 
 #include <memory>
 
+#include "dlpack_api.h"
 #include "schedule_cursor.h"
 #include "step_copies.h"
 #include "swap_books.h"
@@ -25,8 +26,10 @@ struct SwapHooks {
 
 // Creates the names of Python attributes. Returns false if there is a Python error.
 bool prepare_swap_hooks();
-// Returns the object that the autograd node holds. Null without an error: Python has to decide.
-PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, int64_t pack_index, int64_t nbytes);
+// Returns the object that the autograd node holds. Null without an error: Python has to decide. `owner`: the tensor
+// whose version counter `tensor` shares. `device`: where the tensor's memory is.
+PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Device& device,
+                       int64_t pack_index, int64_t nbytes);
 // Returns the tensor. Null without an error: Python has to decide.
 PyObject* unpack_swapped(SwapHooks& hooks, PyObject* view);
 

@@ -46,11 +46,10 @@ void count_view(SwappedState& state) {
 
 // -- copy-out ---------------------------------------------------------------------------------------------------------
 
-// Returns whether only `tensor` holds its storage, so that no other code can write to it; −1: a Python error.
-int is_alone(PyObject* tensor) {
+// Returns whether only one tensor holds a storage, so that no other code can write to it; −1: a Python error.
+int has_one_holder(int64_t storage) {
   if (tensors.storage_holders == nullptr) return 0;
-  const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
-  const Owned identity(storage ? get(tensors.storage_identity, storage.get()) : nullptr);
+  const Owned identity(PyLong_FromLongLong(storage));
   if (!identity) return -1;
   const int64_t holders = to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
   return holders < 0 ? -1 : holders == tensors.holders_alone;
@@ -63,7 +62,7 @@ int is_final(const SwappedState& state, PyObject* source) {
   const int64_t version = to_int(get(tensors.version, source));
   if (version < 0) return -1;
   if (OFFLOAD_BROKEN("a version is checked while others hold the storage")) return 1;
-  return version == state.key.version ? is_alone(source) : 0;
+  return version == state.key.version ? has_one_holder(state.key.storage) : 0;
 }
 
 // Frees the source's memory. Keeps its version counter if the saved tensor can still change.
@@ -149,10 +148,16 @@ bool begin_copy_in(SwappedState& state, Stream stream) {
   return true;
 }
 
+// Orders a stream after the copy-in. Releases the GIL unless the bytes are there already.
+void order_after_copy_in(Ticket& ticket, Stream stream) {
+  if (ticket.state() == State::ready) return ticket.swap_in(stream);
+  const GilRelease release;
+  ticket.swap_in(stream);
+}
+
 void await_incoming(SwappedState& state, Stream stream) {
   try {
-    const GilRelease release;
-    state.ticket->swap_in(stream);
+    order_after_copy_in(*state.ticket, stream);
   } catch (...) {
     retire(*state.books, state.ticket, state.target);
     drop_target(state);

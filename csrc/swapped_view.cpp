@@ -91,7 +91,9 @@ bool read_flags(SwappedView* view, PyObject* tensor) {
   const int64_t version = view->dtype == nullptr ? -1 : to_int(get(tensors.version, tensor));
   if (version < 0) return false;
   view->version = version;
-  const int conj = is_true(PyObject_CallFunctionObjArgs(tensors.is_conj, tensor, nullptr));
+  // Only complex tensors can be conjugated lazily.
+  const bool may_be_conj = view->element.bits == 0 || view->element.code == dlpack::kComplex;
+  const int conj = may_be_conj ? is_true(PyObject_CallFunctionObjArgs(tensors.is_conj, tensor, nullptr)) : 0;
   const int neg = conj < 0 ? -1 : is_true(PyObject_CallFunctionObjArgs(tensors.is_neg, tensor, nullptr));
   view->is_conj = conj > 0;
   view->is_neg = neg > 0;

@@ -289,7 +289,7 @@ class EnabledModel:
         for engine in engines():  # engines share stores: another one may hold memory that this one needs
             if engine is not here.engine:
                 engine.collect()
-        here.counts.steps += 1
+        here.counts.begun.add(1)
         assert model is not None  # its forward is running
         here.state.expire()
         signature = self._signature(args, kwargs)
@@ -334,10 +334,13 @@ class EnabledModel:
         return Signature(tuple(shapes), tuple(kinds), input_bytes)
 
 
+_PLAIN = Tensor | bool | None
+
+
 def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
     """Return the same as `tree_leaves`, but fast if every value is a tensor, None or bool; `tree_leaves` is slow."""
     for each in values:
-        if not (each is None or isinstance(each, Tensor | bool)):
+        if not isinstance(each, _PLAIN):
             leaves: list[Any] = tree_leaves(values)
             return leaves
     return values

@@ -67,10 +67,6 @@ class Counts(defaultdict[str, Count]):
         """Number of steps that have begun."""
         return self.begun.now
 
-    @steps.setter
-    def steps(self, count: int) -> None:
-        self.begun.now = count
-
     @property
     def prefetched(self) -> int:
         """Number of copy-ins that were started before backward needed the tensor."""

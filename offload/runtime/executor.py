@@ -273,7 +273,7 @@ class ScheduleExecutor:
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """Store a storage whose copy-out has been queued, to release and prefetch it when the schedule says so."""
-        self.copies.add(pack_index, slot, tensor)
+        self.copies.add(pack_index, slot, tensor.untyped_storage())
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Do nothing: the storage of this view is already swapped or dropped."""

@@ -117,6 +117,8 @@ class ForwardWrapper:
         method of the copy, shows which module is called.
         """
         caller = sys._getframe(2).f_locals.get("self")
+        if caller is self._module():
+            return None
         if not isinstance(caller, nn.Module) or caller.__dict__.get("forward") is not self:
             return None
         if getattr(caller, "_is_replica", False):
@@ -124,7 +126,7 @@ class ForwardWrapper:
                 "DataParallel copies the model to several devices at every step, and offload serves one device per "
                 "process: use torch.nn.parallel.DistributedDataParallel, or call offload.disable(model)"
             )
-        return None if caller is self._module() else caller
+        return caller
 
     @property
     def __code__(self) -> types.CodeType:

@@ -55,7 +55,10 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def modes_of_others() -> tuple[str, ...]:
     """Return the class names of the program's own modes on this thread's stack."""
-    modes = [torch._C._get_dispatch_stack_at(i) for i in range(mode_count())]
+    count = mode_count()
+    if not count:
+        return ()
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(count)]
     kinds = [type(mode) for mode in modes if not isinstance(mode, OperatorMode)]
     return tuple([f"{kind.__module__}.{kind.__qualname__}" for kind in kinds])
 

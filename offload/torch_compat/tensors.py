@@ -72,8 +72,8 @@ def _storage_of_buffer(buffer: Any) -> torch.UntypedStorage:
 def _holders_alone(holders: Callable[[int], int] | None) -> int:
     """Return the value of `holders` for a storage that one tensor holds, when called as the extension does."""
     tensor = torch.empty(1)
-    storage = tensor.untyped_storage()
-    return holders(storage._cdata) if holders is not None else 0
+    identity = tensor.untyped_storage()._cdata  # the storage's Python object is freed here, as in the extension
+    return holders(identity) if holders is not None else 0
 
 
 def set_interface(*, dlpack: bool = True) -> bool:
