@@ -1,6 +1,7 @@
 """The speed and memory that the engine and the planner should reach on a machine without a GPU, in one table.
 
     python bench/goals.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
+                          [--proof-seconds S] [--keep]
 
 Figures that take a few minutes at most are measured here; those of longer runs are read from the newest result files in
 --results. Recorded traces are read from OFFLOAD_TRACES, or from shared/traces in the parent folder of the repository.
@@ -28,7 +29,8 @@ from copy_rig import MIB, HostCopyRig, SpillRig
 from demo_run import run_demo
 from hook_rig import HookRig, microseconds_under_preload
 from hooked_step import step_seconds
-from result_file import write_json
+from joint_rows import PROOF_SECONDS_MAX
+from result_file import read_json, write_json
 
 from offload.options import default_spill_dir
 from offload.units import format_bytes
@@ -50,12 +52,15 @@ TINY_DEMO = "--layers 2 --width 64 --heads 2 --batch 4 --length 256 --steps 3"
 class Bench:
     """How much to measure, and the runs of the demo, which several rows use."""
 
-    def __init__(self, *, rounds: int, demo_runs: int, spill_dir: str, quick: bool, results: Path) -> None:
+    def __init__(
+        self, *, rounds: int, demo_runs: int, spill_dir: str, quick: bool, results: Path, proof_seconds: float
+    ) -> None:
         self.rounds = rounds
         self.demo_runs = demo_runs
         self.spill_dir = spill_dir
         self.quick = quick
         self.kept = Kept(results)
+        self.proof_seconds = proof_seconds
 
     @cached_property
     def demo(self) -> dict[str, Any]:
@@ -268,7 +273,7 @@ ROWS = {
     "planner-joint-unseen": Row(
         "unseen traces with recipes, median and largest gap",
         "≤ 2 % and ≤ 10 %, or proven to 2 %",
-        lambda bench: planner_goals.joint_unseen(bench.quick),
+        lambda bench: planner_goals.joint_unseen(bench.quick, bench.proof_seconds),
     ),
     "predicted-step": Row(
         "step time, measured over predicted",
@@ -356,6 +361,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--spill-dir", default=default_spill_dir(), metavar="DIR")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the longer runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only checks that the script runs")
+    parser.add_argument(
+        "--proof-seconds",
+        type=float,
+        default=PROOF_SECONDS_MAX,
+        metavar="S",
+        help=f"of each proof of planner-joint-unseen ({PROOF_SECONDS_MAX:g})",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep what FILE holds of other rows")
     args = parser.parse_args(argv)
     for name in args.rows:
         if name not in ROWS:
@@ -366,15 +379,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         spill_dir=args.spill_dir,
         quick=args.quick,
         results=args.results,
+        proof_seconds=args.proof_seconds,
     )
     about = machine.describe()
+    kept = read_json(args.json).get("rows", {}) if args.keep and args.json else {}
     findings: dict[str, Finding] = {}
     unmeasured = False
     for name in args.rows or ROWS:
         findings[name], measured = measure(bench, name)
         unmeasured |= not measured
         if args.json is not None:
-            rows = {each: {**asdict(found), **described(each)} for each, found in findings.items()}
+            made = {key: about[key] for key in ("date", "commit")}
+            rows = {each: {**asdict(found), **described(each), **made} for each, found in findings.items()}
+            rows = {each: (kept | rows)[each] for each in ROWS if each in kept or each in rows}
             write_json(args.json, {"format": "offload-goals/1", "machine": about, "quick": args.quick, "rows": rows})
     print("\n".join(table(findings)))
     return 1 if unmeasured else 0

@@ -45,7 +45,8 @@ MOST = {
 def joint_row(name: str, trace: Trace, link: Link, proof_seconds: float = PROOF_SECONDS_MAX) -> dict[str, Any]:
     """Return one row: the plan with recomputation beside the one without, a tenth of the way above the least limit.
 
-    Where the gap is large, a proof tells how much of it is the bound's (`proven_slowdown`).
+    Where the gap is large, a proof tells how much of it is the bound's (`proven_slowdown`), and the slowdown of the
+    fastest plan that it met (`faster_slowdown`).
     """
     least, peak = least_feasible_limit(trace), max(unswapped_bytes(trace), default=0)
     limit = int(least + ROOM * (peak - least))
@@ -59,8 +60,13 @@ def joint_row(name: str, trace: Trace, link: Link, proof_seconds: float = PROOF_
     size = {tensor.id: tensor.bytes for tensor in trace.tensors}
     proven = {}
     if plan.gap > GAP_UNSEEN_MAX[1] and proof_seconds:
-        proof = prove_joint(plan, seconds_max=proof_seconds)
-        proven = {"proven_slowdown": proof.bound_seconds / compute - 1, "gap_proven": proof.gap}
+        proof = prove_joint(plan, gap=GAP_PROVEN_MAX, seconds_max=proof_seconds)
+        proven = {
+            "proven_slowdown": proof.bound_seconds / compute - 1,
+            "gap_proven": plan.step_seconds / proof.bound_seconds - 1,
+            "faster_slowdown": proof.plan.step_seconds / compute - 1,
+            "proof_seconds": proof_seconds,
+        }
     return {
         "trace": name,
         "bandwidth": link.out_bandwidth,
@@ -86,14 +92,15 @@ def shared_joint_rows(directory: Path) -> Iterator[dict[str, Any]]:
             yield joint_row(path.stem, trace, Link(bandwidth, bandwidth))
 
 
-def unseen_joint_rows(quick: bool = False) -> Iterator[dict[str, Any]]:
+def unseen_joint_rows(quick: bool = False, proof_seconds: float = PROOF_SECONDS_MAX) -> Iterator[dict[str, Any]]:
     """Yield the synthetic traces' rows; where `quick`, of the small ones of one seed."""
     for name, make in SHAPES.items():
         for count in COUNTS[: 1 if quick else None]:
             for seed in SEEDS[: 1 if quick else None]:
                 trace = with_recipes(make(count, seed))
                 for bandwidth in BANDWIDTHS:
-                    yield joint_row(f"{name}/{count}/{seed}", trace, Link(bandwidth, bandwidth))
+                    link = Link(bandwidth, bandwidth)
+                    yield joint_row(f"{name}/{count}/{seed}", trace, link, proof_seconds)
 
 
 def joint_time_rows() -> Iterator[dict[str, Any]]:

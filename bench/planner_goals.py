@@ -94,9 +94,9 @@ def joint_shared() -> Finding:
     return Finding(words, met, {**figures, "rows": rows})
 
 
-def joint_unseen(quick: bool) -> Finding:
+def joint_unseen(quick: bool, proof_seconds: float) -> Finding:
     """Plans of shapes that nothing was tuned on, that swap and recompute."""
-    rows = list(joint_rows.unseen_joint_rows(quick=quick))
+    rows = list(joint_rows.unseen_joint_rows(quick, proof_seconds))
     figures = joint_rows.figures(rows)
     middle, most = figures["gap_median"], figures["gap_max"]
     words = f"{middle:.2%} and {most:.1%}; {figures['above']:.0f} of {len(rows)} above 10 %"

@@ -1,10 +1,14 @@
 """The proof of how good a joint plan is: against every set of drops of small steps."""
 
 import math
+import random
 import sys
+from dataclasses import replace
 
 import pytest
+from test_exact import every_plan
 from test_joint_bound import drop_sets, instances
+from test_runs import chain_of
 
 from offload.plan import (
     Link,
@@ -34,6 +38,39 @@ def test_no_plan_is_below_it_and_it_is_not_below_the_joint_bound():
         proof = prove_joint(plan, gap=0.0, seconds_max=20.0)
         assert joint_bound(trace, limit, link) * (1 - 1e-9) <= proof.bound_seconds <= best * (1 + 1e-5)
         assert proof.plan.step_seconds <= plan.step_seconds
+
+
+def chained(seed):
+    """Return a step of four tensors, each recomputed from the one before, with base bytes, a link and a limit."""
+    rng = random.Random(seed)
+    trace = chain_of([rng.randint(1, 9) for _ in range(4)], rng.choice([0.2, 0.5, 2.0]))
+    nodes = tuple(replace(node, seconds=rng.choice([0.2, 0.5, 1.0])) for node in trace.nodes)
+    trace = replace(trace, nodes=nodes, base_bytes=tuple(rng.randint(0, 3) for _ in nodes))
+    least, peak = least_feasible_limit(trace), max(unswapped_bytes(trace))
+    link = Link(rng.choice([1.0, 3.0, 8.0]), rng.choice([1.0, 3.0, 8.0]))
+    return trace, link, min(peak - 1, least + rng.randint(0, (peak - least) // 2))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_plan_of_a_chain_is_below_it(seed):
+    trace, link, limit = chained(seed)
+    best = math.inf
+    for dropped in drop_sets(trace):
+        step = recomputed(trace, dropped)
+        for swaps in every_plan(step):
+            if max(resident_bytes(step, swaps)) <= limit:
+                best = min(best, simulate(step, swaps, link).step_seconds)
+    proof = prove_joint(fastest_plan(trace, link, limit), gap=0.0, seconds_max=20.0)
+    assert joint_bound(trace, limit, link) * (1 - 1e-9) <= proof.bound_seconds <= best * (1 + 1e-5)
+    assert proof.bound_seconds >= best * 0.9, "it is close to the optimum"
+
+
+def test_the_gap_asked_for_ends_it():
+    trace, link, limit = chained(3)
+    plan = fastest_plan(trace, link, limit)
+    close, far = prove_joint(plan, gap=0.0), prove_joint(plan, gap=0.5)
+    assert far.plan.step_seconds <= far.bound_seconds * 1.5
+    assert far.bound_seconds <= close.bound_seconds * (1 + 1e-6)
 
 
 def whole():
