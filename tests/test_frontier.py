@@ -131,6 +131,31 @@ def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
     assert planned.replans <= 3
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, caplog):
+    plant, profiled, calibrated = machine(seed)
+    with caplog.at_level("INFO", "offload"):
+        planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    last = planned.frontier.tried[-1]
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("back to")]
+    if planned.plan is last.plan:
+        assert not said
+        return
+    why = f"took {last.slowdown:.1%} more than without swapping" if last.slowdown > 0.05 else "saves less"
+    swaps = len(planned.plan.swaps), len(last.plan.swaps)
+    assert said == [f"back to a plan with {swaps[0]} swaps: the one with {swaps[1]} {why}"]
+
+
+def test_some_searches_end_with_an_earlier_plan():
+    """So that the test above sees both."""
+    ends = set()
+    for seed in range(6):
+        plant, profiled, calibrated = machine(seed)
+        planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+        ends.add(planned.plan is planned.frontier.tried[-1].plan)
+    assert ends == {True, False}
+
+
 @pytest.mark.parametrize(
     ("points", "slope"),
     [

@@ -174,11 +174,19 @@ class SlowdownPromise:
         frontier, plan = planned.frontier, self._last(planned, allowed)
         frontier.is_settled = True
         if plan is not planned.plan:
-            log.info("back to a plan with %d swaps: the last one is too slow, or saves too little memory", len(plan.swaps))
             planned.late = {}
             planned.follow(plan, self._options.memory_limit)
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
+        """Return the plan that the search ends with. If it is not the one that was judged last, that is logged."""
+        plan, judged = self._best(planned, allowed), planned.frontier.tried[-1]
+        if plan is not judged.plan:
+            is_slow = judged.slowdown > allowed
+            why = f"took {judged.slowdown:.1%} more than without swapping" if is_slow else "saves too little memory"
+            log.info("back to a plan with %d swaps: the one with %d %s", len(plan.swaps), len(judged.plan.swaps), why)
+        return plan
+
+    def _best(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan of least memory that kept the promise.
 
         If none did, or if it saves too little: the one that swaps nothing. If that exceeds the memory limit: the plan
