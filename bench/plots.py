@@ -11,8 +11,8 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+from control_tables import change_of
 from matplotlib import pyplot
-from settling_tables import change_of
 from table import Table, device_of
 
 OURS, THEIRS = "#0b6e99", "#b5542b"

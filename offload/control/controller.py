@@ -16,6 +16,7 @@ from functools import partial
 from torch import nn
 
 from offload.control.limits import LIMITS, Limits
+from offload.control.own_copies import OwnCopies
 from offload.control.phase import Phase, SignatureState, larger_plan
 from offload.control.planned_step import PlannedStep, most
 from offload.control.profile_listener import ProfileListener, tell_profile
@@ -55,7 +56,7 @@ class PlanController:
     on_recorded
         Called with every step that has been recorded.
     measure_link
-        Measures the link; called after each profiled step.
+        Measures the link; called after each profiled step until the engine's own copies show its speed.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial
@@ -95,7 +96,9 @@ class PlanController:
         self.regions = regions
         self._on_profile = on_profile
         self._limits = limits
-        self._promise = SlowdownPromise(options, limits, engine, plan_state)
+        self._copies = OwnCopies(engine)
+        self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
+        self._link: Link | None = None  # as measured last
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._latest: PlannedStep | None = None
         self.running = RunningStep()
@@ -320,7 +323,9 @@ class PlanController:
         state.profiler = None
         self._on_recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
-        link = self._measure_link()
+        if self._link is None or not self._copies.are_known:
+            self._link = self._measure_link()
+        link = self._copies.link(self._link)
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
             if profile.trace.tensors:

@@ -50,7 +50,7 @@ class DeviceSession:
     device
         The device of the model.
     link
-        Measures the link; called after each profiled step.
+        Measures the link for the first plans.
     on_recorded
         Called with every step that has been recorded.
     make_trial

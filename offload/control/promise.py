@@ -10,12 +10,14 @@ from functools import partial
 from statistics import median
 
 from offload.control.limits import Limits
+from offload.control.own_copies import OwnCopies
 from offload.control.planned_step import PlannedStep
 from offload.control.state_plan import StatePlanner
-from offload.control.wanted_plan import measured_link, wanted_plan
+from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.plan.trace import Trace
+from offload.profiling.calibration import forget_disturbed
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Stopwatch
@@ -39,18 +41,26 @@ class SlowdownPromise:
     engine
         The engine whose copies are measured. On an accelerator copies do not slow the computation, and only the first
         steps are measured, so there `max_slowdown` limits the predicted slowdown.
+    copies
+        The measured speed of the engine's copies.
     plan_state
         Chooses the share of optimizer state that moves, if plans do.
     """
 
     def __init__(
-        self, options: Options, limits: Limits, engine: Engine, plan_state: StatePlanner | None = None
+        self,
+        options: Options,
+        limits: Limits,
+        engine: Engine,
+        copies: OwnCopies,
+        plan_state: StatePlanner | None = None,
     ) -> None:
         self._options = options
         self._limits = limits
         self._engine = engine
         self._on_cpu = engine.device.type == "cpu"
         self._plan_state = plan_state
+        self._copies = copies
         self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
 
     def applies(self, planned: PlannedStep) -> bool:
@@ -85,9 +95,11 @@ class SlowdownPromise:
 
     def needs_plan(self, planned: PlannedStep) -> bool:
         """Return whether measured steps differ so much that a new plan is due. New plans are limited and logged."""
+        self._copies.read()
         if not planned.is_measured:
             return False
-        link = measured_link(self._engine, planned.link)
+        forget_disturbed()
+        link = self._copies.link(planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         if self.applies(planned):

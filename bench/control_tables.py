@@ -1,4 +1,4 @@
-"""Tables of `settling.py`: the controller's decisions in the first steps of a training. Needs no torch."""
+"""Tables of what the controller does: the results of `settling.py` and `same_script.py`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from table import NETWORKS, Row, Table
+from table import NETWORKS, NOT_REACHED, Row, Table
 
 from offload.units import format_bytes, format_seconds
 
 SLOW = 2.0  # times plain: the target for every step but the profiled and the trial ones
 SETTLED_BY = 20  # steps
+SPREAD_MAX = 0.1  # of the memory of the same script
 WENT_BACK = "back to"
 CHANGES = {"new plan": "new plan", "planning again": "plans again", WENT_BACK: "goes back"}  # of the plan, as logged
 BY_ITSELF = ("profiled", "trial")  # slow steps that no plan is judged by
@@ -30,6 +31,42 @@ def settling_tables(content: Mapping[str, Any]) -> Iterator[Table]:
                 rows.append(Row(f"settling / {run['family']} {number}.{place}", [*cells, "; ".join(text.splitlines())]))
         title = f"The first {len(run['steps'])} steps: {name}"
         yield Table(title, columns, rows, content["machine"], "settling", note=note(run), page="settling", run=run)
+
+
+def same_script_table(content: Mapping[str, Any]) -> Table:
+    """How much memory varies between runs of the same script."""
+    columns = ["runs", "bits", "memory", "spread of memory", "memory over plain", "step over plain", "kept", ""]
+    groups = {
+        "alone": [run for run in content["runs"] if not run["beside"]],
+        "beside another program": [run for run in content["runs"] if run["beside"]],
+        "all": content["runs"],
+    }
+    rows = []
+    for name, runs in groups.items():
+        if not runs:
+            continue
+        peaks, ratios = [run["peak_bytes"] for run in runs], [run["ratio"] for run in runs]
+        apart = (max(peaks) - min(peaks)) / median(peaks)
+        kept = sum(run["kept"] for run in runs)
+        mark = "" if apart <= SPREAD_MAX and kept == len(runs) else NOT_REACHED
+        cells = [
+            f"{len(runs)} {name}" if name != "all" else f"all {len(runs)}",
+            "equal" if all(run["bits_equal"] for run in runs) else "DIFFER",
+            f"{format_bytes(min(peaks))}–{format_bytes(max(peaks))}",
+            f"{apart:.0%}",
+            f"{median(run['peak_bytes'] / run['plain_peak_bytes'] for run in runs):.2f} ×",
+            f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})",
+            f"{kept} of {len(runs)}",
+            mark,
+        ]
+        rows.append(Row(f"same script / {name}", cells, mark))
+    note = (
+        f"The {NETWORKS.get(content['family'], content['family'])} with default settings, each time in a new process "
+        "that measures the link itself, in turn with plain steps. The other program computes on one processor, beside "
+        "plain steps too. *Spread*: from the least to the most memory, relative to the median. The target: at most "
+        f"{SPREAD_MAX:.0%}, and the slowdown is kept within 1 % of noise."
+    )
+    return Table("The same script again", columns, rows, content["machine"], note=note, page="targets")
 
 
 def note(run: Mapping[str, Any]) -> str:
