@@ -58,8 +58,9 @@ def test_without_copies_the_link_stays() -> None:
 def test_the_link_has_the_lower_quartile_of_each_direction() -> None:
     copies = copies_at(5e8, 1e8, 4e8, 2e8, 3e8)
     assert copies.are_known
-    expected = replace(KNOWN, out_bandwidth=pytest.approx(2e8), in_bandwidth=pytest.approx(4e8))
-    assert copies.link(KNOWN) == expected
+    link = copies.link(KNOWN)
+    assert (link.out_bandwidth, link.in_bandwidth) == pytest.approx((2e8, 4e8))
+    assert replace(link, out_bandwidth=KNOWN.out_bandwidth, in_bandwidth=KNOWN.in_bandwidth) == KNOWN
 
 
 def test_one_direction_alone_changes_its_own_bandwidth() -> None:
@@ -68,7 +69,9 @@ def test_one_direction_alone_changes_its_own_bandwidth() -> None:
     engine.copy("in", 1e8)
     copies.read()
     assert not copies.are_known
-    assert copies.link(KNOWN) == replace(KNOWN, in_bandwidth=pytest.approx(1e8))
+    link = copies.link(KNOWN)
+    assert link.in_bandwidth == pytest.approx(1e8)
+    assert replace(link, in_bandwidth=KNOWN.in_bandwidth) == KNOWN
 
 
 def test_short_copies_are_added_up_to_a_sample() -> None:

@@ -102,6 +102,8 @@ def describe() -> str:
 def remedy(name: str) -> str:
     """Explain why, with this allocator, the resident set falls by less than the bytes swapped, and give the remedy."""
     start = "Start with `offload run -- python train.py`."
+    if "ipykernel" in sys.modules:  # a kernel inherits the malloc of the server that starts it
+        start = "Start the notebook server with `offload run -- jupyter lab`."
     if name == "glibc":
         return f"glibc malloc keeps part of the freed memory. {start}"
     return f"{name} malloc may keep freed memory; it was not measured with offload. {start}"
