@@ -323,9 +323,10 @@ class PlanController:
         state.profiler = None
         self._on_recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
-        if self._link is None or not self._copies.are_known:
-            self._link = self._measure_link()
-        link = self._copies.link(self._link)
+        if self._link is not None and self._copies.are_known:
+            link = self._copies.link(self._link)
+        else:
+            self._link = link = self._measure_link()
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
             if profile.trace.tensors:
