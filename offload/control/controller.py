@@ -27,6 +27,7 @@ from offload.control.signature import Signature
 from offload.control.state_plan import StatePlanner
 from offload.control.trial import MakeTrial
 from offload.control.trials import Trials
+from offload.devices.allocator import LargeBlocks
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
 from offload.profiling.model_state import HeldBefore, HeldBytes
@@ -99,7 +100,9 @@ class PlanController:
         self._copies = OwnCopies(engine)
         self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
         self._link: Link | None = None  # as measured last
+        self._blocks = LargeBlocks()
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
+        self._return_blocks()
         self._latest: PlannedStep | None = None
         self.running = RunningStep()
         self._lock = threading.RLock()
@@ -261,6 +264,19 @@ class PlanController:
             raise
         planned.follow(plan, limit_bytes)
         self._latest = planned
+        self._return_blocks()
+
+    def _return_blocks(self) -> None:
+        """Have malloc return large blocks if memory is limited, unless all plans keep every tensor."""
+        plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
+        moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
+        is_limited = self._options.memory_limit is not None or self._options.least_memory
+        self._blocks.return_at_once(wanted=self._on_cpu and is_limited and moves)
+
+    def close(self) -> None:
+        """Stop recording, and leave malloc as it was."""
+        self.end_profiles()
+        self._blocks.return_at_once(wanted=False)
 
     def _borrow(
         self, state: SignatureState, signature: object, larger: PlannedStep, model: nn.Module, held: HeldBefore

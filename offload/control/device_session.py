@@ -129,6 +129,7 @@ class DeviceSession:
             self.held.close()
         self.controller.end_profiles()
         if isinstance(self.controller, PlanController):
+            self.controller.close()
             self.controller.regions.close()
         if os.getpid() != self._pid:
             return  # copies and store belong to the process from which this one was forked
