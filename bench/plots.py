@@ -11,10 +11,12 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+from control_tables import change_of
 from matplotlib import pyplot
 from table import Table, device_of
 
 OURS, THEIRS = "#0b6e99", "#b5542b"
+SETTLING_MARKERS = {"profiled": "s", "trial": "^", "reference": "o", "bare": "."}
 Colors = Mapping[str, str]
 THEMES: Mapping[str, Colors] = {
     "light": {"ink": "#24292f", "faint": "#8b949e", "ours": "#00796b", "least": "#80b8b0", "theirs": "#b5542b",
@@ -77,6 +79,8 @@ def draw(table: Table) -> bytes | None:
         figure = networks(table)
     elif table.kind == "bars" and table.values:
         figure = bars(table)
+    elif table.kind == "settling":
+        figure = settling(table.run)
     else:
         return None
     title = textwrap.fill(f"{table.title} · {device_of(table.machine)}", 80)  # beside the legend, not above it
@@ -137,6 +141,35 @@ def networks(table: Table) -> Any:
     figure.supxlabel("memory over plain", fontsize=9)
     figure.supylabel("step time over plain (simulated)", fontsize=9)
     figure.legend(handles.values(), handles.keys(), loc="lower right", fontsize=8, frameon=False)
+    return figure
+
+
+def settling(run: Mapping[str, Any]) -> Any:
+    """Draw step time and memory over the steps of a training, plain and with offload, and mark the decisions."""
+    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8.6, 6.0), layout="constrained", sharex=True)
+    numbers = range(1, len(run["steps"]) + 1)
+    for axes, key, scale in ((upper, "seconds", 1.0), (lower, "peak_bytes", 1 / (1 << 20))):
+        for steps, colour, label in ((run["plain"], THEIRS, "plain"), (run["steps"], OURS, "offload")):
+            axes.plot(numbers, [step[key] * scale for step in steps], color=colour, linewidth=1.2, label=label)
+        for kind, marker in SETTLING_MARKERS.items():
+            found = [(number, step[key] * scale) for number, step in zip(numbers, run["steps"], strict=True)
+                     if step["kind"] == kind]  # fmt: skip
+            if found:
+                points = list(zip(*found, strict=True))
+                axes.scatter(*points, color=OURS, marker=marker, s=28, zorder=3, label=f"{kind} step")
+        for number, step in zip(numbers, run["steps"], strict=True):
+            if changes := [text for text in map(change_of, step["decisions"]) if text]:
+                axes.axvline(number, color="#888888", linewidth=0.6, linestyle="--")
+                if axes is upper:
+                    label = "\n".join(dict.fromkeys(changes))
+                    top = axes.get_xaxis_transform()
+                    axes.text(number, 0.98, label, transform=top, rotation=90, ha="right", va="top", fontsize=7)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+    upper.set_ylabel("step, s")
+    lower.set_ylabel("growth of the resident set, MiB")
+    lower.set_xlabel("step")
+    upper.legend(loc="upper right", fontsize=8, frameon=False)
     return figure
 
 

@@ -63,6 +63,7 @@ class Runner:
         *,
         settle: int | None = None,
         seconds_max: float = RUN_SECONDS_MAX,
+        watch: bool = False,
     ) -> None:
         contestants.check_device(contestant, setting.device)
         self.contestant = contestant
@@ -70,6 +71,7 @@ class Runner:
         self.steps: list[dict[str, Any]] = []
         self._complaints: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - close() does
         task = {"setting": setting.to_dict(), "contestant": contestant.name, "cap_bytes": cap_bytes}
+        task["watch"] = watch
         task["settle"] = settle or steps_to_settle(contestant)
         environment = dict(os.environ) if setting.device == "cuda" else allocator.preload_environment()
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -30,6 +30,7 @@ APPENDICES = {
     "small": ("Networks, small", "the same networks with short steps, where offload does worse"),
     "largest": ("Largest that fits", "the largest batch, depth or image within a limit"),
     "recomputation": ("Recomputation", "what recomputing adds to swapping where copies take longer than computation"),
+    "settling": ("The first steps", "step time and memory until a plan is found, and what the controller decides"),
     "parts": ("Parts", "copies, spill file, hooks and planner, each by itself"),
     "targets": ("Targets and predictions", "what was aimed at and what was reached; predicted beside measured"),
     "simulated": ("Simulated GPUs", "computed from assumed figures of two cards; no GPU ran"),
@@ -47,6 +48,7 @@ NOTES = {
     "largest": "*Peer better*: a larger value fits with this way than with offload.",
     "recomputation": "The same limit, by swapping alone and with recomputation (the default).",
     "parts": "*Peer better*: offload reaches less than 97 % of the speed of what it is compared with.",
+    "settling": "Plain training and offload with default settings train the same batches, step by step in turn.",
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from control_tables import same_script_table, settling_tables
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
 from table import NOT_REACHED, PEER_BETTER, Row, Table
 
@@ -93,6 +94,10 @@ def read(path: Path) -> list[Table]:
         return [slowdown_table(content)]
     if content.get("format") == "offload-sweep/1":
         return [sweep_table(content)]
+    if content.get("format") == "offload-same-script/1":
+        return [same_script_table(content)]
+    if content.get("format") == "offload-settling/1":
+        return list(settling_tables(content))
     if content.get("format") == "offload-recomputation/1":
         return [recomputation_table(content)]
     if content.get("format") == "offload-simulated/1":

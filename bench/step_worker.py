@@ -1,6 +1,7 @@
 """A child process that trains one contestant, a step for each line it is sent.
 
-    python bench/step_worker.py JSON      {"setting": {…}, "contestant": NAME, "cap_bytes": …, "settle": STEPS}
+    python bench/step_worker.py JSON      {"setting": {…}, "contestant": NAME, "cap_bytes": …, "settle": STEPS,
+                                           "watch": …}
 
 Writes one JSON object a line: "ready", "step", "figures", or "inapplicable" with the reason. Sent "step" it trains a
 step, sent "finish" it tells its figures and ends. It ends by itself, with exit status 3, as soon as the resident
@@ -53,7 +54,7 @@ def run(task: dict[str, Any]) -> None:
     contestant = contestants.by_name(task["contestant"])
     try:
         warm_up(setting, contestant)
-        trainer = Trainer(setting, contestant)
+        trainer = Trainer(setting, contestant, watch=task.get("watch", False))
     except contestants.Inapplicable as reason:
         tell("inapplicable", reason=str(reason))
         return

@@ -35,10 +35,11 @@ class Table:
     columns: list[str]
     rows: list[Row]
     machine: Mapping[str, Any]
-    kind: str = "plain"  # "frontier", "bars" and "simulated" have a picture
+    kind: str = "plain"  # "frontier", "bars", "simulated" and "settling" have a picture
     values: dict[str, float] = field(default_factory=dict)  # of the bars, by label
     note: str = ""  # stands above the rows
     page: str = "parts"  # the page of the documentation that it is on
+    run: Mapping[str, Any] = field(default_factory=dict)  # of "settling": the row of the result file
 
     @property
     def slug(self) -> str:

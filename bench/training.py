@@ -18,6 +18,7 @@ import contestants
 import models
 import torch
 from contestants import Contestant, Prepared
+from step_watch import StepWatch
 from torch import Tensor, nn
 
 from offload.demo.memory import MemoryMeter
@@ -51,6 +52,7 @@ class Step:
     seconds: float
     loss: str  # as float.hex
     gradients: str  # hash over all bytes
+    watched: dict[str, Any] | None = None  # what `StepWatch` has found, where the trainer watches
 
 
 def steps_to_settle(contestant: Contestant) -> int:
@@ -89,13 +91,15 @@ def same_bits(device: str) -> Iterator[None]:
 class Trainer:
     """A model, its optimizer and the contestant that trains it.
 
+    `watch`: whether memory, kind and the controller's decisions are found for each step (on the CPU).
+
     Raises
     ------
     Inapplicable
         The contestant cannot run here.
     """
 
-    def __init__(self, setting: Setting, contestant: Contestant) -> None:
+    def __init__(self, setting: Setting, contestant: Contestant, *, watch: bool = False) -> None:
         self.setting = setting
         self.contestant = contestant
         self._number = 0
@@ -123,6 +127,7 @@ class Trainer:
         except BaseException:
             self._end_meter()
             raise
+        self._watch = StepWatch(self._meter, self._prepared.handle) if watch and self._meter is not None else None
 
     def _begin(self) -> int:
         """Start measuring memory; return the bytes in use now, from which growth is counted."""
@@ -159,6 +164,8 @@ class Trainer:
         )
         self._number += 1
         self._synchronize()
+        if self._watch is not None:
+            self._watch.begin()
         begin = time.perf_counter()
         with self._prepared.around():
             loss = models.loss_of(self._prepared.model(x), y)
@@ -166,7 +173,8 @@ class Trainer:
         self._optimizer.step()
         self._synchronize()
         seconds = time.perf_counter() - begin
-        return Step(seconds, float(loss.item()).hex(), gradient_hash(self._owner) if hashes else "")
+        watched = self._watch.end() if self._watch is not None else None
+        return Step(seconds, float(loss.item()).hex(), gradient_hash(self._owner) if hashes else "", watched)
 
     def figures(self) -> dict[str, Any]:
         """End the measurement and return memory, disk use and stalls."""

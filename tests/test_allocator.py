@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_describe_names_the_allocator_in_use_and_one_sentence() -> None:
 def test_glibc_is_described_with_the_remedy() -> None:
     assert allocator.INSTALL in allocator._COSTS["glibc"]
     assert "offload run -- python" in allocator._COSTS["glibc"]
+
+
+def test_the_remedy_is_what_a_script_or_a_notebook_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    for name in ("glibc", "musl"):
+        assert allocator.remedy(name).endswith("Start with `offload run -- python train.py`.")
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    for name in ("glibc", "musl"):
+        assert allocator.remedy(name).endswith("Start the notebook server with `offload run -- jupyter lab`.")
 
 
 def name_in_a_child(environment: dict[str, str]) -> str:

@@ -136,6 +136,20 @@ def test_the_meter_sees_memory_that_came_and_went() -> None:
     assert meter.samples
 
 
+def test_a_lap_of_the_meter_has_its_own_peak() -> None:
+    meter = MemoryMeter("cpu")
+    meter.start()
+    block = mmap.mmap(-1, 32 << 20)
+    for at in range(0, len(block), mmap.PAGESIZE):
+        block[at] = 1
+    block.close()
+    high, low = meter.lap(), meter.lap()
+    meter.stop()
+    assert high - meter.baseline_bytes >= 30 << 20
+    assert low <= high - (30 << 20)
+    assert meter.peak_bytes == high
+
+
 def test_thinning_keeps_the_extremes_in_order() -> None:
     samples = [(float(at), at * 7919 % 1000) for at in range(5000)]
     kept = thin(samples, 100)

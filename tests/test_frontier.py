@@ -132,6 +132,21 @@ def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
 
 
 @pytest.mark.parametrize(
+    ("seed", "noise", "share", "goes_back"), [(2, 0.04, 0.0, True), (4, 0.0, 0.8, True), (0, 0.0, 0.0, False)]
+)
+def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, share, goes_back, caplog):
+    plant, profiled, calibrated = machine(seed, noise=noise)
+    plant.fixed_seconds = share * 0.05 * plant.compute_seconds
+    with caplog.at_level("INFO", "offload"):
+        planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    last = planned.frontier.tried[-1]
+    assert (planned.plan is not last.plan) == goes_back
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("back to")]
+    swaps, why = (len(planned.plan.swaps), len(last.plan.swaps)), f"took {last.slowdown:.1%} more than without swapping"
+    assert said == ([f"back to a plan with {swaps[0]} swaps: the one with {swaps[1]} {why}"] if goes_back else [])
+
+
+@pytest.mark.parametrize(
     ("points", "slope"),
     [
         ([], None),

@@ -34,7 +34,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
 
 
 def test_a_slower_link_is_planned_anew_and_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("offload.control.promise.measured_link", lambda engine, link: Link(1e6, 1e6))
+    monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: Link(1e6, 1e6))
     _, plain_peak = plain_run([512] * 4, blocks=3)
     model, optimizer = make(blocks=3)
     options = {"memory_limit": int(0.6 * plain_peak), "spill_dir": tmp_path, "recompute": False}
@@ -86,7 +86,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
     monkeypatch.setattr("offload.handle.measure_link", lambda device, options: Link(1e3, 1e3))
-    monkeypatch.setattr("offload.control.promise.measured_link", lambda engine, link: Link(1e12, 1e12))
+    monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:
         train(model, optimizer, [512] * 2)

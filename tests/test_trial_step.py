@@ -107,7 +107,7 @@ def test_a_plan_that_waits_is_followed_by_one_trial_and_a_joint_plan(trials, tmp
 
 def test_nothing_is_tried_where_swapping_hides_everything(trials, tmp_path, monkeypatch):
     trials.link = FAST
-    monkeypatch.setattr("offload.control.promise.measured_link", lambda engine, link: link)
+    monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: link)
     limit = int(0.6 * peak_of_plain_steps())
     model = make()
     with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:

@@ -255,6 +255,8 @@ def _link(section: str, found: Calibration) -> Iterator[Finding]:
     both = f"{format_bandwidth(found.out_bandwidth_both)} out, {format_bandwidth(found.in_bandwidth_both)} in"
     yield Finding(section, "copies, one direction", alone, [found.out_bandwidth, found.in_bandwidth])
     yield Finding(section, "copies, both at once", both, [found.out_bandwidth_both, found.in_bandwidth_both])
+    low = f"{format_bandwidth(found.out_bandwidth_low)} out, {format_bandwidth(found.in_bandwidth_low)} in"
+    yield Finding(section, "copies, slowest quarter", low, [found.out_bandwidth_low, found.in_bandwidth_low])
     yield Finding(section, "latency", f"{format_seconds(found.latency_seconds)} a copy", found.latency_seconds)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from torch import nn
 
 from offload.control.limits import LIMITS, Limits
+from offload.control.own_copies import OwnCopies
 from offload.control.phase import Phase, SignatureState, larger_plan
 from offload.control.planned_step import PlannedStep, most
 from offload.control.profile_listener import ProfileListener, tell_profile
@@ -26,6 +27,7 @@ from offload.control.signature import Signature
 from offload.control.state_plan import StatePlanner
 from offload.control.trial import MakeTrial
 from offload.control.trials import Trials
+from offload.devices.allocator import LargeBlocks
 from offload.options import Options, device_bytes
 from offload.plan import InfeasibleLimitError, Link
 from offload.profiling.model_state import HeldBefore, HeldBytes
@@ -55,7 +57,7 @@ class PlanController:
     on_recorded
         Called with every step that has been recorded.
     measure_link
-        Measures the link; called after each profiled step.
+        Measures the link; called after each profiled step until the engine's own copies show its speed.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial
@@ -95,8 +97,12 @@ class PlanController:
         self.regions = regions
         self._on_profile = on_profile
         self._limits = limits
-        self._promise = SlowdownPromise(options, limits, engine, plan_state)
+        self._copies = OwnCopies(engine)
+        self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
+        self._link: Link | None = None  # as measured last
+        self._blocks = LargeBlocks()
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
+        self._return_blocks()
         self._latest: PlannedStep | None = None
         self.running = RunningStep()
         self._lock = threading.RLock()
@@ -261,6 +267,19 @@ class PlanController:
             raise
         planned.follow(plan, limit_bytes)
         self._latest = planned
+        self._return_blocks()
+
+    def _return_blocks(self) -> None:
+        """Have malloc return large blocks if memory is limited, unless all plans keep every tensor."""
+        plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
+        moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
+        is_limited = self._options.memory_limit is not None or self._options.least_memory
+        self._blocks.return_at_once(wanted=self._on_cpu and is_limited and moves)
+
+    def close(self) -> None:
+        """Stop recording, and leave malloc as it was."""
+        self.end_profiles()
+        self._blocks.return_at_once(wanted=False)
 
     def _borrow(
         self, state: SignatureState, signature: object, larger: PlannedStep, model: nn.Module, held: HeldBefore
@@ -323,7 +342,10 @@ class PlanController:
         state.profiler = None
         self._on_recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
-        link = self._measure_link()
+        if self._link is not None and self._copies.are_known:
+            link = self._copies.link(self._link)
+        else:
+            self._link = link = self._measure_link()
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
             if profile.trace.tensors:

@@ -50,7 +50,7 @@ class DeviceSession:
     device
         The device of the model.
     link
-        Measures the link; called after each profiled step.
+        Measures the link for the first plans.
     on_recorded
         Called with every step that has been recorded.
     make_trial
@@ -129,6 +129,7 @@ class DeviceSession:
             self.held.close()
         self.controller.end_profiles()
         if isinstance(self.controller, PlanController):
+            self.controller.close()
             self.controller.regions.close()
         if os.getpid() != self._pid:
             return  # copies and store belong to the process from which this one was forked

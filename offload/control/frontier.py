@@ -16,6 +16,7 @@ from statistics import median
 
 from offload.control.limits import Limits
 from offload.plan import Link, Plan
+from offload.profiling.link_measurement import lower_quartile
 from offload.runtime.executor import Measured
 
 __all__ = ["Frontier", "StepCost", "TriedPlan"]
@@ -123,9 +124,12 @@ class Frontier:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Seconds of the step without swapping; None before there are enough reference steps."""
+        """Seconds of the step without swapping; None before there are enough reference steps.
+
+        The lower quartile of the reference steps, because other programs only make steps longer.
+        """
         computed = [self._computed(cost) for _, cost in self.references]
-        return _lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
+        return lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
 
     @property
     def is_shared(self) -> bool:
@@ -163,7 +167,7 @@ class Frontier:
         computed = [self._computed(cost) for _, cost in self.references]
         allowed = max(self._undisturbed(computed))
         rows = [nodes for (nodes, _), seconds in zip(self.references, computed, strict=True) if seconds <= allowed]
-        return [_lower_quartile(column) for column in zip(*rows, strict=True)]
+        return [lower_quartile(column) for column in zip(*rows, strict=True)]
 
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
         """Store a reference step; after the search, also compare the last `steps` of the plan with it."""
@@ -307,11 +311,6 @@ class Frontier:
         """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
-
-
-def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Estimate the duration of undisturbed steps: a low value, because other programs only make steps longer."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float | None:

@@ -27,6 +27,7 @@ from offload.units import format_seconds
 __all__ = ["PlannedStep", "most"]
 
 log = logging.getLogger("offload")
+node_log = logging.getLogger("offload.nodes")  # a line for each node of a measured step
 
 
 @dataclass
@@ -261,10 +262,12 @@ class PlannedStep:
         self.costs.append(StepCost.of(measured))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
-        if log.isEnabledFor(logging.DEBUG):
+        if node_log.isEnabledFor(logging.DEBUG):
             rows = zip(plan.trace.nodes, plan.timing.start, measured.starts, strict=True)
             for number, (node, predicted, found) in enumerate(rows):
-                log.debug("node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found)
+                node_log.debug(
+                    "node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found
+                )
         return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
 
     def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:

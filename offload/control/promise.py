@@ -10,12 +10,14 @@ from functools import partial
 from statistics import median
 
 from offload.control.limits import Limits
+from offload.control.own_copies import OwnCopies
 from offload.control.planned_step import PlannedStep
 from offload.control.state_plan import StatePlanner
-from offload.control.wanted_plan import measured_link, wanted_plan
+from offload.control.wanted_plan import wanted_plan
 from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.plan.trace import Trace
+from offload.profiling.calibration import forget_disturbed
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Stopwatch
@@ -39,18 +41,26 @@ class SlowdownPromise:
     engine
         The engine whose copies are measured. On an accelerator copies do not slow the computation, and only the first
         steps are measured, so there `max_slowdown` limits the predicted slowdown.
+    copies
+        The measured speed of the engine's copies.
     plan_state
         Chooses the share of optimizer state that moves, if plans do.
     """
 
     def __init__(
-        self, options: Options, limits: Limits, engine: Engine, plan_state: StatePlanner | None = None
+        self,
+        options: Options,
+        limits: Limits,
+        engine: Engine,
+        copies: OwnCopies,
+        plan_state: StatePlanner | None = None,
     ) -> None:
         self._options = options
         self._limits = limits
         self._engine = engine
         self._on_cpu = engine.device.type == "cpu"
         self._plan_state = plan_state
+        self._copies = copies
         self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
 
     def applies(self, planned: PlannedStep) -> bool:
@@ -85,9 +95,11 @@ class SlowdownPromise:
 
     def needs_plan(self, planned: PlannedStep) -> bool:
         """Return whether measured steps differ so much that a new plan is due. New plans are limited and logged."""
+        self._copies.read()
         if not planned.is_measured:
             return False
-        link = measured_link(self._engine, planned.link)
+        forget_disturbed()
+        link = self._copies.link(planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         if self.applies(planned):
@@ -181,11 +193,19 @@ class SlowdownPromise:
         frontier, plan = planned.frontier, self._last(planned, allowed)
         frontier.is_settled = True
         if plan is not planned.plan:
-            log.info("back to a plan with %d swaps: the last one is too slow, or saves too little memory", len(plan.swaps))
             planned.late = {}
             planned.follow(plan, self._options.memory_limit)
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
+        """Return the plan that the search ends with. If it is not the one that was judged last, that is logged."""
+        plan, judged = self._best(planned, allowed), planned.frontier.tried[-1]
+        if plan is not judged.plan:
+            is_slow = judged.slowdown > allowed
+            why = f"took {judged.slowdown:.1%} more than without swapping" if is_slow else "saves too little memory"
+            log.info("back to a plan with %d swaps: the one with %d %s", len(plan.swaps), len(judged.plan.swaps), why)
+        return plan
+
+    def _best(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan of least memory that kept the promise.
 
         If none did, or if it saves too little: the one that swaps nothing. If that exceeds the memory limit: the plan

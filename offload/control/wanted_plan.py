@@ -1,4 +1,4 @@
-"""The plan that the caller's arguments ask for, and the link to plan with.
+"""The plan that the caller's arguments ask for.
 
 The controller calls it when a plan is due.
 """
@@ -20,11 +20,8 @@ from offload.plan import (
     manual_plan,
 )
 from offload.plan.trace import Trace
-from offload.runtime.engine import Engine
 
-__all__ = ["measured_link", "wanted_plan"]
-
-_LINK_SECONDS_MIN = 0.05  # of copies; less is too short to measure the link
+__all__ = ["wanted_plan"]
 
 
 def wanted_plan(
@@ -83,24 +80,6 @@ def wanted_plan(
     )
     is_smaller = options.max_slowdown is not None and plan.peak_bytes < threshold * alone.peak_bytes
     return plan if is_faster or is_smaller else alone
-
-
-def measured_link(engine: Engine, link: Link) -> Link:
-    """Return the link with the bandwidths of the engine's copies; a bandwidth is unchanged if too little was copied.
-
-    Parameters
-    ----------
-    engine
-        The engine whose copies are measured.
-    link
-        The link as known so far.
-    """
-    stats = engine.store_stats()
-    rates = {}
-    for name, known in (("out", link.out_bandwidth), ("in", link.in_bandwidth)):
-        seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
-        rates[name] = nbytes / seconds if seconds > _LINK_SECONDS_MIN else known
-    return replace(link, out_bandwidth=rates["out"], in_bandwidth=rates["in"])
 
 
 def _plan(

@@ -44,6 +44,7 @@ class MemoryMeter:
         self.samples: list[Sample] = []
         self.heap_samples: list[Sample] = []
         self._marked = False
+        self._lap = 0  # number of samples before the present lap
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="memory-meter", daemon=True)
 
@@ -62,11 +63,25 @@ class MemoryMeter:
         """End sampling and set the peak: the larger one of the samples and of the system's high-water mark."""
         self._ended.set()
         self._thread.join()
-        sampled = max((used for _, used in self.samples), default=self.baseline_bytes)
+        self.peak_bytes = max(self.peak_bytes, *self._peaks())
+
+    def lap(self) -> int:
+        """Return the peak since the last call, or since `start`."""
+        peak = max(self._peaks())
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self._lap = len(self.samples)
         if self._known.is_accelerator:
-            self.peak_bytes = max(sampled, self._known.peak_bytes())
+            self._known.reset_peak()
         else:
-            self.peak_bytes = max(sampled, _resident_peak_bytes() if self._marked else 0)
+            self._marked = _mark_resident_peak()
+        return peak
+
+    def _peaks(self) -> tuple[int, int]:
+        """Return the peaks of the samples and of the high-water mark since the last lap."""
+        sampled = max((used for _, used in self.samples[self._lap :]), default=self._now_bytes())
+        if self._known.is_accelerator:
+            return sampled, self._known.peak_bytes()
+        return sampled, _resident_peak_bytes() if self._marked else 0
 
     def seconds(self) -> float:
         """Return the seconds since `start`; samples use the same clock."""

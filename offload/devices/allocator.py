@@ -13,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 __all__ = [
     "INSTALL",
+    "LargeBlocks",
     "bytes_in_use",
     "current",
     "describe",
@@ -32,6 +34,9 @@ __all__ = [
 INSTALL = "pip install cmeel-mimalloc"
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation on the CPU
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_LARGE_BYTES = 1 << 20  # the default of min_tensor_bytes: smaller tensors stay
+_USUAL_BYTES = 32 << 20  # glibc moves its threshold up to this, whenever a larger block than before is freed
 _KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
@@ -54,6 +59,9 @@ _COSTS = {
         name: f"{_RECYCLES}, if purging is off ({'='.join(setting)}); with purging, every step has page faults"
         for name, setting in _NEVER_PURGE.items()
     },
+    "glibc, large blocks returned": "returns blocks of 1 MiB or more to the system when they are freed, so memory "
+    "falls as tensors are swapped out; new blocks cause page faults. For faster steps, start with "
+    f"`offload run -- python train.py` ({INSTALL})",
     "glibc": "keeps part of the freed memory, so the resident set falls by less than the bytes swapped; "
     "reusing the rest causes page faults. Start with `offload run -- python train.py` "
     f"({INSTALL})",
@@ -96,21 +104,50 @@ def describe() -> str:
     True
     """
     name = current()
-    return f"{name}: {_COSTS[name]}"
+    return f"{name}: {_COSTS[f'{name}, large blocks returned' if _returning else name]}"
 
 
 def remedy(name: str) -> str:
-    """Explain why, with this allocator, the resident set falls by less than the bytes swapped, and give the remedy."""
-    start = "Start with `offload run -- python train.py`."
+    """Explain how the resident set follows the tensors with this allocator, and how to start the program instead."""
+    start = "tart with `offload run -- python train.py`."
+    if "ipykernel" in sys.modules:  # a kernel inherits the malloc of the server that starts it
+        start = "tart the notebook server with `offload run -- jupyter lab`."
+    if name == "glibc" and _returning:
+        return f"glibc malloc returns large blocks when they are freed; new ones take time. For faster steps, s{start}"
     if name == "glibc":
-        return f"glibc malloc keeps part of the freed memory. {start}"
-    return f"{name} malloc may keep freed memory; it was not measured with offload. {start}"
+        return f"glibc malloc keeps part of the freed memory. S{start}"
+    return f"{name} malloc may keep freed memory; it was not measured with offload. S{start}"
 
 
 def release_free_memory() -> None:
     """Make glibc's malloc return free memory to the system; does nothing with other allocators."""
     if current() == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class LargeBlocks:
+    """Makes glibc's malloc return blocks of 1 MiB or more to the system as soon as they are freed.
+
+    The resident set then falls with the tensors that are swapped out. Each new block causes page faults, so this is for
+    goals that limit memory, not for those that limit the slowdown alone. Nothing happens with other allocators, or if
+    the environment sets the threshold itself. Each session has an object; blocks are returned while one of them asks.
+    """
+
+    def return_at_once(self, *, wanted: bool) -> None:
+        """Ask for it, or do not ask any more."""
+        chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+        if wanted == (self in _returning) or chosen or current() != "glibc":
+            return
+        with _lock:
+            (_returning.add if wanted else _returning.discard)(self)
+            libc = ctypes.CDLL(None)
+            libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES if _returning else _USUAL_BYTES)
+            if wanted:
+                libc.malloc_trim(0)  # what was kept so far
+
+
+_returning: set[LargeBlocks] = set()  # those that ask for it
+_lock = threading.Lock()
 
 
 def find_recycling_allocator() -> Path | None:

@@ -14,7 +14,7 @@ from offload.optimizer_state.in_backward import BackwardCounts
 from offload.parameters.mover import ParameterCounts
 from offload.plan import Plan
 from offload.runtime.counters import Count, StepRecord
-from offload.units import format_bytes, format_seconds
+from offload.units import format_bandwidth, format_bytes, format_seconds
 
 LATE_SECONDS = 1e-3
 RATED_BYTES = 600 * 10**12  # drives do not tell their own rating to programs
@@ -266,6 +266,7 @@ class Report:
             ("saved twice, copied once", _words(self.deduplicated)),
             ("copy-out", _rate(about["copy_out"])),
             ("copy-in", _rate(about["copy_in"])),
+            *self._planned_link(),
             ("stalled", f"{self.store['stall_seconds']:.3f} s in all"),
             ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
@@ -294,6 +295,13 @@ class Report:
             known = f"the computation of {references} steps that waited for each copy at once"
             estimated = "estimated: the computation of these steps, without copies and waits"
             yield "time without offload", known if references else estimated
+
+    def _planned_link(self) -> Iterator[tuple[str, str]]:
+        """Yield a row on the link that the plan counts on, if it swaps."""
+        if self.plan is not None and self.plan.swaps:
+            link = self.plan.link
+            rates = f"{format_bandwidth(link.out_bandwidth)} out, {format_bandwidth(link.in_bandwidth)} in"
+            yield "planned with", f"{rates} (a quarter of the measurements was slower); {self.plan.slow_link()}"
 
     def _recomputed(self) -> Iterator[tuple[str, str]]:
         if self.recomputed.tensors:

@@ -6,7 +6,7 @@ It is the planner's result. The executor follows it; the report and `offload pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from offload.units import format_bytes, format_seconds
 
 __all__ = ["Plan", "make_plan"]
 
+SLOW = 2.0
 _NO_SWAPS = "nothing is worth swapping"
 
 
@@ -112,6 +113,23 @@ class Plan:
         """Step time with the overhead of the swaps, in seconds."""
         return self.step_seconds + self.overhead_seconds
 
+    def seconds_if_copies_take(self, factor: float) -> float:
+        """Return the step time of this plan if copies take `factor` times as long, with overhead, in seconds."""
+        link = self.link
+        slower = replace(
+            link,
+            out_bandwidth=link.out_bandwidth / factor,
+            in_bandwidth=link.in_bandwidth / factor,
+            latency=link.latency * factor,
+        )
+        return simulate(self.recomputed_trace, self.swaps, slower).step_seconds + self.overhead_seconds
+
+    def slow_link(self) -> str:
+        """Return what a step takes if every copy takes twice as long, as on a disk that other programs use."""
+        seconds = self.seconds_if_copies_take(SLOW)
+        change = seconds / self.expected_seconds - 1 if self.expected_seconds else 0.0
+        return f"step {format_seconds(seconds)} if copies take twice as long ({100 * change:+.0f} %)"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan's JSON form, as ``offload plan --json`` prints it."""
         return {
@@ -149,6 +167,8 @@ class Plan:
     def explain(self) -> str:
         """Return the summary, then lines on optimizer state that moves, then a line for each tensor, with the reason.
 
+        If tensors are swapped, one line says what the step takes on a slower link.
+
         Returns
         -------
         str
@@ -161,6 +181,8 @@ class Plan:
             if self.unswapped_peak_bytes <= self.limit_bytes:
                 reason = f"the step fits as it is: {format_bytes(self.unswapped_peak_bytes)} at its peak"
             return "\n".join([*lines, f"{_NO_SWAPS}: {reason}"])
+        if self.swaps:
+            lines.append(self.slow_link())
         tensors = {tensor.id: tensor for tensor in self.recomputed_trace.tensors}
         originals = {tensor.id: tensor for tensor in self.trace.tensors}
         late = self.late_seconds()

@@ -29,7 +29,7 @@ from offload.plan import Link
 from offload.profiling.link_measurement import BLOCK_BYTES_MIN, measure
 from offload.runtime.stores import make_store, throttle
 
-__all__ = ["Calibration", "calibrate", "measure_link"]
+__all__ = ["Calibration", "calibrate", "forget_disturbed", "measure_link"]
 
 log = logging.getLogger("offload")
 
@@ -55,6 +55,8 @@ class Calibration:
         Bytes per second out of and into device memory while the other direction is idle.
     out_bandwidth_both, in_bandwidth_both : float
         The same while both directions are busy.
+    out_bandwidth_low, in_bandwidth_low : float
+        Lower quartiles of the measurements with both directions busy.
     latency_seconds : float
         Fixed time per copy, besides the time for its bytes.
     processor_seconds : float
@@ -62,9 +64,9 @@ class Calibration:
 
     Examples
     --------
-    >>> found = Calibration("cpu", "disk", 2e9, 3e9, 1e9, 1.5e9, 20e-6, 2e-10)
+    >>> found = Calibration("cpu", "disk", 2e9, 3e9, 1e9, 1.5e9, 0.8e9, 1.2e9, 20e-6, 2e-10)
     >>> found.link().out_bandwidth
-    1000000000.0
+    800000000.0
     """
 
     device: str
@@ -73,11 +75,15 @@ class Calibration:
     in_bandwidth: float
     out_bandwidth_both: float
     in_bandwidth_both: float
+    out_bandwidth_low: float
+    in_bandwidth_low: float
     latency_seconds: float
     processor_seconds: float
 
     def link(self, *, slows: bool = False) -> Link:
-        """Return the link for the planner, with the bandwidths measured while both directions are busy.
+        """Return the link for the planner, with the lower quartiles of the bandwidths.
+
+        A disk that is shared has fast and slow seconds. A plan that relies on the fast ones makes steps wait.
 
         Parameters
         ----------
@@ -85,7 +91,7 @@ class Calibration:
             Whether computation uses all processors, so that the CPU time of copies slows it down.
         """
         byte_seconds = self.processor_seconds if slows else 0.0
-        return Link(self.out_bandwidth_both, self.in_bandwidth_both, self.latency_seconds, byte_seconds=byte_seconds)
+        return Link(self.out_bandwidth_low, self.in_bandwidth_low, self.latency_seconds, byte_seconds=byte_seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a dict of numbers and strings, in bytes per second and in seconds."""
@@ -150,7 +156,7 @@ def calibrate(
     Returns
     -------
     Calibration
-        Medians over three rounds.
+        Medians over six rounds, and lower quartiles.
 
     Raises
     ------
@@ -183,6 +189,8 @@ def calibrate(
         in_bandwidth=rates.into,
         out_bandwidth_both=rates.out_both,
         in_bandwidth_both=rates.in_both,
+        out_bandwidth_low=rates.out_low,
+        in_bandwidth_low=rates.in_low,
         latency_seconds=rates.latency_seconds,
         processor_seconds=rates.processor_seconds,
     )
@@ -201,6 +209,14 @@ def measure_link(device: torch.device, options: Options) -> Link:
     # Copies between GPU and host take no CPU time from the computation.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
     return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
+
+
+def forget_disturbed() -> None:
+    """Forget results that were measured while other programs used the processors. Steps have measured the link since.
+
+    Only this process has used them: they were not written to the cache.
+    """
+    _not_written.clear()
 
 
 def _of_this_process(path: Path) -> Calibration | None:

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,12 @@ from offload import _core
 from offload._core import SwappedStorage
 from offload.runtime.engine import Engine
 
-__all__ = ["LinkRates", "measure"]
+__all__ = ["LinkRates", "lower_quartile", "measure"]
 
 BLOCK_BYTES_MIN = 4096
 COPIES_IN_FLIGHT = 2  # per direction
-ROUNDS = 3
-ROUND_SECONDS = 0.1
+ROUNDS = 6
+ROUND_SECONDS = 0.05  # short, so that the rounds show how the speed varies
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
 POLL_SECONDS = 5e-5
@@ -32,12 +32,14 @@ POLL_BYTES_MIN = 4 << 20  # copies of smaller blocks take less time than a sleep
 
 @dataclass(frozen=True)
 class LinkRates:
-    """The result of `measure`: medians over its rounds.
+    """The result of `measure`: medians over its rounds, unless stated otherwise.
 
     Attributes
     ----------
     out, into, out_both, in_both : float
         Bytes per second out of and into device memory, while the other direction is idle and while it is busy.
+    out_low, in_low : float
+        Lower quartiles of `out_both` and `in_both` over the rounds.
     latency_seconds : float
         Fixed time per copy, besides the time for its bytes.
     processor_seconds : float
@@ -48,6 +50,8 @@ class LinkRates:
     into: float
     out_both: float
     in_both: float
+    out_low: float
+    in_low: float
     latency_seconds: float
     processor_seconds: float
 
@@ -84,9 +88,16 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
         into=into,
         out_both=out_both,
         in_both=in_both,
+        out_low=lower_quartile(columns[6]),
+        in_low=lower_quartile(columns[7]),
         latency_seconds=max(latency - BLOCK_BYTES_MIN / max(out, into), 0.0),
         processor_seconds=out_processor + in_processor,
     )
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the values is at most; the smallest of four or fewer."""
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
@@ -142,7 +153,7 @@ def _small_copy_seconds(engine: Engine) -> float:
 
 
 def _affordable(engine: Engine, block_bytes: int) -> int:
-    """Return the largest block size, at most `block_bytes`, that fits and whose copy-out takes at most half a round."""
+    """Return the largest block size, at most `block_bytes`, that fits and whose copy-out takes at most a round."""
     while True:
         try:
             begun = time.perf_counter()
@@ -157,7 +168,7 @@ def _affordable(engine: Engine, block_bytes: int) -> int:
                 raise MemoryError(str(error)) from None
             seconds = math.inf
         engine.drain()
-        if seconds <= ROUND_SECONDS / 2 or block_bytes <= BLOCK_BYTES_MIN:
+        if seconds <= ROUND_SECONDS or block_bytes <= BLOCK_BYTES_MIN:
             return block_bytes
         block_bytes = max(block_bytes // 4 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN, BLOCK_BYTES_MIN)
 

@@ -1,0 +1,104 @@
+"""Tables of what the controller does: the results of `settling.py` and `same_script.py`. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from table import NETWORKS, NOT_REACHED, Row, Table
+
+from offload.units import format_bytes, format_seconds
+
+SLOW = 2.0  # times plain: the target for every step but the profiled and the trial ones
+SETTLED_BY = 20  # steps
+SPREAD_MAX = 0.1  # of the memory of the same script
+WENT_BACK = "back to"
+CHANGES = {"new plan": "new plan", "planning again": "plans again", WENT_BACK: "goes back"}  # of the plan, as logged
+BY_ITSELF = ("profiled", "trial")  # slow steps that no plan is judged by
+
+
+def settling_tables(content: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield a table for each network: every line that the library logged, with its step."""
+    columns = ["step", "kind", "step time", "memory", "logged"]
+    for run in content["rows"]:
+        name = NETWORKS.get(run["family"], run["family"])
+        rows = []
+        for number, step in enumerate(run["steps"], 1):
+            for place, (_, text) in enumerate(step["decisions"]):
+                about = [str(number), step["kind"], format_seconds(step["seconds"]), format_bytes(step["peak_bytes"])]
+                cells = about if place == 0 else [""] * len(about)
+                rows.append(Row(f"settling / {run['family']} {number}.{place}", [*cells, "; ".join(text.splitlines())]))
+        title = f"The first {len(run['steps'])} steps: {name}"
+        yield Table(title, columns, rows, content["machine"], "settling", note=note(run), page="settling", run=run)
+
+
+def same_script_table(content: Mapping[str, Any]) -> Table:
+    """How much memory varies between runs of the same script."""
+    columns = ["runs", "bits", "memory", "spread of memory", "memory over plain", "step over plain", "kept", ""]
+    groups = {
+        "alone": [run for run in content["runs"] if not run["beside"]],
+        "beside another program": [run for run in content["runs"] if run["beside"]],
+        "all": content["runs"],
+    }
+    rows = []
+    for name, runs in groups.items():
+        if not runs:
+            continue
+        peaks, ratios = [run["peak_bytes"] for run in runs], [run["ratio"] for run in runs]
+        apart = (max(peaks) - min(peaks)) / median(peaks)
+        kept = sum(run["kept"] for run in runs)
+        mark = "" if apart <= SPREAD_MAX and kept == len(runs) else NOT_REACHED
+        cells = [
+            f"{len(runs)} {name}" if name != "all" else f"all {len(runs)}",
+            "equal" if all(run["bits_equal"] for run in runs) else "DIFFER",
+            f"{format_bytes(min(peaks))}–{format_bytes(max(peaks))}",
+            f"{apart:.0%}",
+            f"{median(run['peak_bytes'] / run['plain_peak_bytes'] for run in runs):.2f} ×",
+            f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})",
+            f"{kept} of {len(runs)}",
+            mark,
+        ]
+        rows.append(Row(f"same script / {name}", cells, mark))
+    note = (
+        f"The {NETWORKS.get(content['family'], content['family'])} with default settings, each time in a new process "
+        "that measures the link itself, in turn with plain steps. The other program computes on one processor, beside "
+        "plain steps too. *Spread*: from the least to the most memory, relative to the median. The target: at most "
+        f"{SPREAD_MAX:.0%}, and the slowdown is kept within 1 % of noise."
+    )
+    return Table("The same script again", columns, rows, content["machine"], note=note, page="targets")
+
+
+def note(run: Mapping[str, Any]) -> str:
+    """Say when the plan was found, how slow the steps before were, and whether the controller went back."""
+    ratios = [step["seconds"] / plain["seconds"] for step, plain in zip(run["steps"], run["plain"], strict=True)]
+    changed = [number for number, step in enumerate(run["steps"], 1) if any(map(change_of, step["decisions"]))]
+    settled = max(changed, default=0)
+    by_plan = [ratio for ratio, step in zip(ratios, run["steps"], strict=True) if step["kind"] not in BY_ITSELF]
+    words = [f"Losses and gradients are {'equal to the last bit' if run['bits_equal'] else 'NOT EQUAL'}."]
+    words.append(f"The plan changes for the last time at step {settled} (target: {SETTLED_BY} or fewer).")
+    if by_plan:
+        words.append(
+            f"The slowest step besides profiled and trial steps takes {max(by_plan):.2f} × plain's time in the same "
+            f"turn (target: {SLOW:g} × or less)."
+        )
+    if ratios[settled:]:
+        memory = peak(run["steps"][settled:]) / max(1, peak(run["plain"][settled:]))
+        words.append(
+            f"After the last change, the median is {median(ratios[settled:]):.2f} ×, at {memory:.2f} × memory."
+        )
+    back = [number for number, step in enumerate(run["steps"], 1)
+            if any(text.startswith(WENT_BACK) for _, text in step["decisions"])]  # fmt: skip
+    words.append(f"The controller goes back to an earlier plan at step {', '.join(map(str, back))}." if back else
+                 "In this run the controller goes back to no earlier plan.")  # fmt: skip
+    return " ".join(words)
+
+
+def change_of(decision: Sequence[str]) -> str:
+    """How a logged line changes the plan, in two words; empty if it does not."""
+    return next((words for begin, words in CHANGES.items() if decision[1].startswith(begin)), "")
+
+
+def peak(steps: Sequence[Mapping[str, Any]]) -> int:
+    """The most memory of these steps, in bytes."""
+    return max(int(step["peak_bytes"]) for step in steps)
