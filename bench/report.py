@@ -1,6 +1,6 @@
 """Tables and pictures out of result files: a page, and the document that the repository carries.
 
-    python bench/report.py RESULT… [--html FILE] [--png DIR] [--docs FILE] [--pages DIR]
+    python bench/report.py RESULT… [--html FILE] [--docs FILE] [--pages DIR]
 
 RESULT is a JSON file of pytest-benchmark, race.py, largest.py, goals.py or `offload demo --json`, or a
 folder of gpu_suite.py. The pages of the documentation, with their pictures:
@@ -30,7 +30,7 @@ tr.ours td { background: #eaf4f8 } tr.peer td { background: #fbeee6 }
 p.machine { color: #57606a; font-size: 13px } img { max-width: 100% }
 @media (prefers-color-scheme: dark) {
   body { background: #14181c; color: #e6e6e6 } th, td { border-color: #333 } p.machine { color: #9aa4ae }
-  tr.ours td { background: #12303b } tr.peer td { background: #3b2416 } img { background: #fff }
+  tr.ours td { background: #12303b } tr.peer td { background: #3b2416 }
 }
 """
 PREFACE = """# Benchmarks
@@ -78,16 +78,14 @@ def group_of(row: Row) -> str:
     return row.key.rpartition(" / ")[0]
 
 
-def markdown(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, str]) -> str:
-    """Lay out the document; `pictures` are paths by a table's slug."""
+def markdown(tables: Sequence[Table], why: dict[str, str]) -> str:
+    """Lay out the document."""
     on_gpu = any(table.machine.get("device") and not table.machine.get("rehearsal") for table in tables)
     lines = [PREFACE] if on_gpu else [PREFACE, NO_GPU]
     for table in tables:
         lines += [f"## {table.title}\n", f"{about(table.machine)}.\n"]
         if table.note:
             lines.append(f"{table.note}\n")
-        if table.slug in pictures:
-            lines.append(f"![{table.title}]({pictures[table.slug]})\n")
         lines.append("| " + " | ".join(table.columns) + " |")
         lines.append("|" + "---|" * len(table.columns))
         for row in table.rows:
@@ -103,15 +101,19 @@ def markdown(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, s
     return "\n".join(lines).rstrip() + "\n"
 
 
-def page(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, bytes]) -> str:
+def page(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, dict[str, bytes]]) -> str:
     """Lay out the page, which needs no other file."""
     parts = [f"<!doctype html><meta charset=utf-8><title>offload: benchmarks</title><style>{STYLE}</style>"]
     parts.append("<h1>offload: benchmarks</h1>")
     for table in tables:
         parts.append(f"<h2>{html.escape(table.title)}</h2><p class=machine>{html.escape(about(table.machine))}</p>")
         if table.slug in pictures:
-            data = base64.b64encode(pictures[table.slug]).decode()
-            parts.append(f'<img alt="{html.escape(table.title)}" src="data:image/png;base64,{data}">')
+            data = {theme: base64.b64encode(svg).decode() for theme, svg in pictures[table.slug].items()}
+            parts.append(
+                '<picture><source media="(prefers-color-scheme: dark)" '
+                f'srcset="data:image/svg+xml;base64,{data["dark"]}">'
+                f'<img alt="{html.escape(table.title)}" src="data:image/svg+xml;base64,{data["light"]}"></picture>'
+            )
         head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
         rows = []
         for row in table.rows:
@@ -125,8 +127,8 @@ def page(tables: Sequence[Table], why: dict[str, str], pictures: dict[str, bytes
     return "\n".join(parts)
 
 
-def draw_all(tables: Sequence[Table]) -> dict[str, bytes]:
-    """Return the tables' pictures by slug; nothing without matplotlib, which is said on stderr."""
+def draw_all(tables: Sequence[Table]) -> dict[str, dict[str, bytes]]:
+    """Return the tables' pictures by slug and theme; nothing without matplotlib, which is said on stderr."""
     try:
         import plots
     except ImportError:
@@ -146,8 +148,9 @@ def write_pages(folder: Path, tables: Sequence[Table], why: dict[str, str]) -> N
     if drawn:
         import plots
 
-        for slug, picture in drawn.items():
-            (beside / f"{slug}.png").write_bytes(picture)
+        for slug, pictures in drawn.items():
+            for theme, picture in pictures.items():
+                (beside / f"{slug}-{theme}.svg").write_bytes(picture)
         networks = {
             name: {SHOWN[way]: point for way, point in ways.items() if way in BARS}
             for name, ways in by_network(points_of(tables, "networks")).items()
@@ -158,10 +161,9 @@ def write_pages(folder: Path, tables: Sequence[Table], why: dict[str, str]) -> N
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def pictures_in(folder: Path, tables: Sequence[Table]) -> dict[str, str]:
-    """The pictures that are there, by a table's slug; "summary" stands for the pair of that name."""
-    found = {table.slug: f"{table.slug}.png" for table in tables if (folder / f"{table.slug}.png").is_file()}
-    return found | ({"summary": "summary"} if (folder / "summary-light.svg").is_file() else {})
+def pictures_in(folder: Path, tables: Sequence[Table]) -> set[str]:
+    """The pictures that are there: slugs of tables, and "summary". Each stands for a light and a dark file."""
+    return {name for name in ("summary", *(each.slug for each in tables)) if (folder / f"{name}-light.svg").is_file()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
-    parser.add_argument("--png", type=Path, metavar="DIR", help="write the pictures there")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="write everything as one page of Markdown")
     parser.add_argument("--pages", type=Path, metavar="DIR", help="write the documentation's pages and pictures there")
     args = parser.parse_args(argv)
@@ -179,26 +180,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
     why: dict[str, str] = json.loads(WHY.read_text(encoding="utf-8"))
-    pictures = draw_all(tables) if args.html or args.png else {}
-    paths: dict[str, str] = {}
-    if args.png is not None:
-        args.png.mkdir(parents=True, exist_ok=True)
-        for slug, picture in pictures.items():
-            (args.png / f"{slug}.png").write_bytes(picture)
-    if args.png is not None and args.docs is not None:
-        # What is there already counts too: the document is the same with and without matplotlib.
-        present = {table.slug for table in tables if (args.png / f"{table.slug}.png").is_file()}
-        relative = Path(args.png.resolve()).relative_to(args.docs.resolve().parent).as_posix()
-        paths = {slug: f"{relative}/{slug}.png" for slug in present}
     if args.html is not None:
-        args.html.write_text(page(tables, why, pictures), encoding="utf-8")
+        args.html.write_text(page(tables, why, draw_all(tables)), encoding="utf-8")
     if args.docs is not None:
         args.docs.parent.mkdir(parents=True, exist_ok=True)
-        args.docs.write_text(markdown(tables, why, paths), encoding="utf-8")
+        args.docs.write_text(markdown(tables, why), encoding="utf-8")
     if args.pages is not None:
         write_pages(args.pages, tables, why)
     if args.html is None and args.docs is None and args.pages is None:
-        print(markdown(tables, why, paths), end="")
+        print(markdown(tables, why), end="")
     missing = sum(reason.startswith("Not explained yet") for _, reason in explain(tables, why))
     if missing:
         print(f"report.py: {missing} marked rows are not explained in {WHY.name}", file=sys.stderr)

@@ -6,7 +6,7 @@ figure in their text is taken from the tables, so that a new measurement changes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from report import explain
@@ -74,7 +74,7 @@ class Point:
         return row.point and cls(NETWORKS.get(family, family), way, *row.point, row.mark)
 
 
-def pages(tables: Sequence[Table], why: Mapping[str, str], pictures: Mapping[str, str]) -> dict[str, str]:
+def pages(tables: Sequence[Table], why: Mapping[str, str], pictures: Set[str]) -> dict[str, str]:
     """Lay out every page.
 
     Parameters
@@ -83,8 +83,8 @@ def pages(tables: Sequence[Table], why: Mapping[str, str], pictures: Mapping[str
         All results.
     why : mapping of str to str
         Explanations of marked rows, as in why.json.
-    pictures : mapping of str to str
-        Names of files in the folder of the appendices, by a table's slug; "summary" is the chart of the summary.
+    pictures : set of str
+        Charts in the folder of the appendices: slugs of tables, and "summary".
 
     Returns
     -------
@@ -117,16 +117,13 @@ def by_network(points: Sequence[Point]) -> dict[str, dict[str, tuple[float, floa
     }
 
 
-def summary(tables: Sequence[Table], held: Mapping[str, list[Table]], pictures: Mapping[str, str]) -> str:
+def summary(tables: Sequence[Table], held: Mapping[str, list[Table]], pictures: Set[str]) -> str:
     """The page that people read: where offload loses, one chart, one table."""
     points = points_of(tables, "networks")
     lines = ["# Benchmarks\n", f"{losses(tables, points)}\n", f"{gains(points)}\n"]
     if "summary" in pictures:
         words = "Memory and step time of three ways on every network, relative to plain training"
-        lines += [
-            f"![{words}](benchmarks/{pictures['summary']}-{theme}.svg#only-{theme})" for theme in ("light", "dark")
-        ]
-        lines.append("")
+        lines += [*chart(words, "benchmarks/summary"), ""]
     lines += [*big_table(points), "", f"*{machines(held['networks'])}.* {UNITS}\n"]
     lines += ["## How it is measured\n", f"{HOW}\n", "## Everything else\n"]
     for name, (title, words) in APPENDICES.items():
@@ -216,7 +213,13 @@ def listed(words: Sequence[str]) -> str:
 # -- appendices -----------------------------------------------------------------------------------------------------
 
 
-def appendix(name: str, tables: Sequence[Table], why: Mapping[str, str], pictures: Mapping[str, str]) -> str:
+def chart(words: str, path: str) -> Iterator[str]:
+    """A chart for light pages and for dark ones."""
+    for theme in ("light", "dark"):
+        yield f"![{words}]({path}-{theme}.svg#only-{theme})"
+
+
+def appendix(name: str, tables: Sequence[Table], why: Mapping[str, str], pictures: Set[str]) -> str:
     """One page of tables, each with what is to be said about its marked rows."""
     title, words = APPENDICES[name]
     lines = ["---\nhide: [toc]\n---\n", f"# {title}\n", f"{words[0].upper()}{words[1:]}. [Summary](../benchmarks.md)\n"]
@@ -227,7 +230,7 @@ def appendix(name: str, tables: Sequence[Table], why: Mapping[str, str], picture
         if table.note:
             lines.append(f"{table.note}\n")
         if table.slug in pictures:
-            lines.append(f"![{table.title}]({pictures[table.slug]})\n")
+            lines += [*chart(table.title, table.slug), ""]
         for heading, own in split(table):
             lines += [f"### {heading}\n"] if heading else []
             lines += [*shown(own), ""]

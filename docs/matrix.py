@@ -39,7 +39,8 @@ PACKAGES = ("torch", "keras", "lightning", "transformers", "trl", "peft", "accel
 NAMED_MAX = 4  # variants that are named; of more, the number is given
 HEAD = """# What is tested
 
-Each row is a test with the real framework. Code in brackets names the variants that passed. What was not run says why.
+Each row is a test with the real framework. If a test has variants, the names in brackets are those that passed. For a
+test that was not run, the reason is given.
 """
 RUN = "Run on {day} with {versions}{where}."
 SECTION = re.compile(r"^## .+?(?=^## |^Generated: |\Z)", re.M | re.S)

@@ -165,6 +165,12 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
     return None
 
 
+def check_optimizer_state(optimizer_state: object) -> None:
+    """Raise a ValueError if the argument is not "auto", True or False."""
+    if not isinstance(optimizer_state, bool) and optimizer_state != "auto":
+        raise ValueError(f'optimizer_state takes "auto", True or False, not {optimizer_state!r}')
+
+
 def check_optimizers(
     model: torch.nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None,
@@ -181,8 +187,7 @@ def check_optimizers(
     """
     if not isinstance(step_in_backward, bool):
         raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")
-    if not isinstance(optimizer_state, bool) and optimizer_state != "auto":
-        raise ValueError(f'optimizer_state takes "auto", True or False, not {optimizer_state!r}')
+    check_optimizer_state(optimizer_state)
     if optimizer is None:
         if optimizer_state is True:
             raise ValueError("optimizer_state=True needs the optimizer: add optimizer=optimizer")

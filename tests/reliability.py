@@ -216,8 +216,8 @@ CLAIMS = (
     ),
     (
         "Nothing accumulates over time",
-        "After every test case, no record, no copy and no byte of memory or file may be left. Long runs are compared "
-        "with their own first half.",
+        "After every test case, the engine must hold nothing: no tensors, no copies under way, no memory, no space in "
+        "the spill file. In long runs, the second half must need no more memory than the first.",
         (
             ("training steps of the long runs", "steps of the long runs"),
             ("forward passes that were thrown away without a backward", "forwards abandoned"),
@@ -265,9 +265,10 @@ def page(parts: dict[str, dict]) -> str:
     if not mutants:
         return "\n".join([*lines, NOT_RUN.capitalize() + ".", ""])
     lines += [
-        "Each row names a guard and the tests that failed without it. *Bounce*: the buffer between file and device. "
-        "*Slot*: the store's record of one swapped block. *Extent*: a range of bytes in the spill file. *Slice*: a "
-        "part of a block, copied at a time. `DESIGN.md` explains the other terms.",
+        "Each row names a guard, by what it ensures, and the tests that failed without it. The tests are in `tests/`. "
+        "*Bounce*: the buffer between file and device. *Slot*: the store's record of one swapped block. *Extent*: a "
+        "range of bytes in the spill file. *Slice*: a part of a block, copied at a time. `DESIGN.md` explains the "
+        "other terms.",
         "",
         "| guard | noticed by |",
         "|---|---|",

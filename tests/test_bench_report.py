@@ -73,11 +73,11 @@ def test_networks_measured_apart_say_when_each(report: Any, results: Path) -> No
 
 def test_the_document_gives_the_reason_or_says_that_it_is_missing(report: Any, results: Path) -> None:
     tables = report.read(results)
-    said = report.markdown(tables, {"gpt / ahead": "Its kernel is fused."}, {})
+    said = report.markdown(tables, {"gpt / ahead": "Its kernel is fused."})
     assert "**gpt / ahead.** Its kernel is fused." in said
     assert "No GPU has run the suite yet" in said
-    assert "Not explained yet: bench/why.json has no 'gpt / ahead'." in report.markdown(tables, {}, {})
-    own = report.markdown(tables, {"gpt / ahead / Some | CPU": "Here only.", "gpt / ahead": "Everywhere."}, {})
+    assert "Not explained yet: bench/why.json has no 'gpt / ahead'." in report.markdown(tables, {})
+    own = report.markdown(tables, {"gpt / ahead / Some | CPU": "Here only.", "gpt / ahead": "Everywhere."})
     assert "Here only." in own
 
 
@@ -104,14 +104,25 @@ def test_what_falls_short_is_marked_and_wants_a_reason(report: Any, tmp_path: Pa
 
 def test_the_page_needs_no_other_file(report: Any, results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    page, pictures = tmp_path / "page.html", tmp_path / "pictures"
-    assert report.main([str(results), "--html", str(page), "--png", str(pictures)]) == 0
+    page = tmp_path / "page.html"
+    assert report.main([str(results), "--html", str(page)]) == 0
     said = page.read_text(encoding="utf-8")
-    assert "data:image/png;base64," in said
+    assert said.count("data:image/svg+xml;base64,") == 2, "for light and for dark pages"
     assert 'src="http' not in said
-    (picture,) = pictures.iterdir()
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.name == "training-steps-gpt-some-cpu.png"
+
+
+def test_charts_are_drawn_for_light_and_for_dark_pages(report: Any, results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert report.main([str(results), "--pages", str(tmp_path)]) == 0
+    text = (tmp_path / "benchmarks" / "networks.md").read_text(encoding="utf-8")
+    names = [f"training-steps-gpt-some-cpu-{theme}.svg" for theme in ("light", "dark")]
+    assert "\n".join(f"![Training steps: GPT]({name}#only-{name[:-4].split('-')[-1]})" for name in names) in text
+    light, dark = ((tmp_path / "benchmarks" / name).read_text(encoding="utf-8") for name in names)
+    assert "#24292f" in light
+    assert "#e6e6e6" in dark
+    for picture in (light, dark):
+        assert "fill: #ffffff" not in picture, "no background"
+        assert "fill: none" in picture
 
 
 def test_groups_of_pytest_benchmark(report: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +185,7 @@ def test_the_summary_says_where_offload_loses(report: Any, results: Path) -> Non
     content = json.loads(results.read_text())
     content["rows"] += [row("offload, max_slowdown 5 %", 0.5, 1.12), row("checkpoint per block", 0.6, 1.3)]
     results.write_text(json.dumps(content))
-    made = pages(report.read(results), {"gpt / ahead": "Its kernel is fused."}, {})
+    made = pages(report.read(results), {"gpt / ahead": "Its kernel is fused."}, set())
     assert set(made) == {"benchmarks.md", "benchmarks/networks.md"}
     first = made["benchmarks.md"].split("\n\n")[1]
     assert "**Where offload loses.** No GPU has run these benchmarks yet" in first
@@ -195,6 +206,6 @@ def test_columns_without_figures_are_left_out(report: Any, results: Path) -> Non
     content = json.loads(results.read_text())
     content["rows"] = [row("plain", 1.0, 1.0), row("offload, a", 0.2, 1.05)]
     results.write_text(json.dumps(content))
-    text = pages(report.read(results), {}, {})["benchmarks/networks.md"]
+    text = pages(report.read(results), {}, set())["benchmarks/networks.md"]
     assert "| way | memory | step | peak | median step |\n" in text
     assert "Losses and gradients of all of them are equal to plain's to the last bit." in text

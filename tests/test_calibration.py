@@ -87,6 +87,36 @@ def test_every_figure_is_measured_and_nothing_is_left(tier: str, tmp_path: Path)
     assert stats["spill_used_bytes"] == 0
 
 
+@pytest.mark.parametrize(("slowest", "is_steady"), [(1.0, True), (0.6, True), (0.3, False)])
+def test_rounds_that_disagree_are_told(
+    slowest: float, is_steady: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = iter([1.0, 1.0, 1.0, 1.0, 1.0, slowest] + 3 * [1.0])  # three directions a round: the second one is slow
+
+    def rates(self: object, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
+        factor = next(factors)
+        return 4e9 * factor * out, 5e9 * into, 1e-10
+
+    monkeypatch.setattr(link_measurement._Traffic, "rates", rates)
+    store, spill_dir = make_store("direct", tmp_path)
+    found = calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    assert found.spread == pytest.approx(1 / slowest)
+    assert found.link().is_steady == is_steady
+    assert calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache") == found, "it is cached either way"
+
+
+def test_a_link_with_no_time_for_all_rounds_is_not_steady_and_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_measurement, "SECONDS_MAX", 0.0)
+    store, spill_dir = make_store("direct", tmp_path)
+    with caplog.at_level("INFO", "offload"):
+        found = calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
+    assert not found.link().is_steady
+    assert "the measured link is not cached: copies took too long" in caplog.text
+    assert not (tmp_path / "cache").exists()
+
+
 def test_blocks_shrink_with_the_host_limit(tmp_path: Path) -> None:
     store, _ = make_store("slab", tmp_path, host_bytes_max=1 << 20)
     assert calibrate(store, CPU, "", cache_dir=tmp_path).in_bandwidth > 0

@@ -248,10 +248,12 @@ def huge(folder: Path, between: str = "", width: int = 32768) -> Path:
 
 @pytest.mark.long
 def test_a_script_whose_parameters_do_not_fit_here(tmp_path: Path) -> None:
-    # Three weights of 4 GiB: while one is updated, the state of the others is read ahead and written.
-    found = said(huge(tmp_path), "--without-data", "--device", "56GiB,25GB/s,50TFLOP/s")
+    found = said(huge(tmp_path), "--without-data", "--device", "53GiB,25GB/s,50TFLOP/s")
     weights = 3 * 32768 * 32768 * 4
-    assert found["peak_bytes"] > 56 * GIB > 4 * weights
+    assert found["peak_bytes"] > 5 * weights == 60 * GIB, "weights, gradients, Adam's state, and three temporaries"
+    # While a weight is updated: weights and gradients, its state, that of the next one, half of that of the one before,
+    # which is being written, and two temporaries. test_fit_moved_state.py has the same in small, beside what happens.
+    assert found["least_bytes"] == pytest.approx((24 + 8 + 8 + 4 + 8) * GIB, abs=GIB / 8)
     assert found["fits"] == "state moved"
     assert found["line"].endswith("optimizer=optimizer, optimizer_state=True)")
 

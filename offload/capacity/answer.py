@@ -5,6 +5,7 @@ From a recorded step to `Fit`, which `offload fit` prints and `offload.fit` retu
 
 from __future__ import annotations
 
+import math
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from offload.units import format_bytes, parse_bytes, round_up_bytes
 __all__ = ["Choice", "Fit", "answer", "on_device"]
 
 _REASONS_MAX = 5
+_TIMES_FROM = 9.0  # a slowdown from which on it is said how many times as long a step takes
 KEEP, SWAP, RECOMPUTE = "keep everything", "swap", "swap or recompute"
 MOVED = "state moved"
 
@@ -44,8 +46,6 @@ class Choice:
         The fastest plan within the limit at that batch size.
     moved : MovedState or None
         The optimizer state that is moved.
-    moved_seconds : float
-        The most seconds that moving it adds to a step.
     """
 
     name: str
@@ -53,28 +53,31 @@ class Choice:
     largest_batch: int | None = None
     largest_plan: Plan | None = field(default=None, repr=False)
     moved: MovedState | None = field(default=None, repr=False)
-    moved_seconds: float = 0.0
 
-    def seconds(self, plan: Plan) -> float:
-        """Return the seconds of a step with one of its plans, the moving of optimizer state included."""
-        return plan.expected_seconds + self.moved_seconds
+    def seconds(self, plan: Plan) -> float | None:
+        """Return the seconds of a step with one of its plans; None if state moves at an unknown speed."""
+        if self.moved is None:
+            return plan.expected_seconds
+        return plan.expected_seconds + self.moved.seconds(plan) if plan.link.is_steady else None
 
-    def slowdown(self, plan: Plan) -> float:
-        """Return how much longer a step takes with one of its plans, as a fraction."""
-        return self.seconds(plan) / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
+    def slowdown(self, plan: Plan) -> float | None:
+        """Return how much longer a step takes with one of its plans, as a fraction; None where it is not known."""
+        seconds = self.seconds(plan)
+        return seconds if seconds is None else seconds / plan.compute_seconds - 1 if plan.compute_seconds else 0.0
 
     def cost(self, plan: Plan) -> str:
         """Return what a plan needs, in words: memory at the peak, and slowdown."""
         return f"{format_bytes(plan.peak_bytes)}, {self.slower(plan)}"
 
     def slower(self, plan: Plan) -> str:
-        """Return the slowdown in words. What moving state adds is at most that."""
-        at_most = "up to " if self.moved is not None else ""
-        percent = 100 * max(0.0, self.slowdown(plan))
-        return f"{at_most}{percent:+,.{int(percent < 1000)}f} %"
+        """Return the slowdown in words."""
+        slowdown = self.slowdown(plan)
+        if slowdown is None:
+            return "slowdown not measured"
+        return f"{100 * max(0.0, slowdown):+.1f} %" if slowdown < _TIMES_FROM else f"{1 + slowdown:,.0f} × the time"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures, in seconds and bytes; slowdowns are fractions of the step time."""
+        """Return the figures, in seconds and bytes; slowdowns are fractions of the step time. None: not known."""
         return {
             "name": self.name,
             "fits": self.plan is not None,
@@ -84,7 +87,7 @@ class Choice:
             "largest": self._figures(self.largest_plan) if self.largest_plan is not None else None,
         }
 
-    def _figures(self, plan: Plan) -> dict[str, float]:
+    def _figures(self, plan: Plan) -> dict[str, float | None]:
         return {
             "peak_bytes": plan.peak_bytes,
             "step_seconds": self.seconds(plan),
@@ -129,7 +132,7 @@ class Fit:
     def best(self) -> Choice | None:
         """The fastest choice that fits, preferring the simpler one; None if none does."""
         fitting = [(choice.seconds(choice.plan), choice) for choice in self.choices if choice.plan is not None]
-        return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+        return min(fitting, key=lambda pair: math.inf if pair[0] is None else pair[0])[1] if fitting else None
 
     @property
     def fits(self) -> bool:
@@ -166,7 +169,9 @@ class Fit:
         )
         how = " and ".join(word for word, is_used in ways if is_used)
         needs = f"{format_bytes(self.peak_bytes)} as it is"
-        return f"FITS WITH {how.upper()} in {limit}, at {best.slower(best.plan)} a step ({needs})"
+        is_known = best.slowdown(best.plan) is not None
+        slower = f"at {best.slower(best.plan)} a step" if is_known else best.slower(best.plan)
+        return f"FITS WITH {how.upper()} in {limit}, {slower} ({needs})"
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Return a table of the choices: the names of its columns, and its rows."""
@@ -286,7 +291,7 @@ def answer(
         least = moved.within(trace)
         then = replace(step, trace=least) if isinstance(step, SizedStep) else least
         found = _swapping(then, least, link, limit_bytes, recompute=has_recipes(trace))
-        choices.append(Choice(MOVED, *found, moved, moved.seconds(link)))
+        choices.append(Choice(MOVED, *found, moved))
         less = [before - after for before, after in zip(trace.base_bytes, least.base_bytes, strict=True)]
         fixed_bytes = [max(0, nbytes - each) for nbytes, each in zip(fixed_bytes, less, strict=True)]
     return Fit(

@@ -209,7 +209,7 @@ def _answer(
     step, smaller = steps
     line = on_a_line(step.trace, batch, smaller.trace, batch // 2)
     sized = line or in_proportion(step.trace, batch, step.fixed_bytes)
-    made, link = with_optimizer(sized, watch.peak_bytes), step.link
+    made, link = with_optimizer(sized, watch.peak_bytes, watch.seconds), step.link
     notes = [f"Measured on {step.device}: steps at batch {batch} and {batch // 2}, swapped as far as possible."]
     if isinstance(watch, CountedOptimizers) and elsewhere is not None:
         notes = [how_counted(elsewhere)]
@@ -223,7 +223,7 @@ def _answer(
             "Other batch sizes are estimated: the two steps save different tensors, so all but parameters, gradients, "
             f"buffers and optimizer state is taken in proportion to batch {batch}."
         )
-    notes += watch.notes()
+    notes += watch.notes(link)
     if not has_optimizer:
         notes.append("No optimizer was given, so its state is not counted: Adam's is twice the parameters.")
     if step.no_recipes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,15 +13,17 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from offload.capacity.temporaries import temporary_bytes
 from offload.devices.device import device_of
+from offload.optimizer_state import mover
 from offload.optimizer_state.forecast import StateForecast, forecast, still_written
 from offload.optimizer_state.streamed_state import would_leave
-from offload.plan import Link
+from offload.plan import Link, Plan, StateChunk, Update, simulate, simulate_cycle
 from offload.plan.rescale import SizedStep
 from offload.plan.trace import Node, Trace
 from offload.profiling.model_state import storage_bytes, tensors_in
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
-from offload.units import format_bytes
+from offload.units import format_bandwidth, format_bytes
 
 __all__ = [
     "OPTIMIZER_NODE",
@@ -47,6 +50,8 @@ class MovedState:
         The most of them that are in memory while the model runs.
     peak_bytes
         The most bytes on the device while an optimizer steps.
+    chunks
+        Of these bytes, those of each chunk of the optimizers that step chunk by chunk, in order.
     optimizers
         How many optimizers have such state.
     """
@@ -54,6 +59,7 @@ class MovedState:
     nbytes: int
     model_bytes: int
     peak_bytes: int
+    chunks: tuple[int, ...] = ()
     optimizers: int = 1
 
     def within(self, trace: Trace) -> Trace:
@@ -65,14 +71,28 @@ class MovedState:
         ]
         return replace(trace, base_bytes=tuple(base))
 
-    def seconds(self, link: Link) -> float:
-        """Return the most seconds that moving it adds to a step: none of the copies is hidden."""
-        copies = self.nbytes / link.out_bandwidth + self.nbytes / link.in_bandwidth
-        return copies + link.byte_seconds * self.nbytes
+    def seconds(self, plan: Plan) -> float:
+        """Return what moving it adds to a step with this plan of a step that `with_optimizer` has returned, in seconds.
+
+        Copies overlap with each other, with forward, backward and the updates of other chunks, as `simulate_cycle` has
+        it. Those of an optimizer that does not step in chunks overlap with nothing.
+        """
+        link, whole, update_seconds = plan.link, plan.recomputed_trace, plan.trace.nodes[-1].seconds
+        model = replace(whole, nodes=whole.nodes[:-1], base_bytes=whole.base_bytes[:-1])
+        update = Update(
+            tuple(StateChunk(nbytes, update_seconds * nbytes / self.nbytes) for nbytes in self.chunks),
+            ahead_bytes=mover.AHEAD_BYTES,
+            behind_bytes=mover.BEHIND_BYTES,
+        )
+        alone = simulate(model, plan.swaps, link).step_seconds + update.seconds
+        cycle = simulate_cycle(model, plan.swaps, link, update, range(len(self.chunks)))
+        undivided = self.nbytes - update.bytes
+        copies = undivided / link.out_bandwidth + undivided / link.in_bandwidth
+        return max(0.0, cycle.seconds - alone) + copies + link.byte_seconds * self.nbytes
 
 
 class OptimizerWatch:
-    """Counts the most bytes on the device during the first step of each optimizer.
+    """Counts the most bytes on the device during the first step of each optimizer, and times its steps.
 
     Attributes
     ----------
@@ -91,6 +111,8 @@ class OptimizerWatch:
         self._forecasts: list[StateForecast] = []
         self._moved_peak_bytes = 0
         self._seen: list[torch.optim.Optimizer] = []
+        self._seconds: dict[int, float] = {}  # by identity of those in `_seen`: of the shortest step
+        self._begun: Any = None
         self._profile: AllocationProfile | None = None
         self._held_bytes = 0
         self._device = torch.device("cpu")
@@ -111,28 +133,47 @@ class OptimizerWatch:
         self._hooks.clear()
 
     @property
+    def seconds(self) -> float:
+        """How long one step of each optimizer takes together."""
+        return sum(self._seconds.values())
+
+    @property
     def moved(self) -> MovedState | None:
         """What moving all their state would change; None if none of it can be moved, or it is not known."""
         moving = [each for each in self._forecasts if each.nbytes]
         if not moving or self.is_incomplete:
             return None
-        nbytes = sum(each.nbytes for each in moving)
-        return MovedState(nbytes, still_written(moving), self._moved_peak_bytes, len(moving))
+        divided = [sum(chunk) for each in moving if each.is_divided for chunk in each.chunks]
+        return MovedState(
+            nbytes=sum(each.nbytes for each in moving),
+            model_bytes=still_written(chunk for each in moving for chunk in each.chunks),
+            peak_bytes=self._moved_peak_bytes,
+            chunks=tuple(nbytes for nbytes in divided if nbytes),
+            optimizers=len(moving),
+        )
 
-    def notes(self) -> list[str]:
-        """Return what a reader of the answer has to know about the optimizers' state."""
+    def notes(self, link: Link) -> list[str]:
+        """Return what a reader of the answer has to know about the optimizers' state, and moving it over `link`."""
         notes = []
         if self.moved is not None:
+            out, into = format_bandwidth(link.out_bandwidth), format_bandwidth(link.in_bandwidth)
+            slowdown = f"The slowdown is predicted for a link with {out} out and {into} in."
+            if not link.is_steady:
+                slowdown = (
+                    f"The slowdown is not known: the speed of the link ({out} out, {into} in) changed by more than a "
+                    "factor of two while it was measured. Try again when nothing else uses it."
+                )
             notes.append(
                 f"State moved: optimizer_state=True; {format_bytes(self.moved.nbytes)} leave memory between steps. In "
                 "memory are counted: what is being written during forward, and during the optimizer's step what is "
-                "read ahead too. The slowdown is that of copies of which none overlaps with computation."
+                f"read ahead too. {slowdown}"
             )
         notes += [f"The state of {name} is not moved: {why}." for name, why in self.stays.items()]
         return notes
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(each is optimizer for each in self._seen):
+            self._begun = device_of(self._device).mark()
             return
         self._seen.append(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -147,8 +188,10 @@ class OptimizerWatch:
             return
         self._held_bytes = device.allocated_bytes() if device.is_accelerator else self._bytes_of_all()
         self._profile.begin_span(f"{MARK_PREFIX}optimizer")
+        self._begun = device.mark()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._time(optimizer)
         found = self._profile.stop() if self._profile is not None else None
         if found is None:
             return
@@ -162,19 +205,40 @@ class OptimizerWatch:
             elif kind == "free":
                 now -= live.pop(place, 0)
             most = max(most, now)
-        peak_bytes = self._held_bytes + most
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        self._forecast(optimizer, peak_bytes)
+        self._forecast(optimizer, self._held_bytes + most, self._held_bytes + now)
 
-    def _forecast(self, optimizer: torch.optim.Optimizer, peak_bytes: int) -> None:
-        """Note what of an optimizer's state could move, given the most bytes during its step as it is."""
+    def _time(self, optimizer: torch.optim.Optimizer) -> None:
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        device = device_of(self._device)
+        end = device.mark()
+        device.synchronize()
+        measured = device.seconds_since(begun, [end])
+        if measured is not None:
+            self._seconds[id(optimizer)] = min(measured[0], self._seconds.get(id(optimizer), math.inf))
+
+    def _forecast(self, optimizer: torch.optim.Optimizer, peak_bytes: int, end_bytes: int) -> None:
+        """Note what of an optimizer's state could move.
+
+        Parameters
+        ----------
+        optimizer
+            It has stepped.
+        peak_bytes, end_bytes
+            The most bytes during this step, and those after it.
+        """
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
         found = forecast(optimizer, partial(self._leaves, self._device))
         if found.stays and next(tensors_in(list(optimizer.state.values())), None) is not None:
             self.stays[type(optimizer).__name__] = found.stays
-        others = still_written(self._forecasts)
+        others = still_written(chunk for each in self._forecasts for chunk in each.chunks)
         self._forecasts.append(found)
-        away = sum(each.nbytes for each in self._forecasts)
-        self._moved_peak_bytes = max(self._moved_peak_bytes, peak_bytes - away + found.step_bytes + others)
+        kept = end_bytes - sum(each.nbytes for each in self._forecasts)
+        temporaries = max(0, peak_bytes - end_bytes)
+        if found.nbytes and found.is_divided:
+            temporaries = temporary_bytes(optimizer, found.params, temporaries)
+        self._moved_peak_bytes = max(self._moved_peak_bytes, kept + temporaries + found.step_bytes + others)
 
     @staticmethod
     def _leaves(device: torch.device, state: dict[Any, Any], name: Any) -> bool:
@@ -199,12 +263,12 @@ def watching_optimizers() -> Iterator[OptimizerWatch]:
         watch.close()
 
 
-def with_optimizer(step: SizedStep | Trace, peak_bytes: int) -> SizedStep | Trace:
+def with_optimizer(step: SizedStep | Trace, peak_bytes: int, seconds: float = 0.0) -> SizedStep | Trace:
     """Return the step with one more node at its end, in which the optimizer steps, for all batch sizes the same."""
     if not peak_bytes:
         return step
     trace = step if isinstance(step, Trace) else step.trace
-    nodes = (*trace.nodes, Node(OPTIMIZER_NODE, 0.0, True))
+    nodes = (*trace.nodes, Node(OPTIMIZER_NODE, seconds, True))
     longer = Trace(nodes, (*trace.base_bytes, peak_bytes), trace.tensors, trace.source, trace.link)
     if isinstance(step, Trace):
         return longer

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from html import escape
 
 from offload.capacity.answer import RECOMPUTE, SWAP, Fit
+from offload.capacity.optimizer_step import MovedState
 from offload.diagnostics.html import plan as plan_page
 from offload.diagnostics.html.chart import Series, cost_chart
 from offload.diagnostics.html.page import document, paragraphs, section, table
@@ -48,11 +48,9 @@ def render(fit: Fit, trace: Trace, link: Link) -> str:
     if has_recipes(trace):
         series.append(_frontier(trace, link, RECOMPUTE, "violet", recompute=True))
     for choice in fit.choices:
-        if choice.moved is not None:
+        if choice.moved is not None and link.is_steady:
             least = choice.moved.within(trace)
-            curve = _frontier(least, link, choice.name, "green", recompute=has_recipes(trace))
-            points = [(nbytes, seconds + choice.moved_seconds) for nbytes, seconds in curve.points]
-            series.append(replace(curve, points=points))
+            series.append(_frontier(least, link, choice.name, "green", choice.moved, recompute=has_recipes(trace)))
     picture = cost_chart("Time of a step by memory", series, limit_bytes=fit.limit_bytes)
     parts.append(section("What less memory costs", paragraphs(_COST, kind="faint"), picture))
     if fit.best is not None and fit.best.plan is not None:
@@ -61,7 +59,9 @@ def render(fit: Fit, trace: Trace, link: Link) -> str:
     return document(title, *parts, f"<pre>{escape(chr(10).join(fit.remarks()))}</pre>")
 
 
-def _frontier(trace: Trace, link: Link, name: str, color: str, *, recompute: bool) -> Series:
+def _frontier(
+    trace: Trace, link: Link, name: str, color: str, moved: MovedState | None = None, *, recompute: bool
+) -> Series:
     """Return peak and time of the fastest plans, from the least memory to that of the step as it is."""
     least, most = least_feasible_limit(trace), max(unswapped_bytes(trace), default=0)
     points: list[tuple[float, float]] = []
@@ -69,7 +69,8 @@ def _frontier(trace: Trace, link: Link, name: str, color: str, *, recompute: boo
         warnings.simplefilter("ignore")
         for k in range(_LIMITS if most else 0):
             limit_bytes = least + (most - least) * k // (_LIMITS - 1)
-            seconds = fastest_plan(trace, link, limit_bytes, recompute=recompute).expected_seconds
+            plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
+            seconds = plan.expected_seconds + (moved.seconds(plan) if moved is not None else 0.0)
             # The plan for less memory serves too, where it is faster: plans are not proven to be the fastest.
             points.append((limit_bytes, min(seconds, points[-1][1]) if points else seconds))
     return Series(name, color, points)

@@ -72,7 +72,7 @@ class StepCounter(Recorder):
         self._packs = 0
         self._events: list[Event] = [("node", 0, 0)]
         self._live: dict[int, tuple[StorageWatch, int]] = {}
-        self._live_bytes = self.live_bytes_max = 0
+        self.live_bytes = self.live_bytes_max = 0
         self._copies: dict[int, StorageWatch] = {}
         self._saved: dict[int, SavedStorage] = {}
         self._all_saved: list[SavedStorage] = []
@@ -105,7 +105,7 @@ class StepCounter(Recorder):
     def watch_peak(self) -> None:
         """Begin to watch `live_bytes_max`: the most bytes besides those held before the step."""
         self.look()
-        self.live_bytes_max = self._live_bytes
+        self.live_bytes_max = self.live_bytes
 
     def look(self) -> None:
         """Note which storages have been freed."""
@@ -114,7 +114,7 @@ class StepCounter(Recorder):
         gone = [identity for identity, (watch, _) in self._live.items() if watch.expired()]
         for identity in gone:
             nbytes = self._live.pop(identity)[1]
-            self._live_bytes -= nbytes
+            self.live_bytes -= nbytes
             self._events.append(("free", identity, nbytes))
 
     def ran(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
@@ -126,9 +126,9 @@ class StepCounter(Recorder):
             if identity not in self._held and identity not in self._live and identity not in self._copies:
                 watch = StorageWatch(next(each for each in found if _storage_of(each)[0] == identity).untyped_storage())
                 self._live[identity] = watch, nbytes
-                self._live_bytes += nbytes
+                self.live_bytes += nbytes
                 self._events.append(("alloc", identity, nbytes))
-        self.live_bytes_max = max(self.live_bytes_max, self._live_bytes)
+        self.live_bytes_max = max(self.live_bytes_max, self.live_bytes)
         if found and not self._is_over:
             self._flops[-1] += flops_of(operator, args, kwargs, output)
 

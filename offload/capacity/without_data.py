@@ -65,10 +65,11 @@ class CountedOptimizers(OptimizerWatch):
             return
         if not any(each is optimizer for each in self._seen):
             self._seen.append(optimizer)
-            peak_bytes = counter.held_bytes + counter.live_bytes_max
-            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+            counter.look()
             self.state_bytes += sum(map(_nbytes, tensors_in(list(optimizer.state.values()))))
-            self._forecast(optimizer, peak_bytes)
+            self._forecast(
+                optimizer, counter.held_bytes + counter.live_bytes_max, counter.held_bytes + counter.live_bytes
+            )
         if self.stepped is not None:
             self.stepped()
 

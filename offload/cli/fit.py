@@ -198,7 +198,7 @@ def _answer(script: str, found: _Found, memory: int | None, device: AbsentDevice
 
     watch, link, notes = found.watch, found.step.link, list(found.notes)
     sized, about_sizes = _sized(found)
-    step = with_optimizer(sized, watch.peak_bytes)
+    step = with_optimizer(sized, watch.peak_bytes, watch.seconds)
     fixed_bytes = [*found.step.fixed_bytes, watch.peak_bytes] if watch.peak_bytes else found.step.fixed_bytes
     if device is not None and not found.is_counted:
         import torch
@@ -213,7 +213,7 @@ def _answer(script: str, found: _Found, memory: int | None, device: AbsentDevice
             "The memory of the optimizer's own step is not counted: none stepped, or it could not be recorded."
         )
     is_one = len(found.models) <= 1  # otherwise it cannot be told whose state it is
-    notes += watch.notes() if is_one else []
+    notes += watch.notes(link) if is_one else []
     if found.step.no_recipes:
         notes.append(f"Recomputation could not be tried: {found.step.no_recipes}.")
     notes += about_sizes

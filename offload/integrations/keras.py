@@ -16,10 +16,11 @@ from torch import nn
 
 from offload.handle import Session
 from offload.integrations.switch import CallWrapper, Switched, nothing_around
+from offload.options import check_optimizer_state
 from offload.runtime.weak import call_when_dead
 from offload.session import remark
 
-STATE_REMARK = "optimizer_state=True has no effect: the state of Keras's own optimizers stays in memory"
+STATE_REMARK = "optimizer_state={!r} has no effect: the state of Keras's own optimizers stays in memory"
 
 
 class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
@@ -37,6 +38,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
         Keras runs on another backend than torch.
     TypeError
         An option is not an argument of `offload.enable`.
+    ValueError
+        `step_in_backward` is True, or `optimizer_state` is not "auto", True or False.
 
     Notes
     -----
@@ -71,7 +74,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 "step_in_backward=True cannot be used with Keras, whose own optimizers apply all gradients together: "
                 "leave it out"
             )
-        self._asks_for_state = options.pop("optimizer_state", False) is True
+        self._optimizer_state = options.pop("optimizer_state", False)
+        check_optimizer_state(self._optimizer_state)
         self._begin(f"a Keras {type(self).__name__}", options)
         self._fit: Callable[[], Any] = _nothing
 
@@ -87,8 +91,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
                 raise ValueError("the callbacks of this fit hold OffloadCallback twice; keep one of them")
         self.undo()
         handle = self._switch.turn_on(_as_module(model))
-        if self._asks_for_state:
-            remark(handle, STATE_REMARK)
+        if self._optimizer_state:
+            remark(handle, STATE_REMARK.format(self._optimizer_state))
         step = CallWrapper(model, "train_function", lambda data: handle.step(*data), self.undo)
         step.callback = self  # type: ignore[attr-defined]
         self._wrappers.append(step)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from offload.optimizer_state import mover
@@ -15,6 +16,8 @@ from offload.torch_compat.optimizers import is_own_step, step_behind_hooks
 
 __all__ = ["StateForecast", "forecast", "still_written"]
 
+Chunk = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class StateForecast:
@@ -22,22 +25,43 @@ class StateForecast:
 
     Attributes
     ----------
-    nbytes
-        Bytes that leave memory between steps.
-    step_bytes
-        The most of them that are in memory at a time while the optimizer steps.
+    chunks
+        Bytes of each tensor that leaves between steps, chunk by chunk, in the order of the step.
+    is_divided
+        Whether the step is made chunk by chunk. If not, all state is in memory while it runs.
+    params
+        The parameters of each chunk, if the step is divided.
     stays
         Why no state leaves; empty if some does.
     """
 
-    nbytes: int
-    step_bytes: int
+    chunks: tuple[Chunk, ...] = ()
+    is_divided: bool = True
+    params: tuple[Sequence[Tensor], ...] = field(default=(), repr=False, compare=False)
     stays: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that leave memory between steps."""
+        return sum(map(sum, self.chunks))
 
-def still_written(forecasts: Iterable[StateForecast]) -> int:
-    """Return the most bytes of moved state that are in memory between the steps of these optimizers of one model."""
-    return min(sum(each.nbytes for each in forecasts), mover.BEHIND_BYTES)
+    @property
+    def step_bytes(self) -> int:
+        """The most of them that are in memory at a time while the optimizer steps."""
+        return _most_at_a_time(self.chunks) if self.is_divided else self.nbytes
+
+
+def still_written(chunks: Iterable[Chunk]) -> int:
+    """Return the most bytes of moved state that are being written when the last of these chunks has left.
+
+    `WriteBehind` waits for the oldest copies, and never for the newest.
+    """
+    total = 0
+    for nbytes in reversed([nbytes for chunk in chunks for nbytes in chunk]):
+        if total and total + nbytes > mover.BEHIND_BYTES:
+            break
+        total += nbytes
+    return total
 
 
 def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]) -> StateForecast:
@@ -50,36 +74,37 @@ def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
     """
     is_away = isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved
     stays = "it is moved already" if is_away else mover.why_it_stays(optimizer)
-    leaving = {} if stays else dict(_leaving(optimizer, leaves))
-    nbytes = sum(leaving.values())
-    if not nbytes:
-        return StateForecast(0, 0, stays or "its tensors are smaller than min_tensor_bytes, or other code holds them")
-    is_whole = not (is_known(optimizer) and is_own_step(optimizer, step_behind_hooks(optimizer)))
-    if is_whole:  # or it would be tried, and may turn out to be separable
-        return StateForecast(nbytes, nbytes)
+    leaving = {} if stays else _leaving(optimizer, leaves)
+    if not any(leaving.values()):
+        return StateForecast(stays=stays or "its tensors are smaller than min_tensor_bytes, or other code holds them")
+    if not (is_known(optimizer) and is_own_step(optimizer, step_behind_hooks(optimizer))):
+        return StateForecast(tuple(leaving.values()), is_divided=False)  # it would be tried, and may be separable
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    chunks = split(params, lambda param: leaving.get(id(param)) or 2 * param.nbytes, mover.CHUNK_BYTES)
-    return StateForecast(nbytes, _most_at_a_time([sum(leaving.get(id(param), 0) for param in each) for each in chunks]))
+    chunks = tuple(split(params, lambda param: sum(leaving.get(id(param), ())) or 2 * param.nbytes, mover.CHUNK_BYTES))
+    tensors = [tuple(nbytes for param in chunk for nbytes in leaving.get(id(param), ())) for chunk in chunks]
+    return StateForecast(tuple(tensors), params=chunks)
 
 
-def _leaving(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]) -> list[tuple[int, int]]:
-    """By identity of each parameter, the bytes of its state that leave."""
-    found = []
+def _leaving(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]) -> dict[int, Chunk]:
+    """By identity of each parameter, the bytes of each tensor of its state that leaves."""
+    found = {}
     for param in list(optimizer.state):
         state = optimizer.state[param]
         if isinstance(state, dict):
             names = [name for name in state if leaves(state, name)]
-            found.append((id(param), sum(state[name].nbytes for name in names)))
+            found[id(param)] = tuple(state[name].nbytes for name in names)
     return found
 
 
-def _most_at_a_time(chunks: list[int]) -> int:
-    """The most bytes in memory, given those of each chunk: itself, what is read ahead, what is still being written."""
+def _most_at_a_time(chunks: Sequence[Chunk]) -> int:
+    """The most bytes in memory: those of a chunk, of what is read ahead, and of what is still being written."""
+    sizes = list(map(sum, chunks))
     most = begun = 0
-    for number in range(len(chunks)):
-        ahead = sum(chunks[number + 1 : begun])
+    for number, nbytes in enumerate(sizes):
+        ahead = sum(sizes[number + 1 : begun])
         while begun < len(chunks) and (begun <= number + 1 or ahead < mover.AHEAD_BYTES):
-            ahead += chunks[begun] if begun > number else 0
+            ahead += sizes[begun] if begun > number else 0
             begun += 1
-        most = max(most, chunks[number] + ahead + min(mover.BEHIND_BYTES, sum(chunks[:number])))
+        before = [*chunks[begun:], *chunks[:number]]  # those at the end have left after the step before
+        most = max(most, nbytes + ahead + still_written(before))
     return most

@@ -108,6 +108,8 @@ class Link:
     swap_seconds, byte_seconds : float, default 0.0
         Seconds by which each swapped tensor, and each swapped byte, slows the computation, for swap-out and swap-in
         together: the time of hooks, and the CPU time of copies. `simulate` does not include them.
+    is_steady : bool, default True
+        Whether repeated measurements of it agreed.
 
     Raises
     ------
@@ -120,6 +122,7 @@ class Link:
     latency: float = 0.0
     swap_seconds: float = 0.0
     byte_seconds: float = 0.0
+    is_steady: bool = True
 
     def __post_init__(self) -> None:
         for name in ("out_bandwidth", "in_bandwidth"):

@@ -35,6 +35,7 @@ log = logging.getLogger("offload")
 
 BLOCK_BYTES_MAX = 16 << 20
 KEPT_SECONDS_MAX = 900.0  # a cached result expires after this time, because the load of the machine changes
+SPREAD_MAX = 2.0  # of the bandwidths of a link whose rounds agree
 OTHERS_FRACTION_MAX = 0.1  # share of the CPU time; if other programs use more, the result is not cached
 
 
@@ -61,6 +62,8 @@ class Calibration:
         Fixed time per copy, besides the time for its bytes.
     processor_seconds : float
         CPU time in seconds for swapping one byte out and in.
+    spread : float, default 1.0
+        Largest over smallest bandwidth of the rounds; infinite if there was no time for all rounds.
 
     Examples
     --------
@@ -79,6 +82,7 @@ class Calibration:
     in_bandwidth_low: float
     latency_seconds: float
     processor_seconds: float
+    spread: float = 1.0
 
     def link(self, *, slows: bool = False) -> Link:
         """Return the link for the planner, with the lower quartiles of the bandwidths.
@@ -91,7 +95,13 @@ class Calibration:
             Whether computation uses all processors, so that the CPU time of copies slows it down.
         """
         byte_seconds = self.processor_seconds if slows else 0.0
-        return Link(self.out_bandwidth_low, self.in_bandwidth_low, self.latency_seconds, byte_seconds=byte_seconds)
+        return Link(
+            self.out_bandwidth_low,
+            self.in_bandwidth_low,
+            self.latency_seconds,
+            byte_seconds=byte_seconds,
+            is_steady=self.spread <= SPREAD_MAX,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a dict of numbers and strings, in bytes per second and in seconds."""
@@ -193,9 +203,12 @@ def calibrate(
         in_bandwidth_low=rates.in_low,
         latency_seconds=rates.latency_seconds,
         processor_seconds=rates.processor_seconds,
+        spread=rates.spread,
     )
-    if not others() <= OTHERS_FRACTION_MAX:
-        log.info("the measured link is not cached: other programs use the processors, or their use is unknown")
+    is_quiet = others() <= OTHERS_FRACTION_MAX
+    if not (is_quiet and math.isfinite(found.spread)):
+        why = "copies took too long" if is_quiet else "other programs use the processors, or their use is unknown"
+        log.info("the measured link is not cached: %s", why)
         _not_written[path] = time.monotonic(), found
     else:
         _not_written.pop(path, None)

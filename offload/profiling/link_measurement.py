@@ -44,6 +44,9 @@ class LinkRates:
         Fixed time per copy, besides the time for its bytes.
     processor_seconds : float
         CPU time in seconds for copying one byte out and in.
+    spread : float
+        The largest of the rounds' bandwidths, with both directions busy, over the smallest; infinite if the time was
+        over before the last round.
     """
 
     out: float
@@ -54,6 +57,7 @@ class LinkRates:
     in_low: float
     latency_seconds: float
     processor_seconds: float
+    spread: float
 
 
 def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> LinkRates:
@@ -92,6 +96,7 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
         in_low=lower_quartile(columns[7]),
         latency_seconds=max(latency - BLOCK_BYTES_MIN / max(out, into), 0.0),
         processor_seconds=out_processor + in_processor,
+        spread=max(max(columns[each]) / min(columns[each]) for each in (6, 7)) if len(rates) == ROUNDS else math.inf,
     )
 
 

@@ -121,16 +121,20 @@ def test_lightning(how):
     assert_equal(found, lightning_run(how, steps=STEPS, **switches))
 
 
-def test_the_state_of_keras_own_optimizers_stays_and_that_is_said():
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_the_state_of_keras_own_optimizers_stays_and_that_is_said(asked):
     need("keras")
     import test_keras as rig
 
     plain, model = rig.make_model(), rig.make_model()
-    callback = rig.OffloadCallback(n_tensors=-1, min_tensor_bytes=1, optimizer_state=True)
+    callback = rig.OffloadCallback(n_tensors=-1, min_tensor_bytes=1, optimizer_state=asked)
     assert rig.fit(model, callback) == rig.fit(plain)
     rig.assert_same(model, plain)
     assert callback.report().optimizer_state == ()
-    assert any("Keras's own optimizers stays in memory" in note for note in callback.report().notes)
+    said = f"optimizer_state={asked!r} has no effect: the state of Keras's own optimizers stays in memory"
+    assert said in callback.report().notes
+    with pytest.raises(ValueError, match='optimizer_state takes "auto", True or False'):
+        rig.OffloadCallback(optimizer_state="all")
 
 
 @pytest.fixture(scope="module")
