@@ -1,7 +1,6 @@
 """The speed and memory that the engine and the planner should reach on a machine without a GPU, in one table.
 
-    python bench/goals.py [ROW …] [--json FILE] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
-                          [--proof-seconds S] [--keep]
+    python bench/goals.py [ROW …] [--json FILE] [--keep] [--rounds N] [--demo-runs N] [--spill-dir DIR] [--results DIR]
 
 Figures that take a few minutes at most are measured here; those of longer runs are read from the newest result files in
 --results. Recorded traces are read from OFFLOAD_TRACES, or from shared/traces in the parent folder of the repository.

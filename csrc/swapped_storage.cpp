@@ -149,15 +149,14 @@ bool begin_copy_in(SwappedState& state, Stream stream) {
 }
 
 // Orders a stream after the copy-in. Releases the GIL unless the bytes are there already.
-void order_after_copy_in(Ticket& ticket, Stream stream) {
-  if (ticket.state() == State::ready) return ticket.swap_in(stream);
-  const GilRelease release;
-  ticket.swap_in(stream);
-}
-
 void await_incoming(SwappedState& state, Stream stream) {
   try {
-    order_after_copy_in(*state.ticket, stream);
+    if (state.ticket->state() == State::ready) {
+      state.ticket->swap_in(stream);
+    } else {
+      const GilRelease release;
+      state.ticket->swap_in(stream);
+    }
   } catch (...) {
     retire(*state.books, state.ticket, state.target);
     drop_target(state);
@@ -307,10 +306,7 @@ PyObject* storage_wait_copied_out(PyObject* self, PyObject*) {
   return wait_copied_out(self) ? shared(Py_None).release() : nullptr;
 }
 
-PyObject* storage_record(PyObject* self, void*) {
-  Py_INCREF(self);
-  return self;
-}
+PyObject* storage_record(PyObject* self, void*) { return shared(self).release(); }
 
 PyObject* storage_ticket(PyObject* self, void*) { return to_python(swapped(self).ticket.get(), self); }
 PyObject* storage_key(PyObject* self, void*) { return to_tuple(swapped(self).key); }

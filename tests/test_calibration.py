@@ -91,7 +91,7 @@ def test_every_figure_is_measured_and_nothing_is_left(tier: str, tmp_path: Path)
 def test_rounds_that_disagree_are_told(
     slowest: float, is_steady: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    factors = iter([1.0, 1.0, 1.0, 1.0, 1.0, slowest] + 3 * [1.0])  # three directions a round: the second one is slow
+    factors = iter([1.0] * 5 + [slowest] + [1.0] * (3 * link_measurement.ROUNDS - 6))  # three directions in each round
 
     def rates(self: object, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
         factor = next(factors)

@@ -339,11 +339,8 @@ _PLAIN = Tensor | bool | None
 
 def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
     """Return the same as `tree_leaves`, but fast if every value is a tensor, None or bool; `tree_leaves` is slow."""
-    for each in values:
-        if not isinstance(each, _PLAIN):
-            leaves: list[Any] = tree_leaves(values)
-            return leaves
-    return values
+    is_plain = all(isinstance(each, _PLAIN) for each in values)
+    return values if is_plain else list(tree_leaves(values))
 
 
 class HookedForward(HookContext):
