@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from optimizer_state.users_rig import Momentum, Scenarios, assert_the_same, everything, loss_of, make_model, train
+from optimizer_state.users_rig import (
+    Momentum,
+    Scenarios,
+    assert_the_same,
+    everything,
+    loss_of,
+    make_model,
+    train,
+    trained,
+)
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -11,10 +20,7 @@ scenario = Scenarios()
 
 @scenario
 def read_and_saved_in_inference_mode(on):
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    on(model, optimizer)
-    train(model, optimizer, 2)
+    model, optimizer = trained(on)
     with torch.inference_mode():
         norms = [float(optimizer.state[p]["exp_avg"].norm()) for p in model.parameters()]
         optimizer.state_dict()

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from optimizer_state.users_rig import On, Scenarios, assert_the_same, everything, loss_of, make_model, train
+from optimizer_state.users_rig import On, Scenarios, assert_the_same, everything, loss_of, make_model, train, trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import AdamW, Optimizer
@@ -151,10 +151,7 @@ def state_in_shared_memory(on):
 
 @scenario
 def state_that_is_cleared(on):
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    on(model, optimizer)
-    train(model, optimizer, 2)
+    model, optimizer = trained(on)
     optimizer.state.clear()
     train(model, optimizer, 2, begin=2)
     return everything(model, optimizer)
@@ -162,19 +159,13 @@ def state_that_is_cleared(on):
 
 @scenario
 def state_that_is_joined_with_another(on):
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    on(model, optimizer)
-    train(model, optimizer, 2)
+    _, optimizer = trained(on)
     return list((optimizer.state | {}).values()), list((defaultdict(dict) | optimizer.state).values())
 
 
 @scenario
 def a_tensor_that_the_program_holds(on):
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    on(model, optimizer)
-    train(model, optimizer, 2)
+    model, optimizer = trained(on)
     held = optimizer.state[model[0].weight]["exp_avg"]
     found = []
     for number in range(2, 5):
@@ -236,10 +227,7 @@ def a_distributed_checkpoint(on):
 
 @scenario
 def a_checkpoint_that_a_closure_loads(on):
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    on(model, optimizer)
-    train(model, optimizer, 2)
+    model, optimizer = trained(on)
     saved = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, 2)
 
@@ -257,10 +245,7 @@ def a_checkpoint_that_a_closure_loads(on):
 
 @scenario
 def disabled_within_a_step(on):
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    on(model, optimizer)
-    train(model, optimizer, 2)
+    model, optimizer = trained(on)
 
     def closure():
         optimizer.zero_grad()

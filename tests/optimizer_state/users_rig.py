@@ -8,7 +8,7 @@ import copy
 import torch
 from optimizer_state.state_rig import assert_equal
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 import offload
 
@@ -35,6 +35,15 @@ def train(model, optimizer, steps, begin=0):
         optimizer.zero_grad()
         loss_of(model, number).backward()
         optimizer.step()
+
+
+def trained(on, kind=AdamW, steps=2):
+    """A model and its optimizer after some steps, with offload if `on` enables it."""
+    model = make_model()
+    optimizer = kind(model.parameters())
+    on(model, optimizer)
+    train(model, optimizer, steps)
+    return model, optimizer
 
 
 def everything(model, *optimizers):
