@@ -50,6 +50,7 @@ class DirectStore final : public SwapStore {
   void quiesce() override;
   size_t trim() override;
   StoreStats stats() override;
+  bool only_queues() const override { return true; }
   size_t alignment_bytes() const override { return file_.alignment_bytes(); }
   SpillFile* spill_file() override { return &file_; }
 

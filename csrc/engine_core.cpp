@@ -116,9 +116,10 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedI
 void start_copy(const Books& books, PyObject* saved, uint64_t need, Ticket* ticket) {
   const SwappedState& state = swapped(saved);
   try {
-    const GilRelease release;
-    *ticket = books.store->swap_out(reinterpret_cast<const void*>(state.source_address),
-                                    static_cast<size_t>(state.key.nbytes), state.copy_out->stream, need);
+    call_without_gil(!books.store->only_queues(), [&] {
+      *ticket = books.store->swap_out(reinterpret_cast<const void*>(state.source_address),
+                                      static_cast<size_t>(state.key.nbytes), state.copy_out->stream, need);
+    });
   } catch (const abi::__forced_unwind&) {
     Py_INCREF(saved);  // leaked: the interpreter is shutting down, and the copy may still read the source
     throw;

@@ -23,6 +23,14 @@ class GilRelease {
   PyThreadState* state_;
 };
 
+// Calls a function; releases the GIL meanwhile if the function may wait.
+template <typename Call>
+void call_without_gil(bool may_wait, Call&& call) {
+  if (!may_wait) return call();
+  const GilRelease release;
+  call();
+}
+
 // Calls a function and converts its exceptions to Python errors. Returns whether it threw none.
 template <typename Call>
 bool without_exceptions(Call&& call) {

@@ -180,6 +180,8 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   void record_copies(size_t limit);
   // Returns the recorded copies that have ended, each once. If this throws, the next call returns them.
   std::vector<CopyEntry> take_copies();
+  // Whether swap_out, and prefetch of a block whose copy-out has ended, only queue the copy and wait for nothing.
+  virtual bool only_queues() const { return false; }
   // Returns the alignment modulo which a target's address must be congruent to its source's; 1 allows any address.
   virtual size_t alignment_bytes() const = 0;
   virtual SpillFile* spill_file() = 0;

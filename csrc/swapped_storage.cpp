@@ -138,8 +138,8 @@ bool begin_copy_in(SwappedState& state, Stream stream) {
   state.is_incoming = true;
   state.books->resident->add(state.key.nbytes);
   try {
-    const GilRelease release;
-    state.ticket->prefetch(address, stream, state.target.block);
+    call_without_gil(!state.books->store->only_queues(),
+                     [&] { state.ticket->prefetch(address, stream, state.target.block); });
   } catch (...) {
     retire(*state.books, state.ticket, state.target);
     drop_target(state);
@@ -148,15 +148,10 @@ bool begin_copy_in(SwappedState& state, Stream stream) {
   return true;
 }
 
-// Orders a stream after the copy-in. Releases the GIL unless the bytes are there already.
 void await_incoming(SwappedState& state, Stream stream) {
   try {
-    if (state.ticket->state() == State::ready) {
-      state.ticket->swap_in(stream);
-    } else {
-      const GilRelease release;
-      state.ticket->swap_in(stream);
-    }
+    const bool is_there = state.ticket->state() == State::ready;
+    call_without_gil(!is_there, [&] { state.ticket->swap_in(stream); });
   } catch (...) {
     retire(*state.books, state.ticket, state.target);
     drop_target(state);

@@ -80,6 +80,7 @@ class DeviceSession:
         states: StateMovers | None = None,
     ) -> None:
         self.device = device
+        self.device_type = device.type  # torch formats it anew at each access
         self.options = options
         self.engine = engine
         self.counts = Counts()

@@ -329,7 +329,7 @@ class EnabledModel:
                 input_bytes += leaf.nbytes if has_storage(leaf) else 0
             elif leaf is None or isinstance(leaf, bool):  # may choose a branch; few values, so few more signatures
                 kinds.append(leaf)
-        kinds.append(torch.is_autocast_enabled(self.on_device.device.type))
+        kinds.append(torch.is_autocast_enabled(self.on_device.device_type))
         kinds += modes_of_others()  # they may change what operators return
         return Signature(tuple(shapes), tuple(kinds), input_bytes)
 

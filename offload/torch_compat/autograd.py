@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from offload.torch_compat.dispatch import mode_count
+
 __all__ = [
     "call_at_end_of_backward",
     "checkpoint_is_innermost",
@@ -62,4 +64,4 @@ def checkpoint_is_innermost() -> bool:
 
 def is_tracing() -> bool:
     """Return whether TorchScript or torch.export traces in this thread. Tensors may have no data then."""
-    return _dispatch_mode(_FAKE) is not None or _is_traced()
+    return bool(mode_count() and _dispatch_mode(_FAKE) is not None) or _is_traced()
