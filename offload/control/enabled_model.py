@@ -334,13 +334,10 @@ class EnabledModel:
         return Signature(tuple(shapes), tuple(kinds), input_bytes)
 
 
-_PLAIN = Tensor | bool | None
-
-
 def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
     """Return the same as `tree_leaves`, but fast if every value is a tensor, None or bool; `tree_leaves` is slow."""
     for each in values:
-        if not isinstance(each, _PLAIN):
+        if not (each is None or isinstance(each, (Tensor, bool))):
             leaves: list[Any] = tree_leaves(values)
             return leaves
     return values
