@@ -360,13 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--spill-dir", default=default_spill_dir(), metavar="DIR")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the longer runs")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only checks that the script runs")
-    parser.add_argument(
-        "--proof-seconds",
-        type=float,
-        default=PROOF_SECONDS_MAX,
-        metavar="S",
-        help=f"of each proof of planner-joint-unseen ({PROOF_SECONDS_MAX:g})",
-    )
+    text = f"of each proof of planner-joint-unseen ({PROOF_SECONDS_MAX:g})"
+    parser.add_argument("--proof-seconds", type=float, default=PROOF_SECONDS_MAX, metavar="S", help=text)
     parser.add_argument("--keep", action="store_true", help="keep what FILE holds of other rows")
     args = parser.parse_args(argv)
     for name in args.rows:

@@ -12,6 +12,7 @@ from test_runs import chain_of
 
 from offload.plan import (
     Link,
+    Swap,
     fastest_plan,
     joint_bound,
     least_feasible_limit,
@@ -27,6 +28,12 @@ from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 pytest.importorskip("scipy", reason="the exact planner needs scipy")
 
 
+def slowest(trace, link, limit):
+    """Return the plan that swaps every tensor for as long as is allowed: no bound is above its step time."""
+    swaps = [Swap(x.id, x.last_forward + 1, x.first_backward) for x in trace.tensors]
+    return make_plan(trace, link, swaps, limit, recomputes=())
+
+
 def test_no_plan_is_below_it_and_it_is_not_below_the_joint_bound():
     for trace, link, limit in instances(24):
         best = math.inf
@@ -34,10 +41,10 @@ def test_no_plan_is_below_it_and_it_is_not_below_the_joint_bound():
             step = recomputed(trace, dropped)
             if least_feasible_limit(step) <= limit:
                 best = min(best, fastest_plan(step, link, limit).step_seconds)
-        plan = fastest_plan(trace, link, limit)
-        proof = prove_joint(plan, gap=0.0, seconds_max=20.0)
-        assert joint_bound(trace, limit, link) * (1 - 1e-9) <= proof.bound_seconds <= best * (1 + 1e-5)
-        assert proof.plan.step_seconds <= plan.step_seconds
+        for plan in (fastest_plan(trace, link, limit), slowest(trace, link, limit)):
+            proof = prove_joint(plan, gap=0.0, seconds_max=20.0)
+            assert joint_bound(trace, limit, link) * (1 - 1e-9) <= proof.bound_seconds <= best * (1 + 1e-5)
+            assert proof.plan.step_seconds <= plan.step_seconds
 
 
 def chained(seed):
@@ -60,17 +67,37 @@ def test_no_plan_of_a_chain_is_below_it(seed):
         for swaps in every_plan(step):
             if max(resident_bytes(step, swaps)) <= limit:
                 best = min(best, simulate(step, swaps, link).step_seconds)
-    proof = prove_joint(fastest_plan(trace, link, limit), gap=0.0, seconds_max=20.0)
+    proof = prove_joint(slowest(trace, link, limit), gap=0.0, seconds_max=20.0)
     assert joint_bound(trace, limit, link) * (1 - 1e-9) <= proof.bound_seconds <= best * (1 + 1e-5)
-    assert proof.bound_seconds >= best * 0.9, "it is close to the optimum"
+    assert proof.bound_seconds >= best * 0.8, "it is close to the optimum"
 
 
-def test_the_gap_asked_for_ends_it():
-    trace, link, limit = chained(3)
-    plan = fastest_plan(trace, link, limit)
-    close, far = prove_joint(plan, gap=0.0), prove_joint(plan, gap=0.5)
-    assert far.plan.step_seconds <= far.bound_seconds * 1.5
-    assert far.bound_seconds <= close.bound_seconds * (1 + 1e-6)
+def test_a_run_and_the_tensor_before_it_come_back_at_its_first_use_and_not_before():
+    nodes = tuple(Node(str(k), 1.0, k > 3) for k in range(8))
+    tensors = (SavedTensor(0, 5, 0, 0, 0, 7, 7), SavedTensor(1, 5, 1, 1, 1, 6, 6, Recompute(0.2, (0,))))
+    trace, link = Trace(nodes, (0, 0, 0, 0, 0, 10, 0, 0), tensors), Link(100.0, 1.0)
+    assert fastest_plan(trace, link, 10).step_seconds == pytest.approx(13.2)
+    assert 12.0 - 1e-5 <= prove_joint(slowest(trace, link, 10)).bound_seconds <= 13.2 + 1e-5
+
+
+def test_a_tensor_may_be_recomputed_earlier_for_one_outside_of_its_chain():
+    nodes = tuple(Node(str(k), 1.0, k > 4) for k in range(10))
+    tensors = (
+        SavedTensor(0, 5, 0, 0, 0, 8, 8),
+        SavedTensor(1, 5, 1, 1, 1, 8, 8, Recompute(2.0, ())),
+        SavedTensor(2, 1, 2, 2, 2, 9, 9, Recompute(9.0, (1,))),
+        SavedTensor(3, 5, 3, 3, 3, 6, 6, Recompute(0.1, (1,))),
+    )
+    trace, link = Trace(nodes, (0, 0, 0, 0, 0, 15, 0, 0, 0, 0), tensors), Link(100.0, 1.0)
+    assert fastest_plan(trace, link, 16).step_seconds == pytest.approx(13.0)
+    assert prove_joint(slowest(trace, link, 16)).bound_seconds <= 13.0 * (1 + 1e-5)
+
+
+def test_a_target_that_no_plan_reaches_is_the_bound():
+    plan = slowest(whole(), Link(0.1, 0.1), 13)
+    assert plan.step_seconds > 100
+    proof = prove_joint(plan, gap=plan.step_seconds / 8 - 1)
+    assert 8.0 * (1 - 1e-5) <= proof.bound_seconds <= 9.0
 
 
 def whole():
