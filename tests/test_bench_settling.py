@@ -70,9 +70,10 @@ def test_a_run_that_never_goes_back_says_so(run: dict[str, Any], tmp_path: Path)
 
 def test_the_picture_is_drawn(run: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert "![The first 8 steps: GPT]" in page_of(run, tmp_path, "--png", str(tmp_path / "pictures"))
-    (picture,) = (tmp_path / "pictures").iterdir()
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    page_of(run, tmp_path, "--html", str(tmp_path / "page.html"))
+    said = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'alt="The first 8 steps: GPT"' in said
+    assert "data:image/svg+xml;base64," in said
 
 
 @pytest.mark.long
