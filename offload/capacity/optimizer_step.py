@@ -272,5 +272,5 @@ def with_optimizer(step: SizedStep | Trace, peak_bytes: int, seconds: float = 0.
     longer = Trace(nodes, (*trace.base_bytes, peak_bytes), trace.tensors, trace.source, trace.link)
     if isinstance(step, Trace):
         return longer
-    base, seconds = (*step.base_slopes, 0.0), (*step.second_slopes, 0.0)
-    return replace(step, trace=longer, base_slopes=base, second_slopes=seconds)
+    base, slopes = (*step.base_slopes, 0.0), (*step.second_slopes, 0.0)
+    return replace(step, trace=longer, base_slopes=base, second_slopes=slopes)

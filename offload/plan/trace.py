@@ -351,9 +351,9 @@ def _read_node(data: Any, where: str) -> Node:
 
 def _read_link(data: Any) -> Link:
     row = {"latency": 0.0, **read_mapping(data, "link")}
-    values = [read_float(read_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS]
+    out, into, latency = (read_float(read_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS)
     try:
-        return Link(*values)
+        return Link(out, into, latency)
     except ValueError as error:
         raise ValueError(f"link.{error}") from None
 
