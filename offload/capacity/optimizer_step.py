@@ -20,13 +20,12 @@ from offload.optimizer_state.forecast import StateForecast, forecast, still_writ
 from offload.optimizer_state.streamed_state import would_leave
 from offload.plan import Link, Plan, StateChunk, Update, simulate, simulate_cycle
 from offload.plan.rescale import SizedStep
-from offload.plan.trace import Node, Trace
+from offload.plan.trace import OPTIMIZER_NODE, Node, Trace
 from offload.profiling.model_state import storage_bytes, tensors_in
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 from offload.units import format_bandwidth, format_bytes
 
 __all__ = [
-    "OPTIMIZER_NODE",
     "SMALLEST_BYTES",
     "MovedState",
     "OptimizerWatch",
@@ -34,7 +33,6 @@ __all__ = [
     "with_optimizer",
 ]
 
-OPTIMIZER_NODE = "optimizer.step"
 SMALLEST_BYTES = 1 << 20  # as `offload.enable` has it
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from offload.plan.json_fields import kind_of, read_field, read_float, read_int, read_list, read_mapping
 
 FORMAT = "offload-trace/1"
+OPTIMIZER_NODE = "optimizer.step"  # name of a node in which the optimizer updates the parameters
 
-__all__ = ["FORMAT", "Link", "Node", "Recompute", "SavedTensor", "Trace"]
+__all__ = ["FORMAT", "OPTIMIZER_NODE", "Link", "Node", "Recompute", "SavedTensor", "Trace"]
 
 
 @dataclass(frozen=True, slots=True)
