@@ -18,7 +18,7 @@ from offload import _core
 from offload._core import SwappedStorage
 from offload.runtime.engine import Engine
 
-__all__ = ["LinkRates", "lower_quartile", "measure"]
+__all__ = ["LinkRates", "lower_quartile", "measure", "upper_quartile"]
 
 BLOCK_BYTES_MIN = 4096
 COPIES_IN_FLIGHT = 2  # per direction
