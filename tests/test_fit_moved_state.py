@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import Peak, tell_blocks_of_all
+from page_check import charts_of
 from torch import nn
 
 import offload
 from offload.capacity import optimizer_step
 from offload.capacity.answer import answer
 from offload.capacity.optimizer_step import MovedState, with_optimizer
+from offload.capacity.page import render
 from offload.capacity.temporaries import temporary_bytes
 from offload.optimizer_state import mover, streamed_state
 from offload.optimizer_state.forecast import StateForecast, forecast, still_written
@@ -318,6 +320,16 @@ def test_a_link_whose_speed_is_not_known_gives_no_slowdown() -> None:
     assert other.best is other.choices[0], "one whose slowdown is known comes first"
 
 
+def test_the_page_shows_the_update_and_no_curve_whose_time_is_not_known() -> None:
+    step = with_optimizer(trace(), 130, 2.0)
+    for link, names in ((SLOW, ["swap", "state moved"]), (replace(SLOW, is_steady=False), ["swap"])):
+        page = render(fitting(CHUNKS, link), step, link)
+        cost, plan = charts_of(page)
+        assert [curve["name"] for curve in cost["curves"]] == names
+        assert "optimizer" in page
+        assert plan["curves"][0]["name"].startswith("state moved, nothing swapped")
+
+
 def test_a_large_slowdown_is_told_in_times_of_the_step() -> None:
     found = fitting(CHUNKS, Link(0.5, 0.5))
     assert found.best.slower(found.best.plan).endswith("× the time")
@@ -327,9 +339,9 @@ def test_a_large_slowdown_is_told_in_times_of_the_step() -> None:
 def test_the_watch_times_the_update_and_names_the_link() -> None:
     found = fitted(64 * MIB, 64)
     assert found.choices[-1].plan.trace.nodes[-1].seconds > 0
-    assert "The slowdown is predicted for a link with " in " ".join(found.notes)
     watch = optimizer_step.OptimizerWatch()
     watch._forecasts.append(StateForecast(((4, 4),)))
+    assert "The slowdown is predicted for a link with 30 B/s out and 30 B/s in." in watch.notes(SLOW)[0]
     assert "speed of the link (30 B/s out" in watch.notes(replace(SLOW, is_steady=False))[0]
 
 

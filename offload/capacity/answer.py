@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.capacity.device import AbsentDevice
-from offload.capacity.optimizer_step import OPTIMIZER_NODE, MovedState
+from offload.capacity.optimizer_step import MovedState
 from offload.plan import Plan, Reason, fastest_plan, least_feasible_limit, make_plan, unswapped_bytes
 from offload.plan.bounds import unavoidable_bytes
 from offload.plan.recompute import has_recipes
 from offload.plan.rescale import SizedStep, largest_batch, retimed
-from offload.plan.trace import Link, Trace
+from offload.plan.trace import OPTIMIZER_NODE, Link, Trace
 from offload.units import format_bytes, parse_bytes, round_up_bytes
 
 __all__ = ["Choice", "Fit", "answer", "on_device"]

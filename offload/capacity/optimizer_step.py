@@ -20,13 +20,12 @@ from offload.optimizer_state.forecast import StateForecast, forecast, still_writ
 from offload.optimizer_state.streamed_state import would_leave
 from offload.plan import Link, Plan, StateChunk, Update, simulate, simulate_cycle
 from offload.plan.rescale import SizedStep
-from offload.plan.trace import Node, Trace
+from offload.plan.trace import OPTIMIZER_NODE, Node, Trace
 from offload.profiling.model_state import storage_bytes, tensors_in
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 from offload.units import format_bandwidth, format_bytes
 
 __all__ = [
-    "OPTIMIZER_NODE",
     "SMALLEST_BYTES",
     "MovedState",
     "OptimizerWatch",
@@ -34,7 +33,6 @@ __all__ = [
     "with_optimizer",
 ]
 
-OPTIMIZER_NODE = "optimizer.step"
 SMALLEST_BYTES = 1 << 20  # as `offload.enable` has it
 
 
@@ -272,5 +270,5 @@ def with_optimizer(step: SizedStep | Trace, peak_bytes: int, seconds: float = 0.
     longer = Trace(nodes, (*trace.base_bytes, peak_bytes), trace.tensors, trace.source, trace.link)
     if isinstance(step, Trace):
         return longer
-    base, seconds = (*step.base_slopes, 0.0), (*step.second_slopes, 0.0)
-    return replace(step, trace=longer, base_slopes=base, second_slopes=seconds)
+    base, slopes = (*step.base_slopes, 0.0), (*step.second_slopes, 0.0)
+    return replace(step, trace=longer, base_slopes=base, second_slopes=slopes)

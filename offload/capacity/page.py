@@ -54,7 +54,8 @@ def render(fit: Fit, trace: Trace, link: Link) -> str:
     picture = cost_chart("Time of a step by memory", series, limit_bytes=fit.limit_bytes)
     parts.append(section("What less memory costs", paragraphs(_COST, kind="faint"), picture))
     if fit.best is not None and fit.best.plan is not None:
-        figure = plan_page.figure(fit.best.plan, limit_bytes=fit.limit_bytes)
+        without = "without offload" if fit.best.moved is None else "state moved, nothing swapped"
+        figure = plan_page.figure(fit.best.plan, limit_bytes=fit.limit_bytes, without=without)
         parts.append(section(f"The step within the limit: {fit.best.name}", figure))
     return document(title, *parts, f"<pre>{escape(chr(10).join(fit.remarks()))}</pre>")
 

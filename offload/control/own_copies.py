@@ -49,5 +49,9 @@ class OwnCopies:
 
     def link(self, known: Link) -> Link:
         """Return `known` with the lower quartile of the samples as bandwidth; without samples, it stays."""
-        rates = {f"{name}_bandwidth": lower_quartile(rates) for name, rates in self._rates.items() if rates}
-        return replace(known, **rates)
+        out, into = self._rates["out"], self._rates["in"]
+        return replace(
+            known,
+            out_bandwidth=lower_quartile(out) if out else known.out_bandwidth,
+            in_bandwidth=lower_quartile(into) if into else known.in_bandwidth,
+        )

@@ -17,8 +17,9 @@ from typing import Any
 from offload.plan.json_fields import kind_of, read_field, read_float, read_int, read_list, read_mapping
 
 FORMAT = "offload-trace/1"
+OPTIMIZER_NODE = "optimizer.step"  # name of a node in which the optimizer updates the parameters
 
-__all__ = ["FORMAT", "Link", "Node", "Recompute", "SavedTensor", "Trace"]
+__all__ = ["FORMAT", "OPTIMIZER_NODE", "Link", "Node", "Recompute", "SavedTensor", "Trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +352,9 @@ def _read_node(data: Any, where: str) -> Node:
 
 def _read_link(data: Any) -> Link:
     row = {"latency": 0.0, **read_mapping(data, "link")}
-    values = [read_float(read_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS]
+    out, into, latency = (read_float(read_field(row, name, "link"), f"link.{name}") for name in _LINK_FIELDS)
     try:
-        return Link(*values)
+        return Link(out, into, latency)
     except ValueError as error:
         raise ValueError(f"link.{error}") from None
 

@@ -63,7 +63,7 @@ class Calibration:
     processor_seconds : float
         CPU time in seconds for swapping one byte out and in.
     spread : float, default 1.0
-        Largest over smallest bandwidth of the rounds; infinite if there was no time for all rounds.
+        Upper over lower quartile of the bandwidths with both directions busy, in the direction that varies more.
 
     Examples
     --------
@@ -166,7 +166,7 @@ def calibrate(
     Returns
     -------
     Calibration
-        Medians over six rounds, and lower quartiles.
+        Medians over six rounds, or fewer on a slow link, and lower quartiles.
 
     Raises
     ------
@@ -205,10 +205,8 @@ def calibrate(
         processor_seconds=rates.processor_seconds,
         spread=rates.spread,
     )
-    is_quiet = others() <= OTHERS_FRACTION_MAX
-    if not (is_quiet and math.isfinite(found.spread)):
-        why = "copies took too long" if is_quiet else "other programs use the processors, or their use is unknown"
-        log.info("the measured link is not cached: %s", why)
+    if not others() <= OTHERS_FRACTION_MAX:
+        log.info("the measured link is not cached: other programs use the processors, or their use is unknown")
         _not_written[path] = time.monotonic(), found
     else:
         _not_written.pop(path, None)

@@ -18,11 +18,12 @@ from offload import _core
 from offload._core import SwappedStorage
 from offload.runtime.engine import Engine
 
-__all__ = ["LinkRates", "lower_quartile", "measure"]
+__all__ = ["LinkRates", "lower_quartile", "measure", "upper_quartile"]
 
 BLOCK_BYTES_MIN = 4096
 COPIES_IN_FLIGHT = 2  # per direction
 ROUNDS = 6
+ROUNDS_MIN = 2  # however slow the link is: two tell whether its speed changes
 ROUND_SECONDS = 0.05  # short, so that the rounds show how the speed varies
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
@@ -45,8 +46,7 @@ class LinkRates:
     processor_seconds : float
         CPU time in seconds for copying one byte out and in.
     spread : float
-        The largest of the rounds' bandwidths, with both directions busy, over the smallest; infinite if the time was
-        over before the last round.
+        Upper over lower quartile of `out_both` or `in_both` over the rounds, whichever is larger.
     """
 
     out: float
@@ -76,7 +76,7 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
         latency = _small_copy_seconds(engine)
         traffic = _Traffic(engine, _affordable(engine, block_bytes))
         rates: list[tuple[float, ...]] = []
-        while not rates or (len(rates) < ROUNDS and time.perf_counter() < deadline - 3 * ROUND_SECONDS):
+        while len(rates) < ROUNDS_MIN or (len(rates) < ROUNDS and time.perf_counter() < deadline - 3 * ROUND_SECONDS):
             rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
         traffic.close()
     except BaseException as error:
@@ -96,13 +96,18 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
         in_low=lower_quartile(columns[7]),
         latency_seconds=max(latency - BLOCK_BYTES_MIN / max(out, into), 0.0),
         processor_seconds=out_processor + in_processor,
-        spread=max(max(columns[each]) / min(columns[each]) for each in (6, 7)) if len(rates) == ROUNDS else math.inf,
+        spread=max(upper_quartile(columns[each]) / lower_quartile(columns[each]) for each in (6, 7)),
     )
 
 
 def lower_quartile(values: Sequence[float]) -> float:
     """Return the value that a quarter of the values is at most; the smallest of four or fewer."""
     return sorted(values)[(len(values) - 1) // 4]
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the values is at least; the largest of four or fewer."""
+    return sorted(values)[-1 - (len(values) - 1) // 4]
 
 
 def _filled(engine: Engine, nbytes: int) -> torch.Tensor:

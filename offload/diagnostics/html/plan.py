@@ -9,7 +9,7 @@ from html import escape
 from offload.diagnostics.html.chart import STEP_KINDS, TENSOR_KINDS, Box, Series, Tensor, chart
 from offload.diagnostics.html.page import document, paragraphs, section
 from offload.plan import Copy, Plan, Timing, simulate
-from offload.plan.trace import SavedTensor
+from offload.plan.trace import OPTIMIZER_NODE, SavedTensor
 from offload.units import format_bandwidth, format_seconds
 
 __all__ = ["figure", "render"]
@@ -49,7 +49,13 @@ def render(plan: Plan, title: str, *, limit_bytes: int | None = None) -> str:
     )
 
 
-def figure(plan: Plan, *, limit_bytes: int | None = None, last_node: int | None = None) -> str:
+def figure(
+    plan: Plan,
+    *,
+    limit_bytes: int | None = None,
+    last_node: int | None = None,
+    without: str = "without offload",
+) -> str:
     """Return the chart of a plan: lanes of compute and copies, and the tensors in memory, over the step.
 
     Parameters
@@ -60,6 +66,8 @@ def figure(plan: Plan, *, limit_bytes: int | None = None, last_node: int | None 
         Shown as a line.
     last_node : int, optional
         The chart ends with this node. Default: with the step.
+    without : str, default "without offload"
+        Name of the curve of the same step without swaps and recomputation.
 
     Returns
     -------
@@ -71,7 +79,7 @@ def figure(plan: Plan, *, limit_bytes: int | None = None, last_node: int | None 
     if last_node is not None:
         seconds = plan.timing.finish[last_node]
     with_plan = _series("with this plan", "blue", plan.timing)
-    curves = [with_plan] if last_node is not None else [_series("without offload", "gray", unswapped), with_plan]
+    curves = [with_plan] if last_node is not None else [_series(without, "gray", unswapped), with_plan]
     return chart(
         "Compute, copies and the tensors in memory over the step",
         seconds=seconds,
@@ -144,7 +152,8 @@ def _lanes(plan: Plan, seconds: float) -> dict[str, list[Box]]:
             name = f"tensor {tensor.id} of {plan.trace.nodes[tensor.produced].name}"
             again.append(Box(STEP_KINDS["recompute"], name, begin, end, tensor.bytes, tensor.id))
             begin = end
-        compute.append(Box(STEP_KINDS["backward" if node.backward else "forward"], node.name, begin, finish))
+        kind = "optimizer" if node.name == OPTIMIZER_NODE else "backward" if node.backward else "forward"
+        compute.append(Box(STEP_KINDS[kind], node.name, begin, finish))
         before = finish
 
     def boxes(kind: str, copies: Sequence[Copy]) -> list[Box]:
