@@ -94,7 +94,16 @@ def demo() -> str:
     """The page of `offload demo`."""
     results = [demo_result("plain", 1.0), demo_result("offloaded", 0.3)]
     rows = [("peak growth of the resident set", ["800 MiB", "240 MiB  0.30×"])]
-    return demo_page.render(rows, results, equal=True, notes=["an example"])
+    return demo_page.render(rows, results, equal=True, compared="gradients of the last step", notes=["an example"])
+
+
+def demo_of_state() -> str:
+    """The page of `offload demo --state`."""
+    shares = {"plain": 1.0, "state moved": 0.6, "and updated in backward": 0.4}
+    results = [{**demo_result(*each), "state_bytes": 400 * MIB, "plan": None} for each in shares.items()]
+    rows = [("peak growth of the resident set", ["800 MiB", "480 MiB  0.60×", "320 MiB  0.40×"])]
+    compared = "weights and state at the end"
+    return demo_page.render(rows, results, equal=True, compared=compared, notes=["an example"])
 
 
 def out_of_memory(*, planned: bool = True) -> str:
@@ -134,6 +143,7 @@ PAGES = {
     "plan": lambda: plan_page.render(plan(), "an example", limit_bytes=1400 * MIB),
     "timeline": lambda: timeline_page.render(timeline()),
     "demo": demo,
+    "demo of state": demo_of_state,
     "oom": out_of_memory,
     "oom without a plan": lambda: out_of_memory(planned=False),
     "fit": fit,

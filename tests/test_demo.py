@@ -15,6 +15,7 @@ import pytest
 import torch
 from page_check import charts_of, without_code
 
+import offload
 from offload.demo import command as demo
 from offload.demo import page as demo_page
 from offload.demo import worker as demo_worker
@@ -31,11 +32,14 @@ def result(**changes: Any) -> dict[str, Any]:
         "name": "plain",
         "losses": [3.5, 3.25],
         "gradients": "00ff" * 8,
+        "baseline_bytes": 300 << 20,
         "peak_bytes": 800 << 20,
         "saved_bytes": 400 << 20,
         "parameter_bytes": 20 << 20,
         "parameters": 5 << 20,
         "step_seconds_median": 2.0,
+        "steps_counted": 1,
+        "steps_settled": None,
         "steps": 2,
         "seed": 0,
         "batch": 2,
@@ -54,6 +58,12 @@ def result(**changes: Any) -> dict[str, Any]:
         "last_step_is_heap": True,
     }
     return {**made, **changes}
+
+
+def result_of_state(**changes: Any) -> dict[str, Any]:
+    made = result(**{"weights_and_state": "00ff" * 8, "state_bytes": 40 << 20, **changes})
+    del made["gradients"]
+    return made
 
 
 def run_demo(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -100,17 +110,25 @@ def test_batches_depend_on_the_seed_alone() -> None:
 
 
 def test_the_default_sizes_save_twenty_times_the_parameters() -> None:
-    parser = demo.argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    args = parser.parse_args([])
-    with torch.device("meta"):
-        model = ByteGPT(Shape(args.layers, args.width, args.heads, args.batch, args.length))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters, kept = sizes_of(Shape(**demo.SIZES))
     assert 9e6 < parameters < 11e6
+    assert kept >= 20 * parameters
+
+
+def test_the_sizes_for_state_save_little_beside_the_state() -> None:
+    parameters, kept = sizes_of(Shape(**demo.STATE_SIZES))
+    assert 5e7 < parameters < 7e7
+    assert kept < parameters / 4
+
+
+def sizes_of(shape: Shape) -> tuple[int, int]:
+    """Numbers of parameters, and of values saved for backward."""
+    with torch.device("meta"):
+        model = ByteGPT(shape)
     # A block keeps 16 widths a token: both norms' inputs and outputs (4), queries, keys and values
     # (3), what attention mixed (1), the MLP before and after GELU (8).
-    kept = 16 * args.width * args.layers * args.batch * args.length
-    assert kept >= 20 * parameters
+    kept = 16 * shape.width * shape.layers * shape.batch * shape.length
+    return sum(parameter.numel() for parameter in model.parameters()), kept
 
 
 def test_saved_bytes_count_every_storage_once_and_no_parameter() -> None:
@@ -166,6 +184,8 @@ def test_one_bit_of_difference_is_no_agreement() -> None:
     assert not demo.agreement([plain, result(losses=[3.5, 3.2500000000000004])])
     assert not demo.agreement([plain, result(losses=[3.4, 3.25])])
     assert not demo.agreement([plain, result(gradients="00fe" * 8)])
+    assert demo.agreement([result_of_state(), result_of_state()])
+    assert not demo.agreement([result_of_state(), result_of_state(weights_and_state="00fe" * 8)])
     nan = result(losses=[float("nan")])
     assert demo.agreement([nan, result(losses=[float("nan")])])
 
@@ -180,6 +200,33 @@ def test_the_table_compares_with_the_first() -> None:
     assert re.search(r"median step +2\.00 s +2\.20 s  1\.10×", table)
     assert re.search(r"as float\.hex +0x1\.a000000000000p\+1 ", table)
     assert "NO" in dict(demo.table_rows([result(), result(gradients="")]))["  equal to the last bit"]
+    assert re.search(r"peak resident set +1100 MiB +500 MiB", table)
+    state = dict(demo.table_rows([result_of_state(), result_of_state()]))
+    assert state["weights and state at the end, hash"] == ["00ff00ff00ff"] * 2
+    assert "weights 20 MiB, gradients as much, AdamW's state 40 MiB: 80 MiB together" in demo.setting(
+        [result_of_state()]
+    )
+
+
+def test_the_output_says_which_steps_the_median_is_of() -> None:
+    searched = result(name="offloaded", steps=30, steps_counted=21, steps_settled=21)
+    results = [result(steps=30, steps_counted=29), searched]
+    assert dict(demo.table_rows(results))["  steps it is of"] == ["29 of 30", "21 of 30"]
+    assert "offloaded: the median is of the steps after the search for a plan had ended, without reference steps" in (
+        demo.remarks(results)
+    )
+    searching = result(name="offloaded", steps=12, steps_counted=11, steps_settled=2)
+    assert any(line.startswith("offloaded: 2 steps followed the search") for line in demo.remarks([searching]))
+    assert not any("search" in line for line in demo.remarks([result_of_state()]))
+
+
+def test_that_saved_tensors_stay_is_no_remark_of_the_demo_of_state() -> None:
+    model = torch.nn.Linear(4, 4)
+    with offload.enable(model, n_tensors=0) as handle:
+        [note] = [each for each in handle.report().notes if each.startswith("NOTHING IS SWAPPED")]
+    said = demo.remarks([result_of_state(report={"notes": [note, "another"]})])
+    assert note not in said
+    assert "another" in said
 
 
 def test_under_glibc_the_remedy_is_said_and_the_engines_notes_pass_through() -> None:
@@ -195,13 +242,15 @@ def test_the_page_is_self_contained_and_escaped() -> None:
     report = {"text": "swapped <7>"}
     results = [result(), result(name="offloaded", peak_bytes=200 << 20, report=report)]
     rows, notes = demo.table_rows(results), demo.setting(results)
-    page = demo_page.render(rows, results, equal=True, notes=notes)
+    compared = "gradients of the last step"
+    page = demo_page.render(rows, results, equal=True, compared=compared, notes=notes)
     assert_self_contained(page)
     assert "a &lt;processor&gt; &amp; more" in page
     assert "swapped &lt;7&gt;" in page
     assert "0.25× the memory, 1.00× the step time of the plain run" in page
     assert "NOT EQUAL" not in page
-    assert "NOT EQUAL" in demo_page.render(rows, results, equal=False, notes=notes)
+    assert "Losses, and gradients of the last step: equal to the last bit." in page
+    assert "NOT EQUAL" in demo_page.render(rows, results, equal=False, compared=compared, notes=notes)
     assert [chart["title"] for chart in charts_of(page)] == ["from the start of the step", "from the start of the run"]
     assert "plain, peak 800.00 MiB" in page
     assert "prefers-color-scheme: dark" in page
@@ -222,6 +271,39 @@ def test_all_contestants_agree_to_the_last_bit(tmp_path: Path) -> None:
     assert plain["saved_bytes"] > plain["parameter_bytes"]
     assert offloaded["report"]["swapped"]["tensors"] > 0
     assert_self_contained(page.read_text(encoding="utf-8"))
+
+
+def test_weights_and_state_agree_where_state_is_moved(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    # Each weight of a linear layer has at least `min_tensor_bytes`.
+    sizes = ["--width=512", "--layers=1", "--heads=2", "--batch=1", "--length=16", "--steps=3"]
+    done = run_demo(page, "--state", "--json", *sizes)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["equal"]
+    plain, moved, in_backward = summary["contestants"]
+    assert plain["report"] is None
+    for each in (moved, in_backward):
+        assert each["weights_and_state"] == plain["weights_and_state"]
+        assert each["losses"] == plain["losses"]
+        assert each["report"]["optimizer_state"][0]["tensors"] == 2 * 4
+        assert each["steps_counted"] == 2
+    assert plain["state_bytes"] == moved["state_bytes"] > 2 * plain["parameter_bytes"]
+    assert moved["report"]["step_in_backward"] == []
+    assert in_backward["report"]["step_in_backward"][0]["in_backward"] > 0
+    text = page.read_text(encoding="utf-8")
+    assert_self_contained(text)
+    assert "weights and optimizer state included" in text
+
+
+def test_steps_of_the_search_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled = iter([False, False, True, True, False, True])
+    monkeypatch.setattr(demo_worker.Contestant, "has_settled", lambda contestant: next(settled))
+    monkeypatch.setattr(demo_worker.Contestant, "searches", True)
+    found = demo_worker.train("plain", TINY, steps=6, seed=0, device="cpu", of_state=False, tell=lambda event: None)
+    assert (found["steps_counted"], found["steps_settled"]) == (3, 3)
+    seconds = found["step_seconds"]
+    assert found["step_seconds_median"] == sorted([seconds[2], seconds[3], seconds[5]])[1]
 
 
 def test_a_contestant_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from offload.diagnostics.html.chart import STEP_KINDS, TENSOR_KINDS, Box, Series
 from offload.diagnostics.html.page import document
 
 SCHEMES = {"light": False, "dark": True}
+CHARTS = {"plan": 1, "timeline": 2, "demo": 3, "demo of state": 2, "oom": 1, "oom without a plan": 1, "fit": 2}
 # Where a tensor is drawn: the middle of its first segment, in the window.
 MIDDLE = """(name => {
   const chart = document.querySelector("figure.chart").chart;
@@ -93,7 +94,7 @@ def a_chart(count: int = 1, **changes: Any) -> str:
 def test_a_page_opens_hovers_and_zooms(browser: Browser, tmp_path: Path, kind: str, scheme: str) -> None:
     opened(browser, tmp_path, PAGES[kind](), dark=SCHEMES[scheme])
     charts = browser.run("document.querySelectorAll('figure.chart').length")
-    assert charts == {"plan": 1, "timeline": 2, "demo": 3, "oom": 1, "oom without a plan": 1, "fit": 2}[kind]
+    assert charts == CHARTS[kind]
     for figure in range(charts):
         left, top, width, height = panel_of(browser, figure)
         whole = view(browser, figure)

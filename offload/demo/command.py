@@ -24,6 +24,15 @@ Row = tuple[str, list[str]]
 
 BASELINE = "plain"
 HELP = "train a small GPT plain and offloaded, and compare loss, memory and step time"
+SIZES = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256}
+STATE_SIZES = {"layers": 8, "width": 768, "heads": 12, "batch": 2, "length": 64}  # optimizer state dominates
+# A note of reports with `n_tensors=0`, by which the demo of state leaves saved tensors alone.
+NOTHING_SWAPPED = "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+# What is compared besides the losses; a result has one of the two.
+COMPARED = {
+    "gradients": "gradients of the last step",
+    "weights_and_state": "weights and state at the end",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (0)")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--with-checkpoint",
         action="store_true",
         help="add a third run: torch.utils.checkpoint around every block",
+    )
+    what.add_argument(
+        "--state",
+        action="store_true",
+        help="a larger model on short sequences, whose optimizer state and gradients need most of the memory: "
+        "plain, with state in the swap store, and updated in backward besides",
     )
     parser.add_argument(
         "--no-preload",
@@ -63,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hidden = parser.add_argument_group()
     hidden.add_argument("--worker", help=argparse.SUPPRESS)
     hidden.add_argument("--contestants", help=argparse.SUPPRESS)
-    sizes = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256, "threads": 0}
-    for name, default in sizes.items():
-        hidden.add_argument(f"--{name}", type=int, default=default, help=argparse.SUPPRESS)
+    for name in SIZES:
+        hidden.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
+    hidden.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,8 +90,12 @@ def run(args: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0 if losses and gradients of all runs are bit-equal, 1 if they differ, 2 if the demo could not run.
+        0 if losses and gradients (with `--state`: weights and optimizer state) of all runs are bit-equal, 1 if they
+        differ, 2 if the demo could not run.
     """
+    for name, default in (STATE_SIZES if args.state else SIZES).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if args.worker is not None:
         from offload.demo import worker as demo_worker
 
@@ -91,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     rows = table_rows(results)
     equal = agreement(results)
     notes = [*setting(results), *remarks(results)]
-    page = demo_page.render(rows, results, equal=equal, notes=notes)
+    compared = COMPARED[_compared_key(results[0])]
+    page = demo_page.render(rows, results, equal=equal, compared=compared, notes=notes)
     args.html.write_text(page, encoding="utf-8")
     if args.json:
         print(json.dumps(_summary(results, args), indent=2))
@@ -110,8 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def agreement(results: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all losses and the last gradients are bit-equal to those of the first run."""
-    return all(_agrees(key, results[0], other) for key in ("losses", "gradients") for other in results[1:])
+    """Return whether losses, and gradients or weights and state at the end, are bit-equal to those of the first run."""
+    keys = ("losses", _compared_key(results[0]))
+    return all(_agrees(key, results[0], other) for key in keys for other in results[1:])
+
+
+def _compared_key(result: dict[str, Any]) -> str:
+    return next(key for key in COMPARED if key in result)
 
 
 def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
@@ -129,14 +155,18 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
         return ["–", *("yes" if _agrees(key, first, other) else "NO" for other in results[1:])]
 
     memory = "peak memory (GPU allocator)" if first["gpu"] else "peak growth of the resident set"
+    key = _compared_key(first)
+    resident = [f"{(result['baseline_bytes'] + result['peak_bytes']) * 2.0**-20:.0f} MiB" for result in results]
     return [
         ("loss of the last step", [f"{result['losses'][-1]:.6f}" for result in results]),
         ("  as float.hex", [result["losses"][-1].hex() for result in results]),
         ("  all losses equal to the last bit", agreed("losses")),
-        ("gradients of the last step, hash", [result["gradients"][:12] for result in results]),
-        ("  equal to the last bit", agreed("gradients")),
+        (f"{COMPARED[key]}, hash", [result[key][:12] for result in results]),
+        ("  equal to the last bit", agreed(key)),
         (memory, compared("peak_bytes", 2.0**-20, "MiB", 0)),
+        *([] if first["gpu"] else [("peak resident set", resident)]),
         ("median step", compared("step_seconds_median", 1.0, "s", 3 if first["gpu"] else 2)),
+        ("  steps it is of", [f"{result['steps_counted']} of {result['steps']}" for result in results]),
     ]
 
 
@@ -155,8 +185,17 @@ def setting(results: Sequence[dict[str, Any]]) -> list[str]:
             f" ({parameters / 2**20:.0f} MiB); saved for backward: "
             f"{saved / 2**20:.0f} MiB, {saved / parameters:.1f}× the parameters"
         )
+    lines = [sizes]
+    if "state_bytes" in first:
+        state = first["state_bytes"]
+        lines += [
+            f"weights {parameters / 2**20:.0f} MiB, gradients as much, AdamW's state {state / 2**20:.0f} MiB: "
+            f"{(2 * parameters + state) / 2**20:.0f} MiB together",
+            "state moved: optimizer_state=True; and updated in backward: step_in_backward=True besides; saved tensors "
+            "stay (n_tensors=0)",
+        ]
     return [
-        sizes,
+        *lines,
         f"{first['steps']} steps of {first['batch']} × {first['length']} bytes of the standard "
         f"library's source text, AdamW, seed {first['seed']}",
         f"{first['device']}, {first['threads']} threads, malloc {first['allocator']}, "
@@ -166,13 +205,29 @@ def setting(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     """Return remarks: what the figures exclude, the effect of the malloc, and the notes of the reports."""
-    said = ["step times leave the first step out: the engine profiles it"]
     first = results[0]
+    why = "makes AdamW's state" if "state_bytes" in first else "is profiled where offload is enabled"
+    said = [
+        f"medians leave the first step out: it {why}",
+        "the runs follow each other: other programs that ran meanwhile have changed their step times",
+    ]
+    for result in results:
+        settled = result["steps_settled"]
+        if settled is not None:
+            counted = result["steps_counted"] == settled
+            said.append(f"{result['name']}: {_SETTLED if counted else _SEARCHING.format(settled=settled)}")
     if not first["gpu"] and not allocator.recycles(first["allocator"]):
         said.append(first["allocator_costs"])
     for result in results:
-        said.extend((result["report"] or {}).get("notes", ()))
+        said += [note for note in (result["report"] or {}).get("notes", ()) if note != NOTHING_SWAPPED]
     return said
+
+
+_SETTLED = "the median is of the steps after the search for a plan had ended, without reference steps"
+_SEARCHING = (
+    "{settled} steps followed the search for a plan, too few for a median: it is of all steps but the first, slower "
+    "trial and reference steps among them; more --steps show the plan that stays"
+)
 
 
 def _agrees(key: str, first: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -191,6 +246,8 @@ def _check(args: argparse.Namespace) -> None:
 def _contestants(args: argparse.Namespace) -> list[str]:
     if args.contestants:
         return str(args.contestants).split(",")
+    if args.state:
+        return [BASELINE, "state moved", "and updated in backward"]
     return [BASELINE, "offloaded", *(["checkpointed"] if args.with_checkpoint else [])]
 
 
@@ -230,14 +287,11 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for option in (
         "steps",
         "seed",
-        "layers",
-        "width",
-        "heads",
-        "batch",
-        "length",
+        *SIZES,
         "threads",
     ):
         command += [f"--{option}", str(getattr(args, option))]
+    command += ["--state"] if args.state else []
     command += ["--device", "cpu" if args.device == "cpu" else "auto"]  # "auto" finds the same accelerator
     result: dict[str, Any] | None = None
     with (

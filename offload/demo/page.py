@@ -25,6 +25,7 @@ def render(
     results: Sequence[dict[str, Any]],
     *,
     equal: bool,
+    compared: str,
     notes: Sequence[str],
 ) -> str:
     """Return the page.
@@ -36,7 +37,9 @@ def render(
     results : sequence of dict
         The results of the runs, the baseline first.
     equal : bool
-        Whether all losses and gradients are bit-equal.
+        Whether all losses, and what is `compared` besides, are bit-equal.
+    compared : str
+        What is compared besides losses, such as "gradients of the last step".
     notes : sequence of str
         Sentences for the foot of the page: the setting, and what the figures exclude.
 
@@ -47,12 +50,14 @@ def render(
     """
     first = results[0]
     names = [result["name"] for result in results]
-    memory = "memory allocated on the GPU" if first["gpu"] else "growth of the resident set since the model was loaded"
+    of_state = "state_bytes" in first
+    counted = ", weights and optimizer state included" if of_state else " since the model was loaded"
+    memory = "memory allocated on the GPU" if first["gpu"] else f"growth of the resident set{counted}"
     step_memory = memory
     if first["last_step_is_heap"]:
         step_memory = (
-            "heap memory in use, without the model. The process keeps freed memory for the next step, so its "
-            "resident set, below, stays flat"
+            f"heap memory in use{counted if of_state else ', without the model'}. The process keeps freed memory for "
+            "the next step, so its resident set, below, stays flat"
         )
     last_steps = [_from_zero(result["last_step_curve"]) for result in results]
     step = _chart("One step", "the start of the step", names, last_steps)
@@ -60,7 +65,7 @@ def render(
     return document(
         "offload demo",
         "<h1>offload demo</h1>",
-        paragraphs(_lead(results, equal=equal), kind="lead"),
+        paragraphs(_lead(results, equal=equal, compared=compared), kind="lead"),
         section("Comparison", table([(label, *cells) for label, cells in rows], head=("", *names))),
         section("One step", paragraphs(f"The last step of each run: {step_memory}.", kind="faint"), step),
         section("The whole run", paragraphs(f"All steps: {memory}.", kind="faint"), whole),
@@ -78,7 +83,7 @@ def render(
     )
 
 
-def _lead(results: Sequence[dict[str, Any]], *, equal: bool) -> str:
+def _lead(results: Sequence[dict[str, Any]], *, equal: bool, compared: str) -> str:
     """Return the result in a sentence."""
     first = results[0]
     parts = []
@@ -89,7 +94,7 @@ def _lead(results: Sequence[dict[str, Any]], *, equal: bool) -> str:
     if not parts:
         return f"The {first['name']} run alone."
     bits = "equal to the last bit" if equal else "NOT EQUAL"
-    return f"{'; '.join(parts)} of the {first['name']} run. Losses and gradients: {bits}."
+    return f"{'; '.join(parts)} of the {first['name']} run. Losses, and {compared}: {bits}."
 
 
 def _chart(label: str, origin: str, names: Sequence[str], curves: Sequence[Curve]) -> str:

@@ -33,6 +33,14 @@ from offload.diagnostics.html import plan as plan_page
 CORPUS_BYTES = 4 << 20
 LEARNING_RATE = 3e-4
 CURVE_POINTS_MAX = 1200
+SETTLED_STEPS_MIN = 3
+
+# The arguments of `offload.enable` of each run that uses offload.
+KNOBS: dict[str, dict[str, Any]] = {
+    "offloaded": {},
+    "state moved": {"n_tensors": 0, "optimizer_state": True},
+    "and updated in backward": {"n_tensors": 0, "optimizer_state": True, "step_in_backward": True},
+}
 
 
 def read_corpus(corpus_bytes: int = CORPUS_BYTES) -> bytes:
@@ -79,17 +87,20 @@ def batches(text: Tensor, shape: Shape, *, steps: int, seed: int, device: str) -
 
 
 def build(shape: Shape, *, seed: int, device: str, checkpointed: bool = False) -> tuple[ByteGPT, torch.optim.AdamW]:
-    """Build the model, and AdamW with its two moments, so that all memory held between steps exists."""
+    """Build the model, and AdamW without its state, which the first step makes."""
     torch.manual_seed(seed)
     model = ByteGPT(shape, checkpointed=checkpointed).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    for parameter in model.parameters():
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def make_state(optimizer: torch.optim.AdamW) -> None:
+    """Make AdamW's two moments, so that all memory held between steps exists."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         optimizer.state[parameter] = {
-            "step": torch.zeros((), device=device),
+            "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
-    return model, optimizer
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -106,6 +117,19 @@ def gradient_hash(model: nn.Module) -> str:
         if parameter.grad is not None:
             digest.update(parameter.grad.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def weights_and_state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, int]:
+    """Return a hexadecimal hash of the bytes of all parameters and of the optimizer's state, and the state's bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    state_bytes = 0
+    for name, parameter in sorted(model.named_parameters()):
+        state = optimizer.state[parameter]
+        for key, value in (("", parameter.detach()), *sorted(state.items())):
+            digest.update(f"{name} {key}".encode())
+            digest.update(value.cpu().contiguous().numpy().tobytes())
+        state_bytes += sum(value.nbytes for value in state.values())
+    return digest.hexdigest(), state_bytes
 
 
 class SavedBytesCounter:
@@ -131,17 +155,30 @@ class SavedBytesCounter:
 class Contestant:
     """One way to train: it may enable offload for the model, and gives the context of a step's forward."""
 
-    def __init__(self, name: str, model: ByteGPT) -> None:
+    def __init__(self, name: str, model: ByteGPT, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self._handle: Any = None
-        if name == "offloaded":
+        self._settled_steps = 0
+        if name in KNOBS:
             import offload
 
-            self._handle = offload.enable(model)
+            self._handle = offload.enable(model, optimizer=optimizer, **KNOBS[name])
+
+    @property
+    def searches(self) -> bool:
+        """Whether offload searches for a plan: not with `n_tensors`."""
+        return self.name in KNOBS and "n_tensors" not in KNOBS[self.name]
 
     def step(self) -> AbstractContextManager[Any]:
         """Return the context for a step's forward and loss."""
         return contextlib.nullcontext() if self._handle is None else self._handle.step()
+
+    def has_settled(self) -> bool:
+        """Return whether the step that has just ended followed a plan that stays. Call it after each step."""
+        if not self.searches:
+            return True
+        before, self._settled_steps = self._settled_steps, self._handle.report().settled_steps
+        return bool(self._settled_steps > before)
 
     def report(self) -> dict[str, Any] | None:
         """Return the report; None without offload."""
@@ -152,7 +189,7 @@ class Contestant:
 
     def plan(self) -> str | None:
         """Return the chart of the plan as HTML; None if there is no plan."""
-        plan = None if self._handle is None else self._handle.plan
+        plan = self._handle.plan if self._handle is not None and self.searches else None
         return None if plan is None else plan_page.figure(plan)
 
 
@@ -160,6 +197,7 @@ def warm_up(shape: Shape, device: str) -> None:
     """Train a tiny model for one step, so that the code of the kernels is loaded before memory is measured."""
     tiny = Shape(layers=1, width=8 * shape.heads, heads=shape.heads, batch=1, length=8)
     model, optimizer = build(tiny, seed=0, device=device)
+    make_state(optimizer)
     x = torch.zeros(1, 8, dtype=torch.int64, device=device)
     loss_of(model, x, x).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -172,6 +210,7 @@ def train(
     steps: int,
     seed: int,
     device: str,
+    of_state: bool,
     tell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Train one run and measure it.
@@ -179,7 +218,7 @@ def train(
     Parameters
     ----------
     name : str
-        "plain", "offloaded" or "checkpointed".
+        "plain", "checkpointed", or one of `KNOBS`.
     shape : Shape
         The model's and the batch's sizes.
     steps : int
@@ -188,6 +227,9 @@ def train(
         Seed of the initial parameters and the batches.
     device : str
         "cpu" or "cuda".
+    of_state : bool
+        Measure memory from before the model is built, and compare weights and optimizer state at the end. Otherwise
+        memory is measured from the first step on, when model and state exist, and the last gradients are compared.
     tell : callable
         Called with an event after every step.
 
@@ -198,15 +240,21 @@ def train(
     """
     warm_up(shape, device)
     text = torch.from_numpy(numpy.frombuffer(bytearray(read_corpus()), dtype=numpy.uint8))
-    model, optimizer = build(shape, seed=seed, device=device, checkpointed=name == "checkpointed")
-    contestant = Contestant(name, model)
-    saved = SavedBytesCounter(model)
     meter = MemoryMeter(device)
+    if of_state:
+        meter.start()
+    model, optimizer = build(shape, seed=seed, device=device, checkpointed=name == "checkpointed")
+    if not of_state:
+        make_state(optimizer)
+    contestant = Contestant(name, model, optimizer)
+    saved = SavedBytesCounter(model)
     starts: list[float] = []
     seconds: list[float] = []
     losses: list[float] = []
-    gradients = ""
-    meter.start()
+    settled: list[int] = []
+    compared: dict[str, Any] = {}
+    if not of_state:
+        meter.start()
     drawn = batches(text, shape, steps=steps, seed=seed, device=device)
     for step, (x, y) in enumerate(drawn):
         starts.append(meter.seconds())
@@ -218,18 +266,25 @@ def train(
         losses.append(loss.item())
         del loss
         seconds.append(meter.seconds() - starts[-1])
-        if step == steps - 1:
-            gradients = gradient_hash(model)
+        if step == steps - 1 and not of_state:
+            compared["gradients"] = gradient_hash(model)
         optimizer.zero_grad(set_to_none=True)
+        if contestant.has_settled() and step > 0:
+            settled.append(step)
         tell({"event": "step", "step": step, "loss": losses[-1], "seconds": seconds[-1]})
     meter.stop()
+    if of_state:  # after the measurement: reading state brings it back
+        compared["weights_and_state"], compared["state_bytes"] = weights_and_state_hash(model, optimizer)
+    counted = settled if len(settled) >= SETTLED_STEPS_MIN or not contestant.searches else list(range(1, steps))
     return {
         "event": "result",
         "name": name,
         "losses": losses,
-        "gradients": gradients,
+        **compared,
         "step_seconds": seconds,
-        "step_seconds_median": statistics.median(seconds[1:]),
+        "step_seconds_median": statistics.median(seconds[step] for step in counted),
+        "steps_counted": len(counted),
+        "steps_settled": len(settled) if contestant.searches else None,
         "steps": steps,
         "seed": seed,
         "batch": shape.batch,
@@ -297,5 +352,6 @@ def run(args: Namespace) -> int:
     if args.device != "cpu":
         torch.use_deterministic_algorithms(True)
     shape = Shape(args.layers, args.width, args.heads, args.batch, args.length)
-    tell(train(args.worker, shape, steps=args.steps, seed=args.seed, device=args.device, tell=tell))
+    run = {"steps": args.steps, "seed": args.seed, "device": args.device, "of_state": args.state}
+    tell(train(args.worker, shape, **run, tell=tell))
     return 0

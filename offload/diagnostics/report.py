@@ -150,6 +150,8 @@ class Report:
         Steps that followed the plan of a larger shape.
     bare_steps : int
         Steps without hooks, because the plan swaps nothing.
+    settled_steps : int
+        Steps that followed a plan after the search for it had ended, also those without hooks; no reference steps.
     steps_measured : tuple of StepRecord
         The last measured steps, also profiled ones, oldest first.
     notes : tuple of str
@@ -190,6 +192,7 @@ class Report:
     regions: tuple[str, ...] = ()
     borrowed_steps: int = 0
     bare_steps: int = 0
+    settled_steps: int = 0
     steps_measured: tuple[StepRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())
     feed: Feed = field(default_factory=Feed)
@@ -233,6 +236,7 @@ class Report:
             "regions": list(self.regions),
             "borrowed_steps": self.borrowed_steps,
             "bare_steps": self.bare_steps,
+            "settled_steps": self.settled_steps,
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
             "step_in_backward": [counts.to_dict() for counts in self.step_in_backward],

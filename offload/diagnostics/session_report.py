@@ -68,6 +68,7 @@ def make_report(
         regions=here.controller.regions.chosen if isinstance(here.controller, PlanController) else (),
         borrowed_steps=counts.borrowed_steps,
         bare_steps=counts.bare_steps,
+        settled_steps=counts.settled_steps,
         steps_measured=tuple(counts.steps_measured),
         notes=(
             *_notes(enabled),

@@ -60,6 +60,7 @@ class Counts(defaultdict[str, Count]):
         self.reference_steps = 0
         self.borrowed_steps = 0
         self.bare_steps = 0
+        self.settled_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
 
     @property
