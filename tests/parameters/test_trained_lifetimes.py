@@ -7,8 +7,8 @@ import weakref
 from pathlib import Path
 
 import pytest
+from fresh_python import run_fresh_python
 from parameters.frozen_rig import assert_equal, enable
-from parameters.test_frozen_lifetimes import run
 from parameters.trained_rig import Run, assert_same, engine_of
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ ENDINGS = {
     "ending", [each if each == "fork" else pytest.param(each, marks=pytest.mark.long) for each in ENDINGS]
 )
 def test_a_process_ends_while_parameters_are_away(ending):
-    run(SCRIPT + textwrap.dedent(ENDINGS[ending]))
+    run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]))
 
 
 COMPILED = """
@@ -129,7 +129,7 @@ for how in sys.argv[3:]:
     "how", ["in place", *(pytest.param(each, marks=pytest.mark.long) for each in ("wrapped", "later", "whole"))]
 )
 def test_compiled_blocks_have_the_bits_of_compiled_blocks(how, tmp_path):
-    run(COMPILED, str(ROOT / "tests"), str(tmp_path), how)
+    run_fresh_python(COMPILED, str(ROOT / "tests"), str(tmp_path), how)
 
 
 # Memory of the process is what is asked, so that one of its own runs, in which freed memory goes back to the system.
@@ -172,7 +172,7 @@ assert counts.nbytes == weights and counts.out_bytes >= 5 * weights
 
 def test_weights_gradients_and_states_larger_than_the_limit_train_within_a_plan():
     mapped = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_TOP_PAD_": "0"}
-    run(LIMITED, **mapped)
+    run_fresh_python(LIMITED, **mapped)
 
 
 # The example under a hard bound: a process may not allocate more than this beyond its imports. The windows, which are
@@ -209,7 +209,7 @@ FREED = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144",
 def run_example(folder, bound, *more):
     pytest.importorskip("safetensors")
     script = str(ROOT / "examples" / "larger_than_memory.py")
-    return run(BOUNDED, script, str(bound), str(folder), *SHAPE, *more, **FREED)
+    return run_fresh_python(BOUNDED, script, str(bound), str(folder), *SHAPE, *more, **FREED)
 
 
 def test_more_than_fits_is_built_trained_saved_and_resumed(tmp_path):
