@@ -29,6 +29,7 @@ TITLES = {
     "optimizer_state": "Optimizer state in the store",
     "step_in_backward": "Parameters updated in backward",
     "frozen_parameters": "Frozen parameters in the store",
+    "trained_parameters": "All parameters in the store",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",
     "torch_compile": "torch.compile",
     "compile_matrix": "torch.compile: kernels and graph breaks",

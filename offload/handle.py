@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from offload.control import registry
 from offload.control.controller import PlanController
@@ -30,7 +31,7 @@ from offload.diagnostics.session_report import make_report, make_verdict, record
 from offload.diagnostics.step_recording import StepRecording
 from offload.optimizer_state.freed_gradient import StepInBackwardError
 from offload.optimizer_state.movers import StateMovers
-from offload.options import Options
+from offload.options import Options, check_optimizers
 from offload.parameters.mover import ParameterMover
 from offload.plan import Plan
 from offload.plan.trace import Trace
@@ -39,6 +40,7 @@ from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.schedule import StepOrder
 from offload.runtime.weak import run_pending_callbacks
+from offload.torch_compat.compiled import untraced
 from offload.units import format_bytes, format_seconds
 
 __all__ = ["Session"]
@@ -62,7 +64,7 @@ class Session:
         engine: Engine,
         asked: Mapping[str, Any],
         states: StateMovers,
-        frozen: ParameterMover | None,
+        parameters: ParameterMover | None,
     ) -> None:
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
@@ -76,13 +78,13 @@ class Session:
             engine,
             asked,
             self,
-            partial(_session_on, states, frozen),
+            partial(_session_on, states, parameters),
             registry.is_unused,
             always=registry.profile_listener() is not None,
         )
-        self._enabled.frozen = frozen
-        if frozen is not None:
-            frozen.wrap()
+        self._enabled.parameters = parameters
+        if parameters is not None:
+            parameters.wrap()
         self._enabled.step_listeners.append(LivePublisher())
 
     # -- public -------------------------------------------------------------------------------------------------------
@@ -200,6 +202,24 @@ class Session:
                 enabled.attach(current, inputs, {})
             yield
 
+    def add_optimizer(
+        self, optimizer: Optimizer, *, optimizer_state: bool = True, step_in_backward: bool = False
+    ) -> None:
+        """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
+
+        Call it between two steps. The arguments are those of `offload.enable`.
+
+        Raises
+        ------
+        ValueError
+            The optimizer has no parameter of this model, was given before, or cannot step in backward.
+        """
+        model = self._model()
+        if model is None or not self._enabled.is_enabled or optimizer_state not in (True, False):
+            raise ValueError("add_optimizer: call it while offload is enabled, with optimizer_state=True or False")
+        optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward)
+        untraced(self._states.add, optimizers, optimizer_state, step_in_backward)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
         """Clip the norm of all gradients of the model by `torch.nn.utils.clip_grad_norm_`, or say why that cannot be.
 
@@ -305,8 +325,8 @@ class Session:
             self._states.close()
         finally:
             try:
-                if self._enabled.frozen is not None:
-                    self._enabled.frozen.close()
+                if self._enabled.parameters is not None:
+                    self._enabled.parameters.close()
             finally:
                 if self._enabled.is_enabled:
                     self._enabled.disable()
@@ -358,7 +378,7 @@ class Session:
 
 def _session_on(
     states: StateMovers,
-    frozen: ParameterMover | None,
+    parameters: ParameterMover | None,
     model: nn.Module,
     device: torch.device,
     options: Options,
@@ -367,14 +387,8 @@ def _session_on(
 ) -> DeviceSession:
     link, listener = partial(measure_link, device, options), registry.profile_listener()
     made = DeviceSession(
-        model, device, options, engine, link, on_recorded, make_trial, listener, _explain, LIMITS, states
+        model, device, options, engine, link, on_recorded, make_trial, listener, oom.tell_at, LIMITS, states
     )
-    if frozen is not None and made.held is not None:
-        made.held.count_frozen(frozen.bytes_in_memory_max)
+    if parameters is not None and made.held is not None:
+        made.held.count_parameters(parameters.bytes_in_memory_max)
     return made
-
-
-def _explain(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    running = at.controller.running.place() if isinstance(at.controller, PlanController) else None
-    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running)
-    oom.tell(error, oom.Subject(at.model, at.engine, at.options, *about), path)

@@ -25,6 +25,7 @@ FREE_DISK_BYTES_MIN = 64 << 20
 
 Recompute = Literal["auto", "cheap"]
 Preset = Literal["smallest", "balanced", "fast"]
+Parameters = Literal["all", "frozen"]
 FAST_MEMORY_LIMIT = 0.9  # of the device: the rest is for other libraries and for fragmentation of torch's allocator
 
 
@@ -210,19 +211,20 @@ def check_optimizers(
     return given if optimizer_state or step_in_backward else ()
 
 
-def check_parameters(parameters: object) -> bool:
-    """Return whether frozen parameters are to leave memory.
+def check_parameters(parameters: object) -> Parameters | None:
+    """Return which parameters are to leave memory; None: they all stay.
 
     Raises
     ------
     ValueError
-        `parameters` is neither ``"frozen"`` nor False.
+        `parameters` is neither ``"all"`` nor ``"frozen"`` nor False.
     """
-    if parameters is not False and parameters != "frozen":
+    if parameters is not False and parameters not in get_args(Parameters):
         raise ValueError(
-            f'parameters takes "frozen" or False, not {parameters!r}: parameters that are trained stay in memory'
+            f'parameters takes "all", "frozen" (those without gradients) or False, not {parameters!r}: these leave '
+            "memory while no module uses them"
         )
-    return parameters == "frozen"
+    return parameters or None  # type: ignore[return-value]
 
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

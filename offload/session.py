@@ -18,7 +18,7 @@ from offload.devices.memory import record_out_of_memory
 from offload.diagnostics.report import Feed
 from offload.handle import Session
 from offload.optimizer_state.movers import NameOf, StateMovers
-from offload.options import check_optimizers, check_options, check_parameters
+from offload.options import Parameters, check_optimizers, check_options, check_parameters
 from offload.parameters.materialize import Fill
 from offload.parameters.mover import ParameterMover
 from offload.runtime.refusals import check_model
@@ -46,14 +46,15 @@ def enable(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     optimizer_state: Literal["auto", True, False] = False,
     step_in_backward: bool = False,
-    parameters: Literal["frozen", False] = False,
+    parameters: Literal["all", "frozen", False] = False,
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory during training.
 
     Parameters
     ----------
     model
-        On one device, ``cpu`` or ``cuda``. It may be moved later. Its parameters and buffers are never swapped.
+        On one device, ``cpu`` or ``cuda``. It may be moved later. Its parameters stay in memory unless `parameters` is
+        given, its buffers always.
     preset
         The goal in a word, instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
         much memory saved as possible for about 5 % slower steps, the default. ``"fast"``: the fastest step that fits
@@ -101,7 +102,9 @@ def enable(
     parameters
         ``"frozen"``: parameters without gradients, of at least `min_tensor_bytes`, are in the swap store while no
         module uses them. Each module reads its own before its forward, and autograd reads them again in backward; they
-        are written once. ``False``: they stay in memory.
+        are written once. ``"all"``: trained parameters too, which are written again after each update. With
+        `step_in_backward` an update finds its parameter in memory; with ``optimizer_state=True`` it comes in for its
+        part of the step; with neither, the optimizer reads it as it needs it. ``False``: they stay in memory.
 
     Returns
     -------
@@ -128,7 +131,7 @@ def enable(
     given = dict(locals())
     asked = {name: given[name] for name in given.keys() - {"model", "parameters"} - _OF_OPTIMIZER}
     optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward)
-    moves_frozen = check_parameters(parameters)
+    moved = check_parameters(parameters)
     device = check_model(model, _enabled_models())
     return _enable(
         model,
@@ -138,7 +141,7 @@ def enable(
         None,
         optimizer_state=optimizer_state,
         in_backward=step_in_backward,
-        moves_frozen=moves_frozen,
+        parameters=moved,
     )
 
 
@@ -147,19 +150,19 @@ def materialize(
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     device: torch.device | str = "cpu",
-    parameters: Literal["frozen", False] = "frozen",
+    parameters: Literal["all", "frozen", False] = "frozen",
     **options: Any,
 ) -> Session:
     """Give a model that was built on the meta device its values from safetensors files, and enable offload on it.
 
-    It is read tensor by tensor, and each frozen parameter leaves memory before the next one is read, so the model can
-    be larger than memory. Freeze parameters before the call.
+    It is read tensor by tensor, and each parameter that is to leave memory does so before the next one is read, so the
+    model can be larger than memory. Freeze parameters before the call.
 
     Parameters
     ----------
     model
         What is on the meta device gets its values; everything else stays as it is. Parameters become other objects:
-        create the optimizer after this.
+        create the optimizer after this, and pass it to `Session.add_optimizer` to have its state moved.
     weights
         A file, a folder with files ``*.safetensors``, or a list of files. Values are converted to the model's types.
     device
@@ -190,18 +193,20 @@ def materialize(
     >>> with torch.device("meta"):
     ...     model = torch.nn.Linear(64, 64).requires_grad_(False)
     >>> handle = offload.materialize(model, path, min_tensor_bytes="4KiB")
-    >>> handle.report().frozen_parameters.tensors
+    >>> handle.report().moved_parameters.tensors
     1
     """
     known = inspect.signature(enable).parameters
     taken = {"model", "parameters"} | _OF_OPTIMIZER
     if unknown := options.keys() - (known.keys() - taken):
-        raise ValueError(f"materialize takes no {min(unknown)}; see offload.enable, and give it an optimizer there")
+        raise ValueError(
+            f"materialize takes no {min(unknown)}: create the optimizer after it, and give it to handle.add_optimizer"
+        )
     asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}
-    moves_frozen = check_parameters(parameters)
+    moved = check_parameters(parameters)
     there = check_model(model, _enabled_models(), will_be_on=torch.device(device))
     fill = Fill(model, weights, there)
-    return _enable(model, there, asked, (), fill, optimizer_state=False, in_backward=False, moves_frozen=moves_frozen)
+    return _enable(model, there, asked, (), fill, optimizer_state=False, in_backward=False, parameters=moved)
 
 
 def _enabled_models() -> list[nn.Module]:
@@ -217,7 +222,7 @@ def _enable(
     *,
     optimizer_state: bool | str,
     in_backward: bool,
-    moves_frozen: bool,
+    parameters: Parameters | None,
 ) -> Session:
     options = check_options(model, device, **asked)
     record_out_of_memory()
@@ -226,24 +231,26 @@ def _enable(
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned
-    make_own = partial(make_engine, device, options) if moves_state else None
+    make_own = partial(make_engine, device, options)
     used, min_nbytes = optimizers if moves_state or in_backward else (), options.min_tensor_bytes
-    states = StateMovers(model, used, make_own, min_nbytes, in_backward=in_backward, is_planned=is_planned)
-    frozen = None
+    states = StateMovers(
+        model, used, make_own, min_nbytes, moves_state=moves_state, in_backward=in_backward, is_planned=is_planned
+    )
+    mover = None
     try:
-        if moves_frozen:
-            own, name_of = make_engine(device, options), NameOf(weakref.ref(model))
-            frozen = ParameterMover(model, own, options.min_tensor_bytes, name_of, options.memory_limit)
+        if parameters is not None:
+            about = (model, make_own(), min_nbytes, NameOf(weakref.ref(model)), options.memory_limit)
+            mover = ParameterMover(*about, also_trained=parameters == "all")
         if fill is not None:
-            fill.run(frozen.leave if frozen is not None else None)
-        session = compiled.untraced(Session, model, device, options, engine, asked, states, frozen)
+            fill.run(mover.leave if mover is not None else None)
+        session = compiled.untraced(Session, model, device, options, engine, asked, states, mover)
         registry.register(session._enabled)
     except BaseException:  # also after an interrupt
         states.close()
         if fill is not None:
             fill.undo()  # there may be no memory for all of it
-        if frozen is not None:
-            frozen.close()
+        if mover is not None:
+            mover.close()
         raise
     return session
 

@@ -128,3 +128,17 @@ def test_char_gpt():
     assert losses == [line for line in plain.splitlines() if line.startswith("step ")]
     assert "NOTHING WAS SWAPPED" not in offloaded
     assert offloaded.splitlines()[-1] == plain.splitlines()[-1]  # what it writes
+
+
+@pytest.mark.long
+def test_larger_than_memory(tmp_path):
+    """`tests/parameters/test_trained_lifetimes.py` runs it under a bound of memory."""
+    need("safetensors")
+    sizes = ("--layers", 1, "--width", 512, "--steps", 2, "--batch", 1, "--length", 32)
+    texts = [
+        output_of("larger_than_memory", tmp_path / name, *sizes, *given)
+        for name, given in (("moved", ("--stop", 1)), ("moved", ()), ("plain", ("--plain",)))
+    ]
+    losses = [[line.split()[3] for line in text.splitlines() if line.startswith("step ")] for text in texts]
+    assert losses[0] + losses[1] == losses[2]
+    assert "leave memory between uses" in texts[1]

@@ -35,6 +35,7 @@ print([name for name in vars(type(handle)) | vars(handle) if name[0] != "_"])
 """
 
 DOCUMENTED = {
+    "add_optimizer",
     "clip_grad_norm_",
     "device",
     "disable",

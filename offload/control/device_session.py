@@ -107,7 +107,7 @@ class DeviceSession:
             self.controller = PlanController(*about, plan_state)
             self.held.on_optimizer_step(self.controller.end_profiles)
             if states is not None:
-                in_backward = states.steps_in_backward
+                in_backward = partial(getattr, states, "steps_in_backward")  # an optimizer may be added later
                 self.held.count_moving(states.away_bytes, states.bytes_in_memory_max, in_backward=in_backward)
 
     def latest(self) -> PlannedStep | None:

@@ -80,8 +80,8 @@ class EnabledModel:
     ----------
     step_listeners
         Called with this model whenever a step has begun.
-    frozen
-        Moves frozen parameters; None if they stay.
+    parameters
+        Moves parameters; None if they stay.
     misplaced, moved
         Messages for the report. `misplaced`: the model is on other devices than the engine. `moved`: the last move to a
         new device that was followed. Either one is empty if there is nothing to say.
@@ -109,7 +109,7 @@ class EnabledModel:
         self.fallbacks = compiled.Fallbacks()
         self.left_to_checkpoint = False
         self.recording: StepRecorder | None = None
-        self.frozen: ParameterMover | None = None
+        self.parameters: ParameterMover | None = None
         self._model = weakref.ref(model)
         self._asked = {**asked, "exclude": options.exclude}
         self._make_device_session = make_device_session
@@ -356,8 +356,8 @@ class HookedForward(HookContext):
     def __init__(self, enabled: EnabledModel, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> None:
         self._here = enabled.on_device
         made = enabled.recording.step_hooks(self._here) if enabled.recording is not None else None
-        hooks, frozen = made if made is not None else StepHooks(self._here), enabled.frozen
-        super().__init__(hooks, frozen.hooks_before if frozen is not None else None)
+        hooks, parameters = made if made is not None else StepHooks(self._here), enabled.parameters
+        super().__init__(hooks, parameters.hooks_before if parameters is not None else None)
         self._enabled = enabled
         self._inputs = inputs
         self._around: weakref.ref[HookContext] | None = getattr(enabled._local, "hooks", None)

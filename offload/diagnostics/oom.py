@@ -17,6 +17,8 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from offload.control.controller import PlanController
+from offload.control.device_session import DeviceSession
 from offload.devices.device import device_of
 from offload.devices.memory import DeviceMemory, Process, last_out_of_memory, memory_of
 from offload.diagnostics.html import oom as oom_page
@@ -27,7 +29,7 @@ from offload.runtime.engine import Engine
 from offload.runtime.hooks import StepHooks
 from offload.units import format_bytes
 
-__all__ = ["Explanation", "Remedy", "Subject", "explain", "is_out_of_memory", "tell"]
+__all__ = ["Explanation", "Remedy", "Subject", "explain", "is_out_of_memory", "tell", "tell_at"]
 
 log = logging.getLogger("offload")
 
@@ -141,6 +143,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
+
+
+def tell_at(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
+    """As `tell`, of what a session moves on one device."""
+    running = at.controller.running.place() if isinstance(at.controller, PlanController) else None
+    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running)
+    tell(error, Subject(at.model, at.engine, at.options, *about), path)
 
 
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:

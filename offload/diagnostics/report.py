@@ -71,7 +71,7 @@ class DiskWrites:
     Attributes
     ----------
     nbytes : int
-        Of saved tensors, optimizer state and frozen parameters.
+        Of saved tensors, optimizer state and parameters.
     steps : int
         Forward passes since `enable`.
     seconds : float
@@ -164,8 +164,8 @@ class Report:
         Counters of each optimizer's state that was moved; empty if none may move.
     step_in_backward : tuple of BackwardCounts
         Counters of the updates in backward, of each optimizer; empty without `step_in_backward=True`.
-    frozen_parameters : ParameterCounts or None
-        Counters of frozen parameters that were moved; None without `parameters`.
+    moved_parameters : ParameterCounts or None
+        Counters of parameters that were moved; None without `parameters`.
     disk : DiskWrites
         Bytes that steps write to disk.
     """
@@ -199,7 +199,7 @@ class Report:
     plan: Plan | None = field(default=None, repr=False)
     optimizer_state: tuple[StateCounts, ...] = ()
     step_in_backward: tuple[BackwardCounts, ...] = ()
-    frozen_parameters: ParameterCounts | None = None
+    moved_parameters: ParameterCounts | None = None
     disk: DiskWrites = field(default_factory=lambda: DiskWrites(0, 0, 0.0))
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class Report:
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
             "step_in_backward": [counts.to_dict() for counts in self.step_in_backward],
-            "frozen_parameters": self.frozen_parameters.to_dict() if self.frozen_parameters is not None else None,
+            "moved_parameters": self.moved_parameters.to_dict() if self.moved_parameters is not None else None,
             "disk_writes": self.disk.to_dict(),
             "notes": list(self.notes),
         }
@@ -276,7 +276,7 @@ class Report:
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             *[("optimizer state", str(counts)) for counts in self.optimizer_state],
             *[("gradients", str(counts)) for counts in self.step_in_backward],
-            *([("frozen parameters", str(self.frozen_parameters))] if self.frozen_parameters is not None else []),
+            *([("parameters", str(self.moved_parameters))] if self.moved_parameters is not None else []),
             *([("disk writes", str(self.disk))] if self.disk.nbytes else []),
             ("spill file", format_bytes(about["spill_file_bytes"])),
             ("host memory held", format_bytes(about["host_bytes_held"])),

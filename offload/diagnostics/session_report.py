@@ -74,23 +74,23 @@ def make_report(
             *_notes(enabled),
             *(note for feed in feeds for note in feed.notes()),
             *(note for state in states for note in state.notes()),
-            *(enabled.frozen.counts.notes() if enabled.frozen is not None else ()),
+            *(enabled.parameters.counts.notes() if enabled.parameters is not None else ()),
             *remarks,
         ),
         feed=Feed.total(feeds),
         plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
         optimizer_state=tuple(replace(state) for state in states),
         step_in_backward=tuple(replace(counts) for counts in in_backward),
-        frozen_parameters=_frozen(enabled),
+        moved_parameters=_parameters(enabled),
         disk=_disk_writes(here),
     )
 
 
-def _frozen(enabled: EnabledModel) -> ParameterCounts | None:
-    if enabled.frozen is None:
+def _parameters(enabled: EnabledModel) -> ParameterCounts | None:
+    if enabled.parameters is None:
         return None
-    enabled.frozen.look()
-    return replace(enabled.frozen.counts)
+    enabled.parameters.look()
+    return replace(enabled.parameters.counts)
 
 
 def _disk_writes(here: DeviceSession) -> DiskWrites:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.parameters.updating import updating
 from offload.torch_compat.optimizers import runs_foreach
 
 __all__ = ["ChunkedStep", "is_known", "split", "stepping_nothing"]
@@ -115,7 +116,8 @@ class ChunkedStep:
         groups = {n: {**self._options[n], "params": params} for n, params in of_group.items()}
         stand_in = _stand_in(self._alive, list(groups.values()))
         try:
-            self._step(stand_in)
+            with updating(chunk):
+                self._step(stand_in)
         finally:
             for n, group in groups.items():
                 self._counted[n] = _changed({k: v for k, v in group.items() if k != "params"}, self._options[n])

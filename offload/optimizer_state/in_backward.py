@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer_state.begun_step import BegunStep
-from offload.optimizer_state.chunks import ChunkedStep, is_known, stepping_nothing
+from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.freed_gradient import StepInBackwardError
 from offload.optimizer_state.left_gradients import leave_gradients, params_to_step, settle_gradients
-from offload.optimizer_state.mover import StateMover
+from offload.optimizer_state.mover import CHUNK_BYTES, StateMover
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.state_in_turn import StateInTurn
+from offload.parameters.moved_parameter import kind_of
+from offload.parameters.updating import updating
 from offload.torch_compat.allocation_profile import apart
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import step_behind_hooks
@@ -97,7 +99,7 @@ def _why_not(optimizer: Optimizer, step: Callable[..., Any]) -> str:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "with differentiable=True the update itself has a backward"
     for number, group in enumerate(optimizer.param_groups):
-        kinds = {(type(param), param.device.type) for param in group["params"]}
+        kinds = {(kind_of(param), param.device.type) for param in group["params"]}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
             return f"group {number} has parameters of several kinds or devices; give foreach=True or foreach=False"
     return why_not_divided(optimizer, step)
@@ -177,7 +179,7 @@ class StepInBackward:
         if not begun.steps(param):
             return
         self._check_first(begun, param)
-        with apart():
+        with apart(), updating([param]):  # what cannot be read raises before the update is begun
             if self._state is None:
                 begun.update(optimizer, param)
                 return
@@ -259,7 +261,8 @@ class StepInBackward:
                 self.mover.begin_step(optimizer)
             self.mover.step(step)
         else:
-            step.run(step.params)
+            for chunk in list(split(step.params, lambda param: param.nbytes, CHUNK_BYTES)) or [[]]:
+                step.run(chunk)
             step.end()
 
     @opaque

@@ -25,7 +25,7 @@ from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Passes, Share
-from offload.optimizer_state.streamed_state import StreamedState
+from offload.optimizer_state.streamed_state import NEED_FIRST, StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
@@ -41,9 +41,6 @@ AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
 
 STAYS_BY_PLAN = "the plan keeps memory_limit without it, and no other plan is faster"
-
-# Backward needs no state: it goes to disk before any saved tensor does.
-NEED_FIRST = 1 << 40
 
 _SAMPLE = SimpleNamespace(state={})
 _HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value

@@ -56,9 +56,11 @@ class StateMovers:
     Parameters
     ----------
     make_engine
-        Makes an engine of its own for each of them. None: their state stays in memory.
+        Makes an engine of its own for each of them.
     min_nbytes
         Smaller tensors stay.
+    moves_state
+        Whether their state leaves memory.
     in_backward
         Whether parameters are updated in backward. Not with `is_planned`.
     is_planned
@@ -86,9 +88,10 @@ class StateMovers:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        make_engine: Callable[[], Engine] | None,
+        make_engine: Callable[[], Engine],
         min_nbytes: int,
         *,
+        moves_state: bool = True,
         in_backward: bool = False,
         is_planned: bool = False,
     ) -> None:
@@ -106,6 +109,16 @@ class StateMovers:
         self._pid = os.getpid()
         self._behind = WriteBehind()
         self.passes = Passes()
+        self.add(optimizers, moves_state, in_backward)
+
+    def add(self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool) -> None:
+        """Move the state of further optimizers, or step them in backward.
+
+        Raises
+        ------
+        ValueError
+            An optimizer has been given before, here or to another model, or it cannot step in backward.
+        """
         for optimizer in optimizers:
             if _is_used(optimizer):
                 raise ValueError(
@@ -113,17 +126,19 @@ class StateMovers:
                     "give it to one offload.enable alone"
                 )
         if in_backward:
-            _check_all(optimizers, NameOf(self._model))
+            steppers = [each for reference in self._steppers if (each := reference()) is not None]
+            stepped = [each.optimizer for each in steppers if each.optimizer is not None]
+            _check_all([*stepped, *optimizers], NameOf(self._model))
         try:
             for optimizer in optimizers:
-                self._take(optimizer, in_backward=in_backward)
+                self._take(optimizer, moves_state=moves_state, in_backward=in_backward)
         except BaseException:  # also after an interrupt
             self.close()
             raise
 
-    def _take(self, optimizer: Optimizer, *, in_backward: bool) -> None:
+    def _take(self, optimizer: Optimizer, *, moves_state: bool, in_backward: bool) -> None:
         mover = None
-        if self._make_engine is not None:
+        if moves_state:
             mover = self._add(optimizer, self._make_engine(), None, steps=not in_backward)
         if in_backward:
             stepper = StepInBackward(optimizer, NameOf(self._model), mover)
@@ -145,7 +160,7 @@ class StateMovers:
             untraced(self._take_over, optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        if self._make_engine is None or _mover_of(optimizer) is not None or _is_used(optimizer):
+        if _mover_of(optimizer) is not None or _is_used(optimizer):
             return  # it is of another enabled model, or of this one
         nbytes = sum(param.nbytes for group in optimizer.param_groups for param in group["params"])
         stays = self._moved is not None or self.has_room(_STATE_MOST * nbytes)

@@ -23,6 +23,11 @@ __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 
 State = dict[Any, Any]
 
+# Backward needs no state: it goes to disk before any saved tensor does.
+NEED_FIRST = 1 << 40
+
+ASKED_BYTES = 64 << 20  # of state that the program asks for: beyond it, what it does not hold leaves again
+
 
 class OptimizerStateError(_core.SpillError):
     """Optimizer state could not be read back; load that of the latest checkpoint. `parameter` is a parameter's name."""
@@ -37,6 +42,11 @@ def _clone(tensor: Tensor) -> Tensor:
 
 _SAMPLE = {"": torch.empty(0)}
 _HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # of a value that one dictionary holds
+
+
+def is_held(state: dict[Any, Any], key: Any) -> bool:
+    """Whether somebody else than this dictionary holds the value of a key."""
+    return sys.getrefcount(dict.__getitem__(state, key)) > _HELD_ONCE
 
 
 def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) -> bool:
@@ -70,6 +80,7 @@ class StreamedState(defaultdict[Any, State]):
         self.tensors: dict[Any, list[StateTensor]] = {}
         self._away_nbytes: int | None = 0  # None where something has left or come back since it was computed
         self.held: dict[Any, int] = {}  # of each key, tensors that stay because others hold them
+        self._asked: dict[Any, int] = {}  # bytes that the program has brought back or put in, longest there first
         self.refused = 0  # tensors for which there was no room, each time
         self.refusal = ""
         self._min_nbytes = min_nbytes
@@ -132,6 +143,7 @@ class StreamedState(defaultdict[Any, State]):
     def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
         """Forget the tensors of a key but these."""
         self._away_nbytes = None
+        self._asked.pop(key, None)
         self.tensors[key], self.held[key] = present, held
         if not present:
             del self.tensors[key]
@@ -234,18 +246,42 @@ class StreamedState(defaultdict[Any, State]):
                 result[key][name] = value
         return result
 
+    def _ask(self, key: Any) -> None:
+        """Have one parameter's state in memory for the program."""
+        nbytes = self.fetch(key)
+        if nbytes:
+            self._note(key, nbytes)
+
+    def _note(self, key: Any, nbytes: int) -> None:
+        """The program has one more parameter's state in memory. What it no longer holds may leave."""
+        self._asked[key] = nbytes
+        for each in list(self._asked)[:-1]:
+            if sum(self._asked.values()) <= ASKED_BYTES:
+                break
+            del self._asked[each]
+            if each in self and not is_held(self, each):
+                self.engine.collect()
+                self.leave(each, NEED_FIRST)
+                self.engine.limit_in_flight()
+
     # -- a dictionary -------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> State:
-        self.fetch(key)
+        self._ask(key)
         return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._keep(key, [])
+        if self.is_moved and isinstance(value, dict):
+            self._note(key, sum(each.nbytes for each in value.values() if isinstance(each, Tensor)))
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()  # overridden, so that dict() and ** of this one ask for each item
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of any dictionary, brought back."""
-        self.fetch(key)
+        self._ask(key)
         return super().get(key, default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -269,6 +305,7 @@ class StreamedState(defaultdict[Any, State]):
         self._away_nbytes = 0
         self.tensors.clear()
         self.held.clear()
+        self._asked.clear()
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.parameters.keep import Keep, needs_keep
 from offload.parameters.moved_parameter import MovedParameter
-from offload.parameters.saved_parameter import SavedParameter
 from offload.parameters.stored_parameter import StoredParameter
 from offload.parameters.window import Window
-from offload.torch_compat.autograd import checkpoint_is_innermost, hooks_forbidden_reason, innermost_hooks
+from offload.torch_compat.autograd import innermost_hooks
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.modules import own_parameters, walk
-from offload.torch_compat.tensors import raise_changed, version_of
 
 __all__ = ["CompiledCall", "Gathered", "Pass"]
 
@@ -49,8 +47,8 @@ class Gathered:
                 if isinstance(record, StoredParameter):
                     self._records.append(record)
                     record.window.acquire(parameter, record, self, plain=self._whole)
-        if self._records and torch.is_grad_enabled() and hooks_may_hold_tensors() and hooks_forbidden_reason() is None:
-            self._keep = Keep(self._window, innermost_hooks())
+        if self._records and needs_keep():
+            self._keep = Keep(self._window.saved, innermost_hooks())
             saved_tensors_hooks(self._keep.pack, self._keep.unpack).__enter__()
 
     def __exit__(self, *_: object) -> None:
@@ -61,59 +59,6 @@ class Gathered:
             self._window.release(self._records, self)
             self._records = []
             self._window.settle()
-
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-def hooks_may_hold_tensors() -> bool:
-    """Whether autograd, or hooks that are not the library's, would hold a saved parameter itself until backward."""
-    hooks = innermost_hooks()
-    if hooks is None:
-        return True
-    module = type(getattr(hooks[0], "__self__", None)).__module__
-    return not (module.partition(".")[0] == __name__.partition(".")[0] or checkpoint_is_innermost())
-
-
-class Keep:
-    """Saved-tensor hooks that keep what is of no frozen parameter, or pass it to other hooks.
-
-    Parameters
-    ----------
-    others
-        Hooks of the program that were the innermost before; None if there were none.
-    """
-
-    def __init__(self, window: Window, others: Hooks | None) -> None:
-        self._window = window
-        self._others = others
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Return what a graph node holds in a tensor's place."""
-        saved = self._window.saved(tensor)
-        if saved is not None:
-            return saved
-        return (tensor, version_of(tensor)) if self._others is None else self._others[0](tensor)
-
-    def unpack(self, saved: Any) -> Tensor:
-        """Return the tensor as it was saved.
-
-        Raises
-        ------
-        RuntimeError
-            It was changed in place since.
-        ParameterError
-            It is of a frozen parameter, which cannot be read.
-        """
-        if isinstance(saved, SavedParameter):
-            return saved.restore()
-        if self._others is not None:
-            return self._others[1](saved)
-        tensor: Tensor
-        tensor, version = saved
-        if version_of(tensor) != version:
-            raise_changed(tensor.type(), tuple(tensor.shape), version_of(tensor), version)
-        return tensor
 
 
 class Pass(threading.local):

@@ -1,4 +1,4 @@
-"""The class of a frozen parameter that leaves memory: each access to its bytes brings them back first.
+"""The class of a parameter that leaves memory: each access to its bytes brings them back first.
 
 A parameter gets this class when it leaves, and its own back when it stays again. Torch tells the class of every
 function that is called with such a parameter, also of reads of its attributes.
@@ -7,11 +7,15 @@ function that is called with such a parameter, also of reads of its attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from offload import _core
+from offload.torch_compat.autograd import hooks_forbidden_reason
 from offload.torch_compat.compiled import opaque
 from offload.torch_compat.overrides import (
     GIVES_ADDRESS,
@@ -21,16 +25,19 @@ from offload.torch_compat.overrides import (
     SETS_DATA,
     alias_of,
     call_without_overrides,
+    is_held_alone,
+    requires_grad_of,
+    writes_without_version,
 )
 
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
 
-__all__ = ["MovedParameter"]
+__all__ = ["MovedParameter", "kind_of"]
 
 
 class MovedParameter(nn.Parameter):
-    """A frozen parameter whose bytes are in the store, or in memory while they are used."""
+    """A parameter whose bytes are in the store, or in memory while they are used."""
 
     _offload_stored: StoredParameter
 
@@ -48,19 +55,28 @@ class MovedParameter(nn.Parameter):
         return _accessed(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = nn.Parameter(self._offload_stored.copy(self), requires_grad=False)
+        copied = memo[id(self)] = self._copied()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(self._offload_stored.copy(self), requires_grad=False)
+        plain = self._copied()
         plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_offload_stored"})
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copied(self) -> nn.Parameter:
+        return nn.Parameter(self._offload_stored.copy(self), requires_grad=requires_grad_of(self))
+
+
+def kind_of(parameter: Tensor) -> type[Tensor]:
+    """Return the class that a parameter has where it does not leave memory."""
+    return nn.Parameter if type(parameter) is MovedParameter else type(parameter)
 
 
 def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may use the bytes of moved parameters, which are in memory meanwhile.
 
-    It gets other tensors with the same memory, and sees no override. What changes the parameter itself gets that one.
+    In the place of a frozen one it gets another tensor with the same memory, and sees no override. What changes the
+    parameter itself gets that one. A trained one is an ordinary parameter meanwhile, for the graph.
     """
     first = args[0] if args else None
     if type(first) is MovedParameter and first._offload_stored.is_away_in(first):
@@ -70,19 +86,38 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             return first  # as `Module.to` asks where nothing is to be done
     if func == SETS_DATA and args[1] is first:
         return None
+    if func == SETS_DATA and type(first) is MovedParameter and type(args[1]) is Tensor:  # nothing is read for it
+        record = first._offload_stored
+        call_without_overrides(func, (), args, kwargs)
+        record.window.accessed(first, record)
+        return None
     found = {id(each): each for each in _moved_in((args, kwargs))}.values()
     moved = [(each, each._offload_stored) for each in found]
     user = object()
     try:
         aliases: dict[int, tuple[Tensor, Tensor]] = {}
+        trained = [(parameter, record) for parameter, record in moved if requires_grad_of(parameter)]
         for parameter, record in moved:
-            record.window.acquire(parameter, record, user)
-            record.is_suspect |= func in GIVES_MEMORY
+            is_trained = requires_grad_of(parameter)
+            try:
+                record.window.acquire(parameter, record, user, plain=is_trained)
+            except _core.SpillError:
+                if func is not Tensor.copy_ or parameter is not first or not record.begin_anew(parameter, args[1:2]):
+                    raise
+                record.window.acquire(parameter, record, user, plain=is_trained)
+            record.is_suspect |= func in GIVES_MEMORY or writes_without_version(func)
             record.is_pinned |= func in GIVES_ADDRESS
-            aliases[id(parameter)] = parameter, alias_of(parameter)
-        if _changes_object(func):
-            return call_without_overrides(func, (), args, kwargs)
-        result = func(*_with_aliases(args, aliases), **_with_aliases(kwargs, aliases))
+            if not is_trained:
+                aliases[id(parameter)] = parameter, alias_of(parameter)
+        with trained[0][1].window.saving() if trained else nullcontext():
+            if _changes_object(func):
+                return call_without_overrides(func, (), args, kwargs)
+            if trained and torch.is_grad_enabled() and hooks_forbidden_reason() is not None:
+                # The graph holds the parameter itself, whose memory may leave: it gets a view, which holds the memory.
+                aliases.update({id(each): (each, each.view_as(each)) for each, _ in trained})
+            result = func(*_with_aliases(args, aliases), **_with_aliases(kwargs, aliases))
+        for parameter, record in trained:
+            record.is_lent |= not is_held_alone(parameter)
         same = [parameter for parameter, alias in aliases.values() if alias is result]
         return same[0] if same else result
     finally:

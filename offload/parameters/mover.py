@@ -1,4 +1,4 @@
-"""Keeps a model's frozen parameters in the store while no module uses them. The session makes one of these.
+"""Keeps a model's parameters in the store while no module uses them, the frozen ones or all. The session makes one.
 
 Each module that has such parameters itself brings them into memory around its forward.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from offload import _core
 from offload.parameters.gathered import CompiledCall, Forward, Gathered, Pass, moved_in
+from offload.parameters.moved_parameter import MovedParameter
 from offload.parameters.saved_parameter import SavedParameter
 from offload.parameters.stored_parameter import StoredParameter, is_movable
 from offload.parameters.window import Window
@@ -26,7 +27,8 @@ from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import StepHooks
 from offload.torch_compat.compiled import compiled_parts, is_compiled, untraceable_wrappers, wrappers_of
 from offload.torch_compat.modules import is_sharded, own_parameters, walk
-from offload.torch_compat.overrides import is_held_alone, unseen
+from offload.torch_compat.optimizers import allow_foreach
+from offload.torch_compat.overrides import is_held_alone, requires_grad_of, unseen
 from offload.units import format_bytes
 
 __all__ = ["ParameterCounts", "ParameterMover"]
@@ -37,20 +39,24 @@ BEHIND_BYTES = 64 << 20
 
 @dataclass
 class ParameterCounts:
-    """What has been moved of a model's frozen parameters.
+    """What has been moved of a model's parameters.
 
     Attributes
     ----------
+    which : str
+        Those that may leave: "all" or "frozen".
     tensors, nbytes : int
         Parameters that leave memory while no module uses them, and their bytes.
+    trained : int
+        Of these, parameters that are trained.
     passes : int
         Forwards of the model, each with what followed until the next one.
-    in_bytes : int
-        Bytes read so far.
+    in_bytes, out_bytes : int
+        Bytes read so far, and written after the first copy.
     rewritten : int
-        Parameters that the program has changed, and that were written again.
+        How often a parameter was written again, after an update or a change by the program.
     held : int
-        Frozen parameters that stay because another tensor shares their memory.
+        Parameters that stay because another tensor shares their memory.
     failed : int
         Parameters that stayed because writing them failed; `failure` is the latest error.
     whole : str
@@ -58,10 +64,13 @@ class ParameterCounts:
         which has most of them; empty if none is compiled.
     """
 
+    which: str
     tensors: int = 0
     nbytes: int = 0
+    trained: int = 0
     passes: int = 0
     in_bytes: int = 0
+    out_bytes: int = 0
     rewritten: int = 0
     held: int = 0
     failed: int = 0
@@ -75,28 +84,30 @@ class ParameterCounts:
     def __str__(self) -> str:
         if not self.tensors:
             return "none leaves memory"
-        per_pass = format_bytes(round(self.in_bytes / max(self.passes, 1)))
-        return (
-            f"{self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between uses; per step {per_pass} read"
-        )
+        passes = max(self.passes, 1)
+        told = f"per step {format_bytes(round(self.in_bytes / passes))} read"
+        if self.trained:
+            told += f", {format_bytes(round(self.out_bytes / passes))} written"
+        return f"{self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between uses; {told}"
 
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""
         if self.failed:
-            yield f"{self.failed} frozen parameters stayed because writing them failed: {self.failure}"
+            yield f"{self.failed} parameters stayed because writing them failed: {self.failure}"
         if self.held:
-            yield f"{self.held} frozen parameters stay because another tensor shares their memory"
+            yield f"{self.held} parameters stay because another tensor shares their memory"
         if not self.tensors and not self.held:
-            yield 'parameters="frozen" moves nothing: no parameter of the model is frozen, plain and large enough'
+            kind = "" if self.which == "all" else f"{self.which}, "
+            yield f'parameters="{self.which}" moves nothing: no parameter of the model is {kind}plain and large enough'
         if self.whole:
             yield (
-                f"all frozen parameters of {self.whole} are in memory while it runs, because it is one compiled graph: "
+                f"all moved parameters of {self.whole} are in memory while it runs, because it is one compiled graph: "
                 "compile smaller parts, such as for block in model.blocks: block.compile()"
             )
 
 
 class ParameterMover:
-    """Moves the frozen parameters of a model.
+    """Moves the parameters of a model.
 
     Parameters
     ----------
@@ -108,6 +119,8 @@ class ParameterMover:
         The name of a parameter, for errors.
     memory_limit
         Of the model: what is read ahead, and what is being written, are small shares of it.
+    also_trained
+        Whether trained parameters leave, and not only frozen ones.
     """
 
     def __init__(
@@ -117,14 +130,18 @@ class ParameterMover:
         min_nbytes: int,
         name_of: Callable[[Tensor], str],
         memory_limit: int | None = None,
+        *,
+        also_trained: bool = False,
     ) -> None:
-        self.counts = ParameterCounts()
+        self.counts = ParameterCounts("all" if also_trained else "frozen")
         self.engine = engine
         self._model = weakref.ref(model)
         self._min_nbytes = min_nbytes
         self._name_of = name_of
         self._ahead_bytes = AHEAD_BYTES if memory_limit is None else min(AHEAD_BYTES, memory_limit // 16)
-        self.window = Window(self._ahead_bytes)
+        self.window = Window(self._ahead_bytes, moves_trained=also_trained)
+        if also_trained:
+            allow_foreach(MovedParameter)
         self._passes = Pass()
         self._pid = os.getpid()
         self._is_open = True
@@ -144,19 +161,20 @@ class ParameterMover:
     # -- what leaves --------------------------------------------------------------------------------------------------
 
     def _leave(self, model: nn.Module) -> None:
-        """Have all frozen parameters leave that have not yet. Those of FSDP stay: it frees them itself."""
+        """Have all parameters leave that are to and have not yet. Those of FSDP stay: it frees them itself."""
         held = 0
         if is_sharded(model):
             return
         for module in walk(model):
             for parameter in own_parameters(module):
-                if type(parameter) is nn.Parameter and not parameter.requires_grad:
+                if type(parameter) is nn.Parameter and "_offload_stored" not in parameter.__dict__:
                     held += self.leave(parameter)
         self.counts.held = held
 
     def leave(self, parameter: nn.Parameter) -> bool:
-        """Have one leave, if it is frozen and large enough. True: it stays because its memory is shared."""
-        if not is_movable(parameter, self.engine.device, self._min_nbytes):
+        """Have one leave, if it is of the kind and large enough. True: it stays because its memory is shared."""
+        trained = self.window.moves_trained
+        if not is_movable(parameter, self.engine.device, self._min_nbytes, also_trained=trained):
             return False
         if not is_held_alone(parameter):
             return True
@@ -264,7 +282,7 @@ class ParameterMover:
         self._wrap_parts(model)
 
     def hooks_before(self, hooks: StepHooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return functions that pack and unpack frozen parameters, and leave all else to a step's hooks."""
+        """Return functions that pack and unpack moved parameters, and leave all else to a step's hooks."""
         return partial(_pack, self.window), _unpack
 
     # -- figures ------------------------------------------------------------------------------------------------------
@@ -275,14 +293,16 @@ class ParameterMover:
         found = list(moved_in(model)) if model is not None and self._is_open else []
         if self._is_open:
             counts.tensors, counts.nbytes = len(found), sum(record.nbytes for record, _ in found)
-        counts.in_bytes, counts.rewritten = window.in_bytes, window.rewritten
+            counts.trained = sum(requires_grad_of(parameter) for _, parameter in found)
+        counts.in_bytes, counts.out_bytes, counts.rewritten = window.in_bytes, window.out_bytes, window.rewritten
         counts.failed, counts.failure = self.engine.failed + window.refused, self.engine.failure or window.refusal
 
     def bytes_in_memory_max(self) -> int:
         """Of parameters that leave: what may be in memory at a time while the model runs, and what others hold."""
         present = self.window.nbytes()
         largest = self._largest_bytes
-        return min(self.counts.nbytes, max(present, largest) + max(self._ahead_bytes, largest))
+        behind = self.engine.in_flight_bytes_max if self.counts.trained else 0  # updates that are being written
+        return min(self.counts.nbytes, max(present, largest) + max(self._ahead_bytes, largest) + behind)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -302,8 +322,9 @@ class ParameterMover:
         with self.window.lock:
             for number, (record, parameter) in enumerate(found):
                 for following, _ in found[number + 1 : number + 2]:
-                    if not following.is_in_memory():
-                        following.content.stored.prefetch()
+                    stored = following.content.stored
+                    if stored is not None and not following.is_in_memory():
+                        stored.prefetch()
                 record.bring(parameter)
                 record.forget(parameter)
         self._is_open = False

@@ -1,4 +1,4 @@
-"""The order in which a model needs its frozen parameters, recorded in each pass, and copy-ins ahead of need.
+"""The order in which a model needs its moved parameters, recorded in each pass, and copy-ins ahead of need.
 
 A pass is a forward of the model with all that follows until the next one: its backward, and what the program reads.
 """
@@ -54,23 +54,24 @@ class ReadAhead:
         with self._lock:
             self._needs(record, content.stored)
 
-    def _needs(self, record: StoredParameter, stored: _core.SwappedStorage) -> None:
+    def _needs(self, record: StoredParameter, stored: _core.SwappedStorage | None) -> None:
         if len(self._now) < LENGTH_MAX:
             self._now.append(record.reference)
         wanted = {stored}
-        if not record.is_in_memory():
+        if not record.is_in_memory() and stored is not None:
             self._begin(stored, record.nbytes)
         if self._find(record.reference):
             nbytes = 0
             for reference in self._before[self._at :]:
                 each = reference()
-                if each is None or each.content.stored in wanted or each.is_in_memory():
+                following = each.content.stored if each is not None else None
+                if each is None or following is None or following in wanted or each.is_in_memory():
                     continue
                 nbytes += each.nbytes
                 if nbytes > self.nbytes_max and len(wanted) > 1:
                     break
-                wanted.add(each.content.stored)
-                self._begin(each.content.stored, each.nbytes)
+                wanted.add(following)
+                self._begin(following, each.nbytes)
         self._abandon(wanted)
 
     def _find(self, reference: Reference) -> bool:
@@ -89,7 +90,7 @@ class ReadAhead:
         with self._lock:
             self._begun.pop(stored, None)
 
-    def _abandon(self, wanted: set[_core.SwappedStorage]) -> None:
+    def _abandon(self, wanted: set[_core.SwappedStorage | None]) -> None:
         """Free the memory of copy-ins that are not wanted."""
         for stored in [each for each in list(self._begun) if each not in wanted]:
             if self._begun.pop(stored, None) is None:

@@ -1,4 +1,4 @@
-"""What autograd holds in a frozen parameter's place: where its bytes are in the store, and which view was saved."""
+"""What autograd holds in a moved parameter's place: where its bytes are in the store, and which view was saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SavedParameter"]
 
 
 class SavedParameter:
-    """A view of a frozen parameter, saved for backward. It holds no memory on the device.
+    """A view of a moved parameter, saved for backward. It holds no memory on the device.
 
     Parameters
     ----------

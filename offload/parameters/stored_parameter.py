@@ -1,6 +1,6 @@
-"""One frozen parameter: its object stays in the model, its bytes are in the store, and in memory while they are used.
+"""One moved parameter: its object stays in the model, its bytes are in the store, and in memory while they are used.
 
-The bytes are written once. Each use reads them; nothing is written back. `Window` decides when.
+The bytes are written once, and again after each change: an update, or a write by the program. `Window` decides when.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils.hooks import RemovableHandle
 
 from offload import _core
 from offload.parameters.moved_parameter import MovedParameter
@@ -19,6 +20,7 @@ from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
 from offload.torch_compat.overrides import (
     alias_of,
+    call_without_overrides,
     is_held_alone,
     requires_grad_of,
     set_data,
@@ -33,22 +35,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Content", "ParameterError", "StoredParameter", "is_movable"]
 
-# Where host memory runs short, frozen parameters go to disk before saved tensors do: they are never written again.
+# Where host memory runs short, parameters go to disk before saved tensors do: few of them are needed at a time.
 NEED_FIRST = 1 << 39
 
 
 class ParameterError(_core.SpillError):
-    """A frozen parameter could not be read back. `parameter` is its name; load the model again to go on."""
+    """A moved parameter could not be read back. `parameter` is its name; load the latest checkpoint to go on."""
 
     parameter: str
 
 
-def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int) -> bool:
-    """Whether a parameter, of its own class or moved, is of a kind that can leave memory: large, frozen, strided.
+def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also_trained: bool) -> bool:
+    """Whether a parameter, of its own class or moved, is of a kind that can leave memory: large and strided.
 
     While it is away code that torch cannot intercept reads it as NaN, so that only floating-point and complex ones do.
     """
-    if requires_grad_of(parameter) or parameter.layout is not torch.strided or parameter.is_nested:
+    if requires_grad_of(parameter) and not also_trained:
+        return False
+    if parameter.layout is not torch.strided or parameter.is_nested:
         return False
     plain = alias_of(parameter)
     return (
@@ -75,7 +79,7 @@ class Content:
     Attributes
     ----------
     stored
-        Where they are in the store.
+        Where they are in the store; None while they are replaced by others.
     version
         The parameter's, at that moment.
     layout
@@ -84,7 +88,7 @@ class Content:
         What the parameter has in their place while they are away, and the identity of its storage.
     """
 
-    stored: _core.SwappedStorage
+    stored: _core.SwappedStorage | None
     version: int
     layout: Tensor
     placeholder: Tensor
@@ -111,6 +115,10 @@ class StoredParameter:
         Of these, who needs it as an ordinary parameter: compiled code.
     is_suspect
         Its bytes may have been changed without a trace in its version.
+    is_lent
+        Such a change may come: the program was given a view of a trained parameter.
+    is_changed
+        An optimizer has updated it.
     is_pinned
         Somebody was given its address: it stays until the model's next forward.
     """
@@ -124,7 +132,10 @@ class StoredParameter:
         self.users: dict[object, int] = {}
         self.plain_users: set[object] = set()
         self.is_suspect = False
+        self.is_lent = False
+        self.is_changed = False
         self.is_pinned = False
+        self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
         self._watched: tuple[int, StorageWatch] | None = None  # of its storage: reserves the identity
@@ -154,7 +165,8 @@ class StoredParameter:
 
     def is_current_in(self, parameter: Tensor) -> bool:
         """Whether the store surely has the same bytes as a parameter that is in memory."""
-        return not self.is_suspect and version_of_object(parameter) == self.content.version
+        is_known = not (self.is_suspect or self.is_changed or self.content.stored is None)
+        return is_known and version_of_object(parameter) == self.content.version
 
     def is_in_memory(self) -> bool:
         """Whether reading ahead would be in vain: the parameter has bytes of its own, or is gone."""
@@ -175,6 +187,37 @@ class StoredParameter:
                 set_data(parameter, tensor)
                 self._note_storage(parameter)
         self.look(parameter)
+
+    def watch_gradient(self, parameter: nn.Parameter) -> None:
+        """Have the parameter in memory when its gradient is stored, if autograd copies its strides to the gradient."""
+        if self._gradient_hook is not None or not requires_grad_of(parameter) or self.content.layout.is_contiguous():
+            return
+        mine = self.reference
+
+        def bring(_: Tensor) -> None:
+            record = mine()
+            found = record.parameter() if record is not None else None
+            if record is not None and found is not None and "_offload_stored" in found.__dict__:
+                record.window.needed_in_backward(found, record)
+
+        self._gradient_hook = call_without_overrides(Tensor.register_hook, (), (parameter, bring))
+
+    def begin_anew(self, parameter: nn.Parameter, values: Sequence[object]) -> bool:
+        """Give a parameter that cannot be read other memory, with the values that are about to overwrite all of it.
+
+        Parameters
+        ----------
+        values
+            One tensor. False: it does not fit.
+        """
+        layout = self.content.layout
+        value = values[0] if values else None
+        if type(value) not in (Tensor, nn.Parameter) or value.shape != layout.shape:  # type: ignore[attr-defined]
+            return False
+        fresh = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self._engine.device)
+        set_data(parameter, unseen(fresh.copy_, alias_of(value)))  # type: ignore[arg-type]
+        self.look(parameter)
+        return True
 
     def look(self, parameter: nn.Parameter) -> None:
         """Take note of bytes that the program has put in the parameter's place."""
@@ -207,45 +250,61 @@ class StoredParameter:
         """Free the memory if nobody uses it. True: the parameter is away, or is none that leaves memory any more."""
         if self.is_away_in(parameter):
             return True
-        if not is_movable(parameter, self._engine.device, 0):
+        if not is_movable(parameter, self._engine.device, 0, also_trained=self.window.moves_trained):
             self.forget(parameter)
             return True
         if self._engine.in_flight_bytes:
             self._engine.collect()
         if not is_held_alone(parameter):
             return False
-        if not self.is_current_in(parameter) and not self._store_again(parameter):
+        if (self.is_lent or not self.is_current_in(parameter)) and not self._store_again(parameter):
             return False
         self.put_away(parameter)
+        self._engine.limit_in_flight()
         return True
 
     def _store_again(self, parameter: Tensor) -> bool:
         """Have in the store what the parameter has now. False: there is no room."""
-        before = self.content
         try:
             if unseen(self._has_stored_bytes, parameter):
-                self.content = replace(before, version=version_of_object(parameter))
+                self.content = replace(self.content, version=version_of_object(parameter))
             else:
-                self.content = unseen(self._store, parameter)
-                self.window.placeholders.pop(before.placeholder_id, None)
+                self._renew(parameter)
                 self.window.rewritten += 1
+                self.window.out_bytes += self.nbytes
         except (MemoryError, OSError, _core.PinningFailed) as error:
             self.window.refuse(error)
             return False
-        self.is_suspect = False
+        self.is_suspect = self.is_lent = self.is_changed = False
         return True
 
+    def _renew(self, parameter: Tensor) -> None:
+        """Store the parameter in the place of what was stored before, which is free unless a graph refers to it."""
+        placeholder_id = self.content.placeholder_id
+        self.content = replace(self.content, stored=None)
+        self.content = unseen(self._store, parameter)
+        self.window.placeholders.pop(placeholder_id, None)
+
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
+        """Whether nothing has changed, of a parameter that may have been written to without a trace."""
+        is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
+        if self.content.stored is None or self.is_changed or is_written:
+            return False
         layout, plain = self.content.layout, alias_of(parameter)
         now = (plain.dtype, plain.shape, plain.stride())
         if now != (layout.dtype, layout.shape, layout.stride()):
             return False
-        before = self.read(self.content)
+        try:
+            before = self.read(self.content)
+        except ParameterError:  # it has been loaded again
+            return False
         return torch.equal(_bytes_of(before.untyped_storage()), _bytes_of(plain.untyped_storage()))
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Make it an ordinary parameter again. It is in memory."""
         parameter.__class__ = nn.Parameter
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove()
         self._forget_storage()
         self.window.placeholders.pop(self.content.placeholder_id, None)
         parameter.__dict__.pop("_offload_stored", None)
@@ -287,6 +346,8 @@ class StoredParameter:
         """
         parameter = self.parameter()
         if parameter is not None and content.stored is self.content.stored:
+            if requires_grad_of(parameter):
+                self.window.needed_in_backward(parameter, self)
             present = storage_of(parameter)
             if storage_identity(present) != self.content.placeholder_id and self.is_current_in(parameter):
                 return unseen(_tensor_over, present, dtype, offset, size, stride)
@@ -296,6 +357,7 @@ class StoredParameter:
     def read_storage(self, content: Content) -> tuple[UntypedStorage, int]:
         """Return a storage with the bytes of the store, and where they begin in it. What fails is tried again once."""
         stored = content.stored
+        assert stored is not None  # else the parameter is in memory
         self.window.ahead.used(stored)
         stored.wait_copied_out()  # else it would be the memory that is being copied, which the reader may write to
         try:
@@ -311,9 +373,11 @@ class StoredParameter:
     def _told(self, error: _core.SpillError) -> ParameterError:
         parameter = self.parameter()
         name = self._name_of(parameter) if parameter is not None else "of a model that is gone"
+        is_trained = parameter is not None and requires_grad_of(parameter)
+        what, load = ("parameter", "the latest checkpoint") if is_trained else ("frozen parameter", "the model again")
         told = ParameterError(
             error.errno,
-            f"the frozen parameter {name} cannot be read back; load the model again to go on: {error.strerror}",
+            f"the {what} {name} cannot be read back; load {load} to go on: {error.strerror}",
             error.filename,
         )
         told.offset, told.parameter = error.offset, name

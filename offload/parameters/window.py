@@ -1,18 +1,22 @@
-"""The frozen parameters that are in memory now: who uses them, and when they leave again."""
+"""The moved parameters that are in memory now: who uses them, and when they leave again."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from offload.parameters.keep import Keep, needs_keep
 from offload.parameters.moved_parameter import MovedParameter
 from offload.parameters.read_ahead import ReadAhead
 from offload.parameters.saved_parameter import SavedParameter
-from offload.torch_compat.overrides import requires_grad_of, storage_of, unseen
+from offload.torch_compat.autograd import innermost_hooks
+from offload.torch_compat.overrides import alias_of, requires_grad_of, storage_of, unseen
 from offload.torch_compat.tensors import storage_identity
 
 if TYPE_CHECKING:
@@ -30,25 +34,29 @@ class Window:
     ----------
     ahead_bytes_max
         Of parameters that are read ahead, and of those that stay after somebody else than a module has used them.
+    moves_trained
+        Whether parameters that are trained leave too.
 
     Attributes
     ----------
     present, placeholders
         The records by the identity of the storage of each parameter in memory, and by that of its placeholder.
-    in_bytes
-        Read so far.
+    in_bytes, out_bytes
+        Read so far, and written after the first copy of each parameter.
     rewritten
-        Parameters that the program has changed, and that were stored again.
+        How often a parameter was stored again, after an update or a change by the program.
     refused
         Parameters for which the store had no room, each time; `refusal` is the latest error.
     """
 
-    def __init__(self, ahead_bytes_max: int) -> None:
+    def __init__(self, ahead_bytes_max: int, *, moves_trained: bool = False) -> None:
         self.ahead = ReadAhead(ahead_bytes_max)
+        self.moves_trained = moves_trained
         self.lock = threading.RLock()  # a signal handler in the same thread may read a parameter
         self.present: dict[int, weakref.ref[StoredParameter]] = {}
         self.placeholders: dict[int, weakref.ref[StoredParameter]] = {}
         self.in_bytes = 0
+        self.out_bytes = 0
         self.rewritten = 0
         self.refused = 0
         self.refusal = ""
@@ -70,6 +78,7 @@ class Window:
             record.users[user] = threading.get_ident()
             self.ahead.needs(record, record.content)
             record.bring(parameter)
+            record.watch_gradient(parameter)
             if plain:
                 record.plain_users.add(user)
                 parameter.__class__ = nn.Parameter
@@ -88,9 +97,33 @@ class Window:
         """A function of the program has run that may have changed the parameter as a whole."""
         with self.lock:
             record.look(parameter)
-            if requires_grad_of(parameter):
+            if requires_grad_of(parameter) and not self.moves_trained:
                 record.forget(parameter)
         self.settle(nbytes_max=self.ahead.nbytes_max)
+
+    def updated(self, parameter: nn.Parameter, record: StoredParameter) -> None:
+        """An optimizer may have changed the parameter, in whatever way: it leaves."""
+        with self.lock:
+            if record.is_away_in(parameter):  # it could not be read
+                return
+            record.look(parameter)
+            record.is_changed = True
+            if not record.users and not record.is_pinned:
+                unseen(record.settle, parameter)
+
+    def needed_in_backward(self, parameter: nn.Parameter, record: StoredParameter) -> None:
+        """Have a trained parameter in memory. It stays there for its update, as long as there is room.
+
+        Raises
+        ------
+        ParameterError
+            It cannot be read.
+        """
+        with self.lock:
+            record.bring(parameter)
+            held = alias_of(parameter)  # so that this one does not leave at once
+            self.settle(nbytes_max=self.ahead.nbytes_max)
+            del held
 
     def begin_pass(self) -> None:
         """A forward of the model begins in this thread, which uses no parameter: an interrupt may have left some."""
@@ -129,8 +162,15 @@ class Window:
                 if not record.users and not record.is_pinned and unseen(record.settle, parameter):
                     nbytes -= record.nbytes
 
+    def saving(self) -> AbstractContextManager[object]:
+        """A context in which autograd holds no memory of these parameters."""
+        if not needs_keep():
+            return nullcontext()
+        keep = Keep(self.saved, innermost_hooks())
+        return saved_tensors_hooks(keep.pack, keep.unpack)
+
     def saved(self, tensor: Tensor) -> SavedParameter | None:
-        """Return what autograd holds in a tensor's place, where it is of a frozen parameter; None for all others."""
+        """Return what autograd holds in a tensor's place, where it is of a moved parameter; None for all others."""
         if type(tensor) not in (Tensor, nn.Parameter, MovedParameter):
             return None
         try:

@@ -154,8 +154,8 @@ class HeldMemory:
         self._is_closed = False
         self._moving: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._in_memory_max: Callable[[], int] = int
-        self._frozen: Callable[[], int] = int
-        self._moves_in_backward = False
+        self._parameters: Callable[[], int] = int
+        self._moves_in_backward: Callable[[], bool] = bool
         self._found: Callable[[torch.optim.Optimizer], None] | None = None
         _listen(self)
 
@@ -164,7 +164,11 @@ class HeldMemory:
         self._before_step = weak_callback(call)
 
     def count_moving(
-        self, nbytes: Callable[[], tuple[int, int]], in_memory_max: Callable[[], int], *, in_backward: bool
+        self,
+        nbytes: Callable[[], tuple[int, int]],
+        in_memory_max: Callable[[], int],
+        *,
+        in_backward: Callable[[], bool],
     ) -> None:
         """Register what tells `look` how much optimizer state is away.
 
@@ -175,16 +179,16 @@ class HeldMemory:
         in_memory_max
             Returns the most bytes of them that are in memory while the model runs. They count as on the device.
         in_backward
-            Whether state is read and written in backward.
+            Returns whether state is read and written in backward.
         """
         self._moving, self._in_memory_max, self._moves_in_backward = nbytes, in_memory_max, in_backward
 
-    def count_frozen(self, nbytes: Callable[[], int]) -> None:
-        """Register a function whose result `look` adds: bytes of frozen parameters in memory while the model runs.
+    def count_parameters(self, nbytes: Callable[[], int]) -> None:
+        """Register a function whose result `look` adds: bytes of moved parameters in memory while the model runs.
 
         On an accelerator only if state moves in backward: else they are among what is allocated.
         """
-        self._frozen = nbytes
+        self._parameters = nbytes
 
     def on_found(self, call: Callable[[torch.optim.Optimizer], None]) -> None:
         """Register a function that is called with each optimizer of the model before its first step."""
@@ -206,8 +210,8 @@ class HeldMemory:
         away_bytes = max(0, moved_bytes - self._in_memory_max())
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes() - writing_bytes + moved_bytes
-            if self._moves_in_backward:
-                allocated_bytes += self._frozen()
+            if self._moves_in_backward():
+                allocated_bytes += self._parameters()
             return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes, away_bytes)
         states = [list(dict.values(each.state)) for each in self._optimizers]  # swapped-out state stays so
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
@@ -215,7 +219,7 @@ class HeldMemory:
             found = storage_bytes(tensors_in(states))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
         self._counted = state.changes
-        more_bytes = self._more_bytes + moved_bytes + self._frozen()
+        more_bytes = self._more_bytes + moved_bytes + self._parameters()
         return HeldBytes(state.nbytes + more_bytes + self._engine.resident.now, state.gradient_bytes, away_bytes)
 
     @property

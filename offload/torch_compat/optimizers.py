@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
 
 from offload.torch_compat.tensors import storage_identity
 
 __all__ = [
+    "allow_foreach",
     "holds_alone",
     "is_called_by_state_dict",
     "is_in_shared_memory",
@@ -104,6 +105,12 @@ def is_called_by_state_dict() -> bool:
 def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:
     """Return whether torch chooses the foreach kernels for these parameters if the caller has not chosen."""
     return _default_to_fused_or_foreach(list(params), differentiable)[1]
+
+
+def allow_foreach(kind: type[Tensor]) -> None:
+    """Have torch choose foreach kernels for parameters of a class where it chooses them for ordinary ones."""
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
 
 
 def nan_like(tensor: Tensor) -> Tensor:

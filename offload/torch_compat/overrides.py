@@ -27,6 +27,7 @@ __all__ = [
     "storage_of",
     "unseen",
     "version_of_object",
+    "writes_without_version",
 ]
 
 Result = TypeVar("Result")
@@ -81,6 +82,11 @@ def unseen(function: Callable[..., Result], *args: object) -> Result:
     """Call a function whose operators no mode or transform of the program sees. It makes no inference tensors."""
     with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch(), torch._C._InferenceMode(False):
         return function(*args)
+
+
+def writes_without_version(function: Any) -> bool:
+    """Whether a function may write to its arguments without changing their versions: optimizers' fused kernels do."""
+    return str(getattr(function, "__name__", "")).startswith("_fused_")
 
 
 def _gets(*names: str) -> set[Any]:

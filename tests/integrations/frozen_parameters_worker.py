@@ -1,4 +1,4 @@
-"""Two ranks on gloo train with frozen parameters in the store, and compare with plain training: see the test beside."""
+"""Two ranks on gloo train with frozen parameters, or all, in the store, and compare with plain training."""
 
 import json
 import sys
@@ -15,22 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 
-ON = {"n_tensors": -1, "min_tensor_bytes": 256, "parameters": "frozen"}
+ON = {"n_tensors": -1, "min_tensor_bytes": 256}
 STEPS = 6
 
 
-def run(kind, is_moved, rank):
-    model = make_model()
+def run(kind, is_moved, rank, which):
+    model = make_model() if which == "frozen" else make_model().requires_grad_(True)
+    on = {**ON, "parameters": which}
     handle = None
     if kind == "FSDP2":
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
     if is_moved and kind != "DDP, enabled after":
-        handle = offload.enable(model, **ON)
+        handle = offload.enable(model, **on)
     outer = model if kind == "FSDP2" else DistributedDataParallel(model)
     if is_moved and handle is None:
-        handle = offload.enable(outer, **ON)
+        handle = offload.enable(outer, **on)
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
     torch.manual_seed(rank)
     losses = []
@@ -41,14 +42,14 @@ def run(kind, is_moved, rank):
         optimizer.step()
         optimizer.zero_grad()
     held = [each.to_local() if hasattr(each, "to_local") else each for each in everything(model)]
-    counts = handle.report().frozen_parameters if handle is not None else None
+    counts = handle.report().moved_parameters if handle is not None else None
     return losses + held, counts.in_bytes if counts is not None else 0
 
 
-def work(rank, kind, folder):
+def work(rank, kind, folder, which="frozen"):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    plain, _ = run(kind, False, rank)
-    moved, in_bytes = run(kind, True, rank)
+    plain, _ = run(kind, False, rank, which)
+    moved, in_bytes = run(kind, True, rank, which)
     found = (len(plain) == len(moved) and all(map(torch.equal, plain, moved)), in_bytes)
     everyone = [None, None]
     dist.all_gather_object(everyone, found)
@@ -60,4 +61,4 @@ def work(rank, kind, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mp.spawn(work, args=tuple(sys.argv[1:3]), nprocs=2)
+    mp.spawn(work, args=tuple(sys.argv[1:]), nprocs=2)

@@ -21,7 +21,7 @@ ON = {"n_tensors": -1, "min_tensor_bytes": 256, "parameters": "frozen"}
 
 
 def assert_moved(report):
-    counts = report.frozen_parameters
+    counts = report.moved_parameters
     assert (counts.failed, counts.held, counts.rewritten) == (0, 0, 0)
     assert counts.tensors > 0
     assert counts.in_bytes > STEPS * counts.nbytes
@@ -78,7 +78,7 @@ def test_frozen_trl_trainer(how, tmp_path, monkeypatch):
     for trainer in (plain, moved):
         torch.manual_seed(1)
         trainer.train()
-    assert rig.handle_of(moved).report().frozen_parameters.in_bytes > 0
+    assert rig.handle_of(moved).report().moved_parameters.in_bytes > 0
     assert_equal(everything(moved.model), everything(plain.model))
 
 
@@ -100,7 +100,7 @@ def test_frozen_transformers_trainer(how, tmp_path):
         trainer.train()
         if is_moved:
             handle = trainer.offload_handle if how == "mixin" else callbacks[0].handle
-            assert handle.report().frozen_parameters.in_bytes > 0
+            assert handle.report().moved_parameters.in_bytes > 0
         trainer.save_model(str(tmp_path / str(is_moved)))
         return everything(trainer.model)
 
@@ -174,7 +174,7 @@ def test_frozen_lightning(tmp_path):
             callbacks=callbacks,
         ).fit(module, list(range(STEPS)))
         if is_moved:
-            assert callbacks[0].handle.report().frozen_parameters.in_bytes > 0
+            assert callbacks[0].handle.report().moved_parameters.in_bytes > 0
         return everything(module)
 
     assert_equal(run(True), run(False))
@@ -196,6 +196,6 @@ def test_frozen_a_part_of_the_model_is_enabled():
     handles = [offload.enable(block, **ON) for block in moved.blocks]
     assert_equal(train(moved), train(plain))
     for handle, block in zip(handles, moved.blocks, strict=True):
-        assert handle.report().frozen_parameters.in_bytes > 0
+        assert handle.report().moved_parameters.in_bytes > 0
         assert_away(block)
     assert isinstance(moved, Model)

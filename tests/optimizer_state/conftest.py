@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload.optimizer_state import mover
+from offload.optimizer_state import mover, streamed_state
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +10,4 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(mover, "CHUNK_BYTES", 48 << 10)
     monkeypatch.setattr(mover, "AHEAD_BYTES", 64 << 10)
     monkeypatch.setattr(mover, "BEHIND_BYTES", 32 << 10)
+    monkeypatch.setattr(streamed_state, "ASKED_BYTES", 16 << 10)

@@ -82,7 +82,7 @@ def test_what_is_away_and_frozen_is_counted(tmp_path):
     with offload.enable(loops.make_model(), spill_dir=tmp_path, **LIMIT) as handle:
         held = handle._on_device.held
         before = held.look()
-        held.count_moving(lambda: (100, 30), lambda: 40, in_backward=False)
-        held.count_frozen(lambda: 7)
+        held.count_moving(lambda: (100, 30), lambda: 40, in_backward=bool)
+        held.count_parameters(lambda: 7)
         after = held.look()
     assert (after.state - before.state, after.kept - before.kept, after.away) == (107, 47, 60)

@@ -128,10 +128,10 @@ def enable(model, folder, **knobs):
     return offload.enable(model, **given)
 
 
-def make_mover(model, tier, folder):
+def make_mover(model, tier, folder, **options):
     """Without a session, on a store of any tier."""
     engine = Engine(make_store(tier, folder, host_bytes_max=2 << 20), torch.device("cpu"))
-    mover = ParameterMover(model, engine, MIN_BYTES, lambda parameter: f"p{parameter.numel()}")
+    mover = ParameterMover(model, engine, MIN_BYTES, lambda parameter: f"p{parameter.numel()}", **options)
     mover.wrap()
     return mover
 

@@ -332,7 +332,7 @@ def test_nothing_is_read_for_what_is_no_byte(tmp_path):
     handle = enable(model, tmp_path)
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, 0).backward()
-    before = handle.report().frozen_parameters.in_bytes
+    before = handle.report().moved_parameters.in_bytes
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     model.zero_grad()
@@ -341,21 +341,21 @@ def test_nothing_is_read_for_what_is_no_byte(tmp_path):
     model.train().eval()
     list(model.named_parameters())
     sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    assert handle.report().frozen_parameters.in_bytes == before
+    assert handle.report().moved_parameters.in_bytes == before
     assert_away(model)
 
 
 def test_reading_all_of_it_holds_little_at_a_time(tmp_path):
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(40))).requires_grad_(False)
     handle = enable(model, tmp_path)
-    window = handle._enabled.frozen.window
+    window = handle._enabled.parameters.window
     largest = 0
     for parameter in model.parameters():
         parameter.sum()
         parameter.data  # noqa: B018
         largest = max(largest, window.nbytes())
     assert 0 < largest <= window.ahead.nbytes_max
-    assert handle.report().frozen_parameters.rewritten == 0
+    assert handle.report().moved_parameters.rewritten == 0
     model(batch(0))
     assert_away(model)
 
@@ -365,20 +365,20 @@ def test_what_others_share_stays(tmp_path):
     held = model.blocks[0].into.layer.weight.detach()
     model.blocks[1].into.layer.weight.data = model.blocks[2].into.layer.weight.data
     handle = enable(model, tmp_path)
-    assert handle.report().frozen_parameters.held == 3
-    assert any("3 frozen parameters stay because" in note for note in handle.report().notes)
+    assert handle.report().moved_parameters.held == 3
+    assert any("3 parameters stay because" in note for note in handle.report().notes)
     assert type(model.blocks[0].into.layer.weight) is nn.Parameter
     del held
     loss_of(model, 0)
-    assert handle.report().frozen_parameters.held == 2
+    assert handle.report().moved_parameters.held == 2
     assert_away(model)
 
 
 def test_what_is_frozen_later_leaves_at_the_next_forward(tmp_path):
     model = make_model().requires_grad_(True)
     handle = enable(model, tmp_path)
-    assert handle.report().frozen_parameters.tensors == 0
+    assert handle.report().moved_parameters.tensors == 0
     model.first.requires_grad_(False)
     loss_of(model, 0)
-    assert handle.report().frozen_parameters.tensors == 1
+    assert handle.report().moved_parameters.tensors == 1
     assert_away(model)

@@ -57,10 +57,10 @@ def test_a_read_that_goes_on_failing_names_the_parameter(kind, tmp_path):
 def test_the_name_is_that_in_the_model(tmp_path):
     model = make_model()
     handle = rig.enable(model, tmp_path)
-    inject_fault(handle._enabled.frozen.engine.store, "read", "error", 1, errno.EIO, persistent=True)
+    inject_fault(handle._enabled.parameters.engine.store, "read", "error", 1, errno.EIO, persistent=True)
     with pytest.raises(offload.ParameterError, match=r"frozen parameter blocks.1.into.layer.weight cannot be read"):
         model.blocks[1](rig.batch(0))
-    inject_fault(handle._enabled.frozen.engine.store, "read", "error", 0)
+    inject_fault(handle._enabled.parameters.engine.store, "read", "error", 0)
     handle.disable()
 
 

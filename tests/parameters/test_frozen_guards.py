@@ -9,7 +9,7 @@ import torch
 from parameters import test_frozen_access as access
 from parameters.frozen_rig import STEPS, Attends, assert_away, assert_equal, away, enable, loss_of, make_model, train
 
-from offload.parameters import gathered, moved_parameter, mover, stored_parameter, window
+from offload.parameters import keep, moved_parameter, mover, stored_parameter, window
 
 
 def sees(name, folder):
@@ -87,11 +87,11 @@ GUARDS = {
         functools.partial(sees, "other memory in its place"),
     ),
     "autograd does not hold the parameter's memory": (
-        [(gathered, "hooks_may_hold_tensors", lambda: False)],
+        [(keep, "hooks_may_hold_tensors", lambda: False)],
         hooks_that_hold,
     ),
     "hooks of the program do not hold it either": (
-        [(gathered, "hooks_may_hold_tensors", lambda: gathered.innermost_hooks() is None)],
+        [(keep, "hooks_may_hold_tensors", lambda: keep.innermost_hooks() is None)],
         hooks_that_hold,
     ),
     "what is saved while it is away is known": (

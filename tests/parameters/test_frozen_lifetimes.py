@@ -16,8 +16,8 @@ def test_a_model_that_goes_takes_its_parameters_along(tmp_path):
     model = make_model()
     handle = enable(model, tmp_path)
     train(model, 2)
-    engine = handle._enabled.frozen.engine
-    gone = weakref.ref(model), weakref.ref(handle._enabled.frozen)
+    engine = handle._enabled.parameters.engine
+    gone = weakref.ref(model), weakref.ref(handle._enabled.parameters)
     model.first.weight.sum()
     gc.collect()
     gc.disable()
@@ -143,7 +143,7 @@ for number in range(6):
     train(model, optimizer)
     assert resident() - before < base_bytes, (number, resident() - before)
 assert handle.plan is not None and handle.plan.peak_bytes <= limit < base_bytes
-counts = handle.report().frozen_parameters
+counts = handle.report().moved_parameters
 assert counts.nbytes == base_bytes and counts.in_bytes >= 10 * base_bytes
 print(resident() - before)
 """
@@ -176,7 +176,7 @@ def trained(how, folder=None):
     found = train(model, 4)
     if folder:
         report = handle.report()
-        assert report.frozen_parameters.in_bytes > 4 * report.frozen_parameters.nbytes
+        assert report.moved_parameters.in_bytes > 4 * report.moved_parameters.nbytes
         assert any("in one compiled" in note or "is one compiled" in note for note in report.notes) == (how == "whole")
         assert not any("broke" in note for note in report.notes), report.notes
         handle.disable()

@@ -62,7 +62,7 @@ def test_a_session_gives_the_bits_of_plain_training(kind, mode, tmp_path):
     handle = enable(moved, tmp_path, **MODES[mode])
     assert_away(moved)
     assert_equal(train(moved), train(plain))
-    counts = handle.report().frozen_parameters
+    counts = handle.report().moved_parameters
     assert (counts.held, counts.failed, counts.rewritten) == (0, 0, 0)
     assert counts.tensors == len(away(moved)) > 5
     assert counts.in_bytes > STEPS * counts.nbytes
@@ -91,9 +91,9 @@ def test_every_tier_and_kind_of_step(tier, loss, is_checkpointed, tmp_path):
 def test_nothing_is_written_after_the_first_copy(tmp_path):
     model = make_model()
     handle = enable(model, tmp_path, n_tensors=0)
-    engine = handle._enabled.frozen.engine
+    engine = handle._enabled.parameters.engine
     written = engine.store_stats()["out_bytes"]
-    assert written == handle.report().frozen_parameters.nbytes
+    assert written == handle.report().moved_parameters.nbytes
     train(model)
     assert engine.store_stats()["out_bytes"] == written
     assert engine.resident.now == engine.targets_held == 0
@@ -173,9 +173,9 @@ def test_second_derivatives(tmp_path):
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("value", [True, "all", "auto", None])
+@pytest.mark.parametrize("value", [True, "trained", "auto", None])
 def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match='parameters takes "frozen" or False, not'):
+    with pytest.raises(ValueError, match=r'parameters takes "all", "frozen" \(those without gradients\) or False, not'):
         offload.enable(make_model(), parameters=value)
 
 
@@ -185,8 +185,8 @@ def test_the_report_says_what_leaves(tmp_path):
     train(model, 2)
     report = handle.report()
     assert "7 tensors, 76.00 KiB, leave memory between uses" in str(report)
-    assert report.to_dict()["frozen_parameters"]["tensors"] == 7
+    assert report.to_dict()["moved_parameters"]["tensors"] == 7
     handle.disable()
     other = offload.enable(make_model(), parameters="frozen")
     assert any("moves nothing" in note for note in other.report().notes)
-    assert offload.enable(make_model()).report().frozen_parameters is None
+    assert offload.enable(make_model()).report().moved_parameters is None

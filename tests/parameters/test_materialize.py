@@ -48,7 +48,7 @@ def test_a_materialized_model_trains_as_a_loaded_one(tmp_path):
     handle = fill(model, save(plain, tmp_path / "model.safetensors"))
     assert_away(model)
     assert model.head.weight is model.first.weight
-    assert handle.report().frozen_parameters.tensors == 7
+    assert handle.report().moved_parameters.tensors == 7
     assert_equal(train(model, 4), train(plain, 4))
     handle.disable()
     assert_equal(everything(model), everything(plain))
@@ -59,7 +59,7 @@ def test_all_of_it_in_memory(tmp_path):
     handle = fill(model, save(plain, tmp_path / "model.safetensors"), parameters=False)
     assert away(model) == []
     assert_equal(everything(model), everything(plain))
-    assert handle.report().frozen_parameters is None
+    assert handle.report().moved_parameters is None
 
 
 class Mixed(nn.Module):

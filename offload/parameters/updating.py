@@ -1,0 +1,37 @@
+"""Parameters that leave memory are in it while an optimizer updates them, and leave again changed.
+
+`ChunkedStep` and `StepInBackward` use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from offload.parameters.stored_parameter import StoredParameter
+
+__all__ = ["updating"]
+
+
+@contextmanager
+def updating(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Have these parameters in memory in a `with` block, as ordinary ones. Others may be among them.
+
+    Raises
+    ------
+    ParameterError
+        One of them cannot be read; the block is not run.
+    """
+    found = [(each, each.__dict__.get("_offload_stored")) for each in parameters]
+    moved = [(each, record) for each, record in found if isinstance(record, StoredParameter)]
+    user = object()
+    try:
+        for parameter, record in moved:
+            record.window.acquire(parameter, record, user, plain=True)  # type: ignore[arg-type]
+        yield
+    finally:
+        for parameter, record in moved:
+            record.window.release((record,), user)
+            record.window.updated(parameter, record)  # type: ignore[arg-type]
