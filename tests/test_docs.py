@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -180,6 +181,21 @@ def matrix():
     specification.loader.exec_module(module)
     yield module
     del sys.modules["docs_matrix"]
+
+
+def test_the_campaigns_name_only_tests_that_exist():
+    parts = json.loads((DOCS / "reliability.json").read_text())["parts"].values()
+    named = {path for part in parts for path in part.get("passed", {})}
+    cases = [case for part in parts for row in part.get("mutants", []) for case in row["caught_by"]]
+    assert len(named | {case.partition("::")[0] for case in cases}) > 20
+    assert [path for path in named if not (ROOT / path).is_file()] == []
+    unknown = []
+    for case in cases:
+        path, _, function = case.partition("::")
+        source = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+        if f"def {function.partition('[')[0]}(" not in source:
+            unknown.append(case)
+    assert unknown == []
 
 
 def test_the_matrix_names_only_tests_that_exist(matrix):
