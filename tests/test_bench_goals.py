@@ -98,3 +98,27 @@ def test_the_table_marks_what_falls_short_and_keeps_the_rest(bench: Any, tmp_pat
     assert rows["predicted-step"]["goal"] == "within 10%"
     lines = bench["goals"].table({"largest": bench["collected"].Finding("x", False)})
     assert "NOT REACHED" in lines[-1]
+
+
+def test_rows_of_an_earlier_run_are_kept_when_asked_for(bench: Any, tmp_path: Path) -> None:
+    leave(tmp_path, "predictions.json", "offload-predictions/1", [prediction("gpt", "default", 0.5, 0.01)])
+    out = tmp_path / "out.json"
+
+    def names(*arguments: str) -> list[str]:
+        bench["goals"].main([*arguments, "--results", str(tmp_path), "--json", str(out)])
+        return list(json.loads(out.read_text())["rows"])
+
+    assert names("default-slowdown") == ["default-slowdown"]
+    assert names("predicted-step", "--keep") == ["predicted-step", "default-slowdown"]
+    assert names("predicted-step") == ["predicted-step"]
+    assert json.loads(out.read_text())["rows"]["predicted-step"]["commit"]
+
+
+def test_the_seconds_of_a_proof_reach_it(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = bench["collected"].Finding
+    seen = []
+    monkeypatch.setattr(
+        bench["goals"].planner_goals, "joint_unseen", lambda *given: seen.append(given) or finding("x", True)
+    )
+    assert bench["goals"].main(["planner-joint-unseen", "--quick", "--proof-seconds", "7"]) == 0
+    assert seen == [(True, 7.0)]
