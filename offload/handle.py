@@ -97,7 +97,8 @@ class Session:
         run_pending_callbacks()
         self._states.look()
         states = self._states
-        return make_report(self._enabled, self._feeds, self._remarks, states.counts, states.backward_counts)
+        moved = (states.counts, states.backward_counts, states.gradient_counts)
+        return make_report(self._enabled, self._feeds, self._remarks, *moved)
 
     @property
     def plan(self) -> Plan | None:
@@ -208,7 +209,8 @@ class Session:
         max_norm, norm_type
             The norm is at most this afterwards; its order.
         **options
-            `error_if_nonfinite` and `foreach` of torch's function.
+            `error_if_nonfinite` and `foreach` of torch's function. With `gradients=True` on an accelerator, `foreach`
+            is False if you do not give it: else all gradients come back at a time. The norm's last bits may differ.
 
         Returns
         -------
@@ -228,6 +230,8 @@ class Session:
                 "parameter, parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))"
             )
         parameters = list(model.parameters()) if model is not None else []
+        if self._states.gradient_counts and self._engine.is_accelerator:
+            options.setdefault("foreach", False)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **options)
 
     @contextmanager

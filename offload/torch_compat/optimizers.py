@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils import _foreach_utils
 
 from offload.torch_compat.tensors import storage_identity
 
 __all__ = [
+    "choose_foreach_for",
     "holds_alone",
     "is_called_by_state_dict",
     "is_in_shared_memory",
@@ -104,6 +106,11 @@ def is_called_by_state_dict() -> bool:
 def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:
     """Return whether torch chooses the foreach kernels for these parameters if the caller has not chosen."""
     return _default_to_fused_or_foreach(list(params), differentiable)[1]
+
+
+def choose_foreach_for(kind: type[Tensor]) -> None:
+    """Have `torch.nn.utils` choose foreach kernels for gradients of a class as for plain tensors."""
+    _foreach_utils._foreach_supported_types.append(kind)
 
 
 def nan_like(tensor: Tensor) -> Tensor:

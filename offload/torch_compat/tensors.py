@@ -18,6 +18,7 @@ from offload._core import StorageWatch
 __all__ = [
     "StorageWatch",
     "has_own_bytes",
+    "no_torch_function",
     "raise_changed",
     "set_interface",
     "storage_identity",
@@ -31,6 +32,8 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 # Returns a weak reference to a tensor, which reserves its address.
 weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# The `__torch_function__` of a class whose operators all reach `__torch_dispatch__`.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 # Return a view that is conjugated or negated lazily.
 conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view

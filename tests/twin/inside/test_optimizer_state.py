@@ -47,7 +47,9 @@ def train(options):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("options", [*OPTIONS, *({**each, "step_in_backward": True} for each in OPTIONS)])
+@pytest.mark.parametrize(
+    "options", [{**each, **more} for more in ({}, {"step_in_backward": True}, {"gradients": True}) for each in OPTIONS]
+)
 def test_state_in_pinned_memory(options, seed):
     sim.schedule(seed, 500)
     expected, _ = train(None)
