@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils import _foreach_utils
 
-from offload.torch_compat.tensors import storage_identity
+from offload.torch_compat.tensors import forbid_writes, storage_identity
 
 __all__ = [
     "choose_foreach_for",
@@ -31,7 +31,6 @@ __all__ = [
     "steps_through_hooks",
 ]
 
-_forbid_writes: Callable[[Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 _holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 # Code of the function that runs the step hooks; torch wraps the step of each class in such a function.
@@ -116,8 +115,8 @@ def choose_foreach_for(kind: type[Tensor]) -> None:
 def nan_like(tensor: Tensor) -> Tensor:
     """Return a NaN scalar expanded to the tensor's shape. Writing to it raises an error."""
     one = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
-    if _forbid_writes is not None:
-        _forbid_writes(one)
+    if forbid_writes is not None:
+        forbid_writes(one)
     return one.expand(tensor.shape)
 
 

@@ -7,7 +7,7 @@ import torch
 from core.store_rig import make_store
 from optimizer_state.state_rig import assert_equal
 from optimizer_state.test_gradients import MOVED, USES, gradients
-from optimizer_state.users_rig import Momentum, both, everything, loss_of, make_model
+from optimizer_state.users_rig import Momentum, On, both, everything, loss_of, make_model
 from torch.optim import AdamW
 
 from offload.optimizer_state import chunks, gradient_mover, gradients_in_step, stored_gradient
@@ -15,6 +15,7 @@ from offload.optimizer_state.away_gradient import AwayGradient
 from offload.optimizer_state.counts import GradientCounts
 from offload.optimizer_state.stored_gradient import GradientPlace, StoredGradient
 from offload.runtime.engine import Engine
+from offload.torch_compat import tensors
 
 
 def using(name):
@@ -195,6 +196,26 @@ def test_a_factor_is_not_applied_to_bytes_that_are_being_written(is_left_out, tm
     found = [torch.equal(record.read(None), expected) for _ in range(2)]
     assert found == [True, not is_left_out]
     engine.drain()
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_code_that_asks_for_an_address_gets_an_error(is_left_out, tmp_path, monkeypatch):
+    if is_left_out:
+        monkeypatch.setattr(tensors, "forbid_writes", None)
+    on = On(True, tmp_path, **MOVED)
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    on(model, optimizer)
+    loss_of(model, 0).backward()
+    if is_left_out:
+        assert torch.Tensor.data_ptr(model[0].weight.grad) == 0, "which a program would read from"
+    else:
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.Tensor.data_ptr(model[0].weight.grad)
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.utils.dlpack.to_dlpack(model[0].weight.grad)
+    assert model[0].weight.grad.data_ptr() != 0
+    on.off()
 
 
 def test_an_optimizer_that_keeps_gradients(tmp_path):
