@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offload.diagnostics.report import Report
     from offload.handle import Session
     from offload.optimizer_state.freed_gradient import StepInBackwardError
+    from offload.optimizer_state.stored_gradient import GradientError
     from offload.optimizer_state.streamed_state import OptimizerStateError
     from offload.parameters.stored_parameter import ParameterError
     from offload.plan import InfeasibleLimitError
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DriverError",
     "Fit",
+    "GradientError",
     "InfeasibleLimitError",
     "OptimizerStateError",
     "ParameterError",
@@ -48,6 +50,7 @@ __all__ = [
 _HOMES = {
     "DriverError": "offload._core",
     "Fit": "offload.capacity.answer",
+    "GradientError": "offload.optimizer_state.stored_gradient",
     "InfeasibleLimitError": "offload.plan",
     "OptimizerStateError": "offload.optimizer_state.streamed_state",
     "ParameterError": "offload.parameters.stored_parameter",

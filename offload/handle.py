@@ -99,7 +99,8 @@ class Session:
         run_pending_callbacks()
         self._states.look()
         states = self._states
-        return make_report(self._enabled, self._feeds, self._remarks, states.counts, states.backward_counts)
+        moved = (states.counts, states.backward_counts, states.gradient_counts)
+        return make_report(self._enabled, self._feeds, self._remarks, *moved)
 
     @property
     def plan(self) -> Plan | None:
@@ -203,8 +204,9 @@ class Session:
             yield
 
     def add_optimizer(
-        self, optimizer: Optimizer, *, optimizer_state: bool = True, step_in_backward: bool = False
-    ) -> None:
+        self, optimizer: Optimizer, *, optimizer_state: bool = True, step_in_backward: bool = False,
+        gradients: bool = False,
+    ) -> None:  # fmt: skip
         """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
 
         Call it between two steps. The arguments are those of `offload.enable`.
@@ -217,8 +219,8 @@ class Session:
         model = self._model()
         if model is None or not self._enabled.is_enabled or optimizer_state not in (True, False):
             raise ValueError("add_optimizer: call it while offload is enabled, with optimizer_state=True or False")
-        optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward)
-        untraced(self._states.add, optimizers, optimizer_state, step_in_backward)
+        optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
+        untraced(self._states.add, optimizers, optimizer_state, step_in_backward, gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
         """Clip the norm of all gradients of the model by `torch.nn.utils.clip_grad_norm_`, or say why that cannot be.
@@ -228,7 +230,8 @@ class Session:
         max_norm, norm_type
             The norm is at most this afterwards; its order.
         **options
-            `error_if_nonfinite` and `foreach` of torch's function.
+            `error_if_nonfinite` and `foreach` of torch's function. With `gradients=True` on an accelerator, `foreach`
+            is False if you do not give it: else all gradients come back at a time. The norm's last bits may differ.
 
         Returns
         -------
@@ -248,6 +251,8 @@ class Session:
                 "parameter, parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))"
             )
         parameters = list(model.parameters()) if model is not None else []
+        if self._states.gradient_counts and self._engine.is_accelerator:
+            options.setdefault("foreach", False)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, **options)
 
     @contextmanager

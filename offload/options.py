@@ -177,6 +177,7 @@ def check_optimizers(
     optimizer: Optimizer | Sequence[Optimizer] | None,
     optimizer_state: object,
     step_in_backward: object = False,
+    gradients: object = False,
 ) -> tuple[Optimizer, ...]:
     """Return the given optimizers if `optimizer_state` or `step_in_backward` is set; otherwise none.
 
@@ -184,8 +185,17 @@ def check_optimizers(
     ------
     ValueError
         One of them is not an optimizer of the model or is given twice, `optimizer_state` is not "auto", True or False,
-        `step_in_backward` is not a bool, or one of these is True without an optimizer; the message says what to write.
+        `step_in_backward` or `gradients` is not a bool, one of these is True without an optimizer, or `gradients`
+        conflicts with another argument; the message says what to write.
     """
+    if not isinstance(gradients, bool):
+        raise ValueError(f"gradients takes True or False, not {gradients!r}")
+    if gradients and step_in_backward:
+        raise ValueError(
+            "step_in_backward=True frees gradients in backward, so that none are left to move: remove gradients=True"
+        )
+    if gradients and optimizer_state is not True:
+        raise ValueError("gradients=True needs the steps that optimizer_state=True makes: add optimizer_state=True")
     if not isinstance(step_in_backward, bool):
         raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")
     check_optimizer_state(optimizer_state)

@@ -27,7 +27,7 @@ from offload.torch_compat import compiled
 
 __all__ = ["disable", "enable", "materialize", "remark", "session_of", "watch"]
 
-_OF_OPTIMIZER = {"optimizer", "optimizer_state", "step_in_backward"}
+_OF_OPTIMIZER = {"optimizer", "optimizer_state", "step_in_backward", "gradients"}
 
 
 def enable(
@@ -46,6 +46,7 @@ def enable(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     optimizer_state: Literal["auto", True, False] = False,
     step_in_backward: bool = False,
+    gradients: bool = False,
     parameters: Literal["all", "frozen", False] = False,
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory during training.
@@ -99,6 +100,9 @@ def enable(
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
         freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
         processes: a `StepInBackwardError` says so.
+    gradients
+        ``True``, with ``optimizer_state=True``: each complete gradient leaves memory in backward. It comes back for the
+        update of its parameter, or when the program uses it. ``False``: gradients stay in memory.
     parameters
         ``"frozen"``: parameters without gradients, of at least `min_tensor_bytes`, are in the swap store while no
         module uses them. Each module reads its own before its forward, and autograd reads them again in backward; they
@@ -130,7 +134,7 @@ def enable(
     """
     given = dict(locals())
     asked = {name: given[name] for name in given.keys() - {"model", "parameters"} - _OF_OPTIMIZER}
-    optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward)
+    optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
     moved = check_parameters(parameters)
     device = check_model(model, _enabled_models())
     return _enable(
@@ -142,6 +146,7 @@ def enable(
         optimizer_state=optimizer_state,
         in_backward=step_in_backward,
         parameters=moved,
+        moves_gradients=gradients,
     )
 
 
@@ -223,6 +228,7 @@ def _enable(
     optimizer_state: bool | str,
     in_backward: bool,
     parameters: Parameters | None,
+    moves_gradients: bool = False,
 ) -> Session:
     options = check_options(model, device, **asked)
     record_out_of_memory()
@@ -233,9 +239,8 @@ def _enable(
     moves_state = optimizer_state is True or is_planned
     make_own = partial(make_engine, device, options)
     used, min_nbytes = optimizers if moves_state or in_backward else (), options.min_tensor_bytes
-    states = StateMovers(
-        model, used, make_own, min_nbytes, moves_state=moves_state, in_backward=in_backward, is_planned=is_planned
-    )
+    how = {"in_backward": in_backward, "moves_gradients": moves_gradients, "is_planned": is_planned}
+    states = StateMovers(model, used, make_own, min_nbytes, moves_state=moves_state, **how)
     mover = None
     try:
         if parameters is not None:

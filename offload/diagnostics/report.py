@@ -9,7 +9,7 @@ from typing import Any
 from offload.diagnostics.html import inline
 from offload.diagnostics.html import report as report_page
 from offload.diagnostics.verdict import Verdict
-from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.counts import GradientCounts, StateCounts
 from offload.optimizer_state.in_backward import BackwardCounts
 from offload.parameters.mover import ParameterCounts
 from offload.plan import Plan
@@ -164,6 +164,8 @@ class Report:
         Counters of each optimizer's state that was moved; empty if none may move.
     step_in_backward : tuple of BackwardCounts
         Counters of the updates in backward, of each optimizer; empty without `step_in_backward=True`.
+    gradients : tuple of GradientCounts
+        Counters of the gradients that leave, of each optimizer; empty without `gradients=True`.
     moved_parameters : ParameterCounts or None
         Counters of parameters that were moved; None without `parameters`.
     disk : DiskWrites
@@ -199,6 +201,7 @@ class Report:
     plan: Plan | None = field(default=None, repr=False)
     optimizer_state: tuple[StateCounts, ...] = ()
     step_in_backward: tuple[BackwardCounts, ...] = ()
+    gradients: tuple[GradientCounts, ...] = ()
     moved_parameters: ParameterCounts | None = None
     disk: DiskWrites = field(default_factory=lambda: DiskWrites(0, 0, 0.0))
 
@@ -240,6 +243,7 @@ class Report:
             "steps_measured": [record.to_dict() for record in self.steps_measured],
             "optimizer_state": [counts.to_dict() for counts in self.optimizer_state],
             "step_in_backward": [counts.to_dict() for counts in self.step_in_backward],
+            "gradients": [counts.to_dict() for counts in self.gradients],
             "moved_parameters": self.moved_parameters.to_dict() if self.moved_parameters is not None else None,
             "disk_writes": self.disk.to_dict(),
             "notes": list(self.notes),
@@ -275,7 +279,7 @@ class Report:
             ("prefetched in time", f"{in_time}; loaded late: {self.loaded_late + self.prefetched_late}"),
             ("swaps cancelled", f"{about['cancelled']}" + (": needed again too soon" if about["cancelled"] else "")),
             *[("optimizer state", str(counts)) for counts in self.optimizer_state],
-            *[("gradients", str(counts)) for counts in self.step_in_backward],
+            *[("gradients", str(counts)) for counts in (*self.step_in_backward, *self.gradients)],
             *([("parameters", str(self.moved_parameters))] if self.moved_parameters is not None else []),
             *([("disk writes", str(self.disk))] if self.disk.nbytes else []),
             ("spill file", format_bytes(about["spill_file_bytes"])),

@@ -18,7 +18,7 @@ from offload.devices import allocator
 from offload.diagnostics.assessment import Subject, assess, weigh_process
 from offload.diagnostics.report import DiskWrites, Feed, Report
 from offload.diagnostics.verdict import Verdict
-from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.counts import GradientCounts, StateCounts
 from offload.optimizer_state.in_backward import BackwardCounts
 from offload.options import is_in_memory
 from offload.parameters.mover import ParameterCounts
@@ -34,11 +34,12 @@ def make_report(
     remarks: Sequence[str],
     states: Sequence[StateCounts],
     in_backward: Sequence[BackwardCounts],
+    gradients: Sequence[GradientCounts],
 ) -> Report:
     """Return the report of an enabled model.
 
     `feeds` are the counters of its `contrib.Prefetcher` objects, `remarks` further notes, `states` the counters of its
-    optimizers' state, and `in_backward` those of the updates in backward.
+    optimizers' state, `in_backward` those of the updates in backward, and `gradients` those of gradients that leave.
     """
     here = enabled.on_device
     here.engine.collect()
@@ -74,6 +75,7 @@ def make_report(
             *_notes(enabled),
             *(note for feed in feeds for note in feed.notes()),
             *(note for state in states for note in state.notes()),
+            *(note for counts in gradients for note in counts.notes()),
             *(enabled.parameters.counts.notes() if enabled.parameters is not None else ()),
             *remarks,
         ),
@@ -81,6 +83,7 @@ def make_report(
         plan=main.plan if isinstance(main := here.controller.main, PlannedStep) else None,
         optimizer_state=tuple(replace(state) for state in states),
         step_in_backward=tuple(replace(counts) for counts in in_backward),
+        gradients=tuple(replace(counts) for counts in gradients),
         moved_parameters=_parameters(enabled),
         disk=_disk_writes(here),
     )

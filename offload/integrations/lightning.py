@@ -25,8 +25,8 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
         Whether to log these figures.
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
-        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`, `step_in_backward`;
-        `optimizer` is the module's.
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`, `step_in_backward`,
+        `gradients`; `optimizer` is the module's.
 
     Raises
     ------

@@ -91,6 +91,10 @@ class ChunkedStep:
     ----------
     params
         The parameters that the step updates.
+    unscales_gradients
+        Whether an update divides gradients in place by the scale of a `GradScaler`; their versions do not show it.
+    keeps_gradients
+        Whether the optimizer may go on to hold gradients, or views of them.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], params: Sequence[Tensor] | None = None) -> None:
@@ -100,6 +104,8 @@ class ChunkedStep:
         self._options = [_with_foreach(group) for group in optimizer.param_groups]
         self._group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.params = [param for param in self._group_of if param.grad is not None] if params is None else params
+        self.unscales_gradients = getattr(optimizer, "grad_scale", None) is not None
+        self.keeps_gradients = not is_known(optimizer)
         self._own = _counters(optimizer)
         self._counted: dict[int, dict[str, Any]] = {}  # by group
         self._counted_self: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.units import format_bytes
 
-__all__ = ["StateCounts"]
+__all__ = ["GradientCounts", "StateCounts"]
 
 
 @dataclass
@@ -74,4 +74,69 @@ class StateCounts:
             yield (
                 f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "
                 f"{self.whole_because}"
+            )
+
+
+@dataclass
+class GradientCounts:
+    """What has been moved of the gradients of one optimizer's parameters.
+
+    Attributes
+    ----------
+    optimizer : str
+        Name of its class.
+    stays : str
+        Why none leaves memory; empty if they do.
+    steps : int
+        Steps of the optimizer.
+    tensors, nbytes : int
+        Gradients that were away when the latest step began, and their bytes.
+    out_bytes, in_bytes : int
+        Bytes moved so far, in each direction.
+    held : int
+        How often a gradient stayed because other code held it, or a view of it.
+    brought : int
+        How often a gradient came back because the program changed it or took a view of it before the step.
+        `brought_by` is the latest operator.
+    failed : int
+        How often a gradient stayed because there was no room; `failure` is the latest error.
+    """
+
+    optimizer: str
+    stays: str = ""
+    steps: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    held: int = 0
+    brought: int = 0
+    brought_by: str = ""
+    failed: int = 0
+    failure: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the bytes moved per step in each direction."""
+        steps = max(self.steps, 1)
+        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
+        return {**asdict(self), **per_step}
+
+    def __str__(self) -> str:
+        if self.stays:
+            return f"{self.optimizer}: gradients stay in memory: {self.stays}"
+        moved = self.to_dict()
+        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
+        what = f"{self.optimizer}: {self.tensors} gradients, {format_bytes(self.nbytes)}, in the store before the step"
+        return f"{what}; per step {out} written, {back} read"
+
+    def notes(self) -> Iterator[str]:
+        """Yield notes for the user."""
+        if self.failed:
+            yield f"gradients stayed in memory {self.failed} times because there was no room: {self.failure}"
+        if self.held:
+            yield f"gradients stayed in memory {self.held} times because other code held them, or views of them"
+        if self.brought:
+            yield (
+                f"gradients came back into memory {self.brought} times before the optimizer's step, because the "
+                f"program changed them or took views of them (the latest: {self.brought_by})"
             )

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from offload.optimizer_state import gradients_in_step
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
 from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
@@ -184,6 +185,10 @@ class StateMover:
             return
         self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
         self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
+        self.limit_writing()
+
+    def limit_writing(self) -> None:
+        """Wait until few enough bytes are still being written."""
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
@@ -223,6 +228,7 @@ class StateMover:
             self.counts.whole_steps += 1
             self.counts.whole_because = why_whole
             self._fetch_all(state)
+            gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         grad_mode = torch.is_grad_enabled()
@@ -309,7 +315,7 @@ class StateMover:
                 begun = self._read_ahead(state, chunks, number, begun)
                 for param in chunk:
                     self.counts.in_bytes += state.fetch(param)
-                with self.share.timed(chunk):
+                with gradients_in_step.lent(chunk, step), self.share.timed(chunk):
                     step.run(chunk)
                 for param in chunk:
                     self._leave(state, param, need)
@@ -320,15 +326,21 @@ class StateMover:
             for chunk in chunks[done:begun]:  # after an error
                 for param in chunk:
                     state.abandon(param)
+                    gradients_in_step.abandon(param)
 
     @staticmethod
     def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:
         """Start copy-ins up to `AHEAD_BYTES` behind a chunk. Returns how many chunks have begun."""
-        ahead = sum(state.nbytes_of(param) for chunk in chunks[number + 1 : begun] for param in chunk)
+
+        def nbytes_of(param: Tensor) -> int:
+            return state.nbytes_of(param) + gradients_in_step.nbytes_of(param)
+
+        ahead = sum(nbytes_of(param) for chunk in chunks[number + 1 : begun] for param in chunk)
         while begun < len(chunks) and (begun <= number + 1 or ahead < AHEAD_BYTES):
             for param in chunks[begun]:
                 state.begin(param)
-            ahead += sum(map(state.nbytes_of, chunks[begun])) if begun > number else 0
+                gradients_in_step.begin(param)
+            ahead += sum(map(nbytes_of, chunks[begun])) if begun > number else 0
             begun += 1
         return begun
 

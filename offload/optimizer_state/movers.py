@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from offload.optimizer_state import mover as one
 from offload.optimizer_state.chunks import split
-from offload.optimizer_state.counts import StateCounts
+from offload.optimizer_state.counts import GradientCounts, StateCounts
+from offload.optimizer_state.gradient_mover import GradientMover
 from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward
 from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.share import Passes
@@ -63,6 +64,8 @@ class StateMovers:
         Whether their state leaves memory.
     in_backward
         Whether parameters are updated in backward. Not with `is_planned`.
+    moves_gradients
+        Whether gradients leave too. Only with `make_engine`, and with neither of the other two.
     is_planned
         Whether a plan chooses what moves, of these optimizers and of others that step the model's parameters. Until
         there is a plan, everything does.
@@ -73,6 +76,8 @@ class StateMovers:
         Of each optimizer whose state may be moved, also of one that is gone.
     backward_counts
         Of each optimizer that steps in backward.
+    gradient_counts
+        Of the gradients of each optimizer's parameters that may leave.
     has_room
         Whether so many bytes fit beside the recorded step: then nothing moves before there is a plan.
     passes
@@ -93,15 +98,18 @@ class StateMovers:
         *,
         moves_state: bool = True,
         in_backward: bool = False,
+        moves_gradients: bool = False,
         is_planned: bool = False,
     ) -> None:
         self.counts: list[StateCounts] = []
         self.backward_counts: list[BackwardCounts] = []
+        self.gradient_counts: list[GradientCounts] = []
         self.is_planned = is_planned
         self.has_room: Callable[[int], bool] = bool
         self._model = weakref.ref(model)
         self._movers: list[weakref.ref[StateMover]] = []  # the hooks of their optimizers hold them
         self._steppers: list[weakref.ref[StepInBackward]] = []
+        self._gradient_movers: list[weakref.ref[GradientMover]] = []
         self._make_engine = make_engine
         self._min_nbytes = min_nbytes
         self._is_closed = False
@@ -109,10 +117,12 @@ class StateMovers:
         self._pid = os.getpid()
         self._behind = WriteBehind()
         self.passes = Passes()
-        self.add(optimizers, moves_state, in_backward)
+        self.add(optimizers, moves_state, in_backward, moves_gradients)
 
-    def add(self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool) -> None:
-        """Move the state of further optimizers, or step them in backward.
+    def add(
+        self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool, moves_gradients: bool = False
+    ) -> None:
+        """Move the state of further optimizers and their gradients, or step them in backward.
 
         Raises
         ------
@@ -131,12 +141,12 @@ class StateMovers:
             _check_all([*stepped, *optimizers], NameOf(self._model))
         try:
             for optimizer in optimizers:
-                self._take(optimizer, moves_state=moves_state, in_backward=in_backward)
+                self._take(optimizer, moves_state=moves_state, in_backward=in_backward, moves_gradients=moves_gradients)
         except BaseException:  # also after an interrupt
             self.close()
             raise
 
-    def _take(self, optimizer: Optimizer, *, moves_state: bool, in_backward: bool) -> None:
+    def _take(self, optimizer: Optimizer, *, moves_state: bool, in_backward: bool, moves_gradients: bool) -> None:
         mover = None
         if moves_state:
             mover = self._add(optimizer, self._make_engine(), None, steps=not in_backward)
@@ -144,6 +154,10 @@ class StateMovers:
             stepper = StepInBackward(optimizer, NameOf(self._model), mover)
             self._steppers.append(weakref.ref(stepper))
             self.backward_counts.append(stepper.counts)
+        if moves_gradients and mover is not None:
+            gradients = GradientMover(optimizer, NameOf(self._model), mover, self._min_nbytes)
+            self._gradient_movers.append(weakref.ref(gradients))
+            self.gradient_counts.append(gradients.counts)
 
     def _add(
         self, optimizer: Optimizer, engine: Engine, moved: frozenset[int] | None, *, steps: bool = True
@@ -259,6 +273,9 @@ class StateMovers:
             if stepper is not None:
                 stepper.close()
         self._steppers.clear()
+        for gradients in [each() for each in self._gradient_movers]:
+            if gradients is not None:
+                gradients.close()
         for mover in self._alive():
             mover.close()
 

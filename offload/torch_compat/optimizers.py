@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
+from torch.utils import _foreach_utils
 
-from offload.torch_compat.tensors import storage_identity
+from offload.torch_compat.tensors import forbid_writes, storage_identity
 
 __all__ = [
     "allow_foreach",
+    "choose_foreach_for",
     "holds_alone",
     "is_called_by_state_dict",
     "is_in_shared_memory",
@@ -30,7 +32,6 @@ __all__ = [
     "steps_through_hooks",
 ]
 
-_forbid_writes: Callable[[Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 _holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 # Code of the function that runs the step hooks; torch wraps the step of each class in such a function.
@@ -113,11 +114,16 @@ def allow_foreach(kind: type[Tensor]) -> None:
         _foreach_supported_types.append(kind)
 
 
+def choose_foreach_for(kind: type[Tensor]) -> None:
+    """Have `torch.nn.utils` choose foreach kernels for gradients of a class as for plain tensors."""
+    _foreach_utils._foreach_supported_types.append(kind)
+
+
 def nan_like(tensor: Tensor) -> Tensor:
     """Return a NaN scalar expanded to the tensor's shape. Writing to it raises an error."""
     one = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
-    if _forbid_writes is not None:
-        _forbid_writes(one)
+    if forbid_writes is not None:
+        forbid_writes(one)
     return one.expand(tensor.shape)
 
 

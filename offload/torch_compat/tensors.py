@@ -17,7 +17,9 @@ from offload._core import StorageWatch
 
 __all__ = [
     "StorageWatch",
+    "forbid_writes",
     "has_own_bytes",
+    "no_torch_function",
     "raise_changed",
     "set_interface",
     "storage_identity",
@@ -25,12 +27,16 @@ __all__ = [
     "without_memory",
 ]
 
+# Has whoever asks for an address to write to a tensor's memory get an error; None if torch is too old.
+forbid_writes: Callable[[torch.Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 # Returns the version: how often a tensor, or a view of the same memory, was changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # Returns the identity of a storage, unique among live storages.
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 # Returns a weak reference to a tensor, which reserves its address.
 weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+# The `__torch_function__` of a class whose operators all reach `__torch_dispatch__`.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 # Return a view that is conjugated or negated lazily.
 conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
@@ -46,9 +52,15 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
 
 
 def without_memory(kind: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return an object of a subclass of `torch.Tensor` with a tensor's shape and strides, which has no memory."""
+    """Return an object of a subclass of `torch.Tensor` with a tensor's shape and strides, which has no memory.
+
+    C++ code that asks for the address of its memory gets an error instead of a null pointer.
+    """
     wrap: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-    return wrap(kind, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    made = wrap(kind, like.shape, strides=like.stride(), dtype=dtype, device=device)
+    if forbid_writes is not None:
+        forbid_writes(made)
+    return made
 
 
 def raise_changed(kind: str, shape: tuple[int, ...], found: int, expected: int) -> None:

@@ -47,14 +47,20 @@ def train(options):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("options", [*OPTIONS, *({**each, "step_in_backward": True} for each in OPTIONS)])
+@pytest.mark.parametrize(
+    "options", [{**each, **more} for more in ({}, {"step_in_backward": True}, {"gradients": True}) for each in OPTIONS]
+)
 def test_state_in_pinned_memory(options, seed):
     sim.schedule(seed, 500)
     expected, _ = train(None)
     found, handle = train(options)
     assert all(map(torch.equal, found, expected))
-    [counts] = handle.report().optimizer_state
-    assert counts.in_bytes > 0
+    report = handle.report()
+    [counts] = report.optimizer_state
+    if "gradients" in options:
+        assert report.gradients[0].in_bytes > 0
+    else:
+        assert counts.in_bytes > 0
     assert (counts.failed > 0) == ("host_limit" in options)
     handle.disable()
 

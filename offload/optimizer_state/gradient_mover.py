@@ -1,0 +1,186 @@
+"""Moves the gradients of an optimizer's parameters to the swap store in backward, each as soon as it is complete.
+
+The session makes one for each optimizer with `gradients=True`. The optimizer's step reads them back chunk by chunk
+(`gradients_in_step.py`); whatever else uses one before sees the true bytes (`away_gradient.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from offload.optimizer_state import gradients_in_step
+from offload.optimizer_state.away_gradient import AwayGradient, record_of
+from offload.optimizer_state.counts import GradientCounts
+from offload.optimizer_state.mover import StateMover
+from offload.optimizer_state.state_tensor import is_movable
+from offload.optimizer_state.stored_gradient import GradientPlace, StoredGradient
+from offload.torch_compat.autograd import call_at_end_of_backward
+from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.optimizers import holds_alone
+
+__all__ = ["GradientMover"]
+
+_SAMPLE = torch.nn.Parameter(torch.empty(1))
+_SAMPLE.grad = torch.empty(1)
+_HELD_ONCE = sys.getrefcount(_SAMPLE.grad)  # of a gradient that its parameter holds
+
+_PROCESSES = "a process group is initialized, and gradients that are complete in one process may still be reduced"
+
+
+class GradientMover:
+    """Has complete gradients leave memory.
+
+    Parameters
+    ----------
+    name_of
+        The name of a parameter, for errors.
+    mover
+        Moves the optimizer's state and makes its steps.
+    min_nbytes
+        Smaller gradients stay.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, name_of: Callable[[Tensor], str], mover: StateMover, min_nbytes: int
+    ) -> None:
+        self.counts = GradientCounts(type(optimizer).__name__, mover.counts.stays or _why_all_stay())
+        self._place = GradientPlace(mover.engine, self.counts, name_of)
+        self._mover = mover
+        self._optimizer = weakref.ref(optimizer)
+        self._min_nbytes = min_nbytes
+        self._pid = os.getpid()
+        self._complete: list[weakref.ref[Tensor]] = []  # in memory until autograd no longer holds them
+        self._watched: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
+        self._hooks: list[RemovableHandle] = []
+        if self.counts.stays:
+            return
+        try:
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+            self._watch(optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Bring all gradients back and leave the optimizer and its parameters alone.
+
+        Raises
+        ------
+        GradientError
+            One cannot be read. It is tried again by the next call.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
+        for hook in (*self._hooks, *(handle for _, handle in self._watched)):
+            hook.remove()
+        self._hooks.clear()
+        self._watched.clear()
+        self._complete.clear()
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        """Hook the parameters that are trained and that no hook is on yet."""
+        self._watched = [each for each in self._watched if each[0]() is not None]
+        known = {id(reference()) for reference, _ in self._watched}
+        mine = weakref.ref(self)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and id(param) not in known:
+                    handle = param.register_post_accumulate_grad_hook(_WhenComplete(mine))
+                    self._watched.append((weakref.ref(param), handle))
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def complete(self, param: Tensor) -> None:
+        """Take note of a complete gradient, and have those that were complete before leave.
+
+        Autograd itself still holds this one: only when it does not can be seen whether other code does.
+        """
+        # A gradient with a graph stays, and so do those of a forked child: the store is that of its parent.
+        if not self._hooks or torch.is_grad_enabled() or os.getpid() != self._pid:
+            return
+        self.leave()
+        if not self._complete:
+            call_at_end_of_backward(self.leave)
+        self._complete.append(weakref.ref(param))
+
+    def leave(self) -> None:
+        """Have the complete gradients leave that can."""
+        complete, self._complete = self._complete, []
+        for reference in complete:
+            param = reference()
+            if param is not None and not _why_all_stay():
+                self._leave(param)
+
+    def _leave(self, param: Tensor) -> None:
+        self._mover.engine.collect()  # one that came back before it had left still shares its memory with that copy
+        record = record_of(param) or self._new_record(param)
+        if record is None or record.tensor is None:
+            return
+        if not holds_alone(record.tensor):  # a change through the view would be lost
+            self.counts.held += 1
+            return
+        record.leave()
+        self._mover.limit_writing()
+
+    def _new_record(self, param: Tensor) -> StoredGradient | None:
+        """Put an object in the place of a gradient that can leave; its bytes are in memory still."""
+        if param.grad is None or not is_movable(param.grad, self._mover.engine.device, self._min_nbytes):
+            return None
+        if sys.getrefcount(param.grad) > _HELD_ONCE or not holds_alone(param.grad):
+            self.counts.held += 1
+            return None
+        record = StoredGradient(param.grad, self._place)
+        param.grad = AwayGradient(param.grad, param, record)
+        return record
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    @opaque
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        untraced(self._count, optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        self.leave()
+        sizes = [gradients_in_step.nbytes_of(each) for group in optimizer.param_groups for each in group["params"]]
+        self.counts.steps += 1
+        self.counts.tensors, self.counts.nbytes = sum(map(bool, sizes)), sum(sizes)
+
+    @opaque
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        untraced(self._end_step, optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        place = self._place
+        place.expected, place.asked = place.asked, set()
+        if self._hooks:
+            self._watch(optimizer)
+
+
+class _WhenComplete:
+    """The hook of a parameter, which does not keep the optimizer's state alive."""
+
+    def __init__(self, mover: weakref.ref[GradientMover]) -> None:
+        self._mover = mover
+
+    @opaque
+    def __call__(self, param: Tensor) -> None:
+        mover = self._mover()
+        if mover is not None:
+            untraced(mover.complete, param)
+
+
+def _why_all_stay() -> str:
+    is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _PROCESSES if is_shared else ""

@@ -1,0 +1,182 @@
+"""One parameter's gradient, in memory or in the store. `AwayGradient` stands for it in the parameter's `grad`.
+
+`GradientMover` has it leave; `AwayGradient` and the optimizer's step bring it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from offload import _core
+from offload.optimizer_state.counts import GradientCounts
+from offload.runtime.engine import Engine
+from offload.torch_compat.optimizers import holds_alone
+
+__all__ = ["GradientError", "GradientPlace", "StoredGradient"]
+
+# Backward needs no complete gradient: it goes to disk before any saved tensor does.
+_NEED_FIRST = 1 << 40
+_SCALES_MAX = 8
+
+
+class GradientError(_core.SpillError):
+    """A gradient could not be read back: repeat the step from `zero_grad()`. `parameter` is a parameter's name."""
+
+    parameter: str
+
+
+@dataclass
+class GradientPlace:
+    """Where the gradients of one optimizer's parameters go.
+
+    Attributes
+    ----------
+    name_of
+        The name of a parameter, for errors.
+    asked
+        The orders of norms that were asked for since the latest step.
+    expected
+        Those of the step before: the norms are taken before a gradient leaves.
+    """
+
+    engine: Engine
+    counts: GradientCounts
+    name_of: Callable[[Tensor], str]
+    asked: set[float] = field(default_factory=set)
+    expected: set[float] = field(default_factory=set)
+
+
+class StoredGradient:
+    """A gradient in memory, or in the store.
+
+    Parameters
+    ----------
+    tensor
+        The gradient, in memory.
+
+    Attributes
+    ----------
+    tensor
+        The gradient in memory; None while it is away.
+    """
+
+    def __init__(self, tensor: Tensor, place: GradientPlace) -> None:
+        self.tensor: Tensor | None = tensor
+        self.place = place
+        self.nbytes = tensor.nbytes
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._stored: _core.SwappedStorage | None = None
+        self._is_coming = False  # a copy-in has begun that nobody has waited for
+        self._norms: dict[float, Tensor] = {}
+        self._scales: list[tuple[Callable[..., Any], object]] = []  # applied when it comes back
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is in the store. Its bytes may still be in memory, on their way out."""
+        return self._stored is not None
+
+    def leave(self) -> None:
+        """Start the copy-out, if there is room. The engine holds the memory until the copy has ended."""
+        tensor, place = self.tensor, self.place
+        if tensor is None:
+            return
+        self._norms = {order: torch.linalg.vector_norm(tensor, order) for order in place.expected}
+        key, _ = place.engine.look(tensor, tensor.nbytes)
+        if key is None:
+            return
+        try:
+            stored = place.engine.swap_out(tensor, key, _NEED_FIRST)
+        except (MemoryError, OSError, _core.PinningFailed) as error:
+            place.counts.failed += 1
+            place.counts.failure = str(error)
+            return
+        stored.add_view()
+        self._stored = stored  # before the memory goes: an interrupt between the two loses nothing
+        self.tensor = None
+        place.counts.out_bytes += self.nbytes
+
+    def begin(self) -> int:
+        """Start the copy-in. Returns the bytes; 0 where nothing is to be copied."""
+        if self._stored is None or not self._stored.prefetch():
+            return 0
+        self._is_coming = True
+        return self.nbytes
+
+    def abandon(self) -> None:
+        """Free the memory of a copy-in that nobody waits for any more."""
+        if self._stored is not None and self._is_coming:
+            self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
+            self._stored.remove_view()
+            self._stored.add_view()
+            self._is_coming = False
+
+    def read(self, param: Tensor | None) -> Tensor:
+        """Return a tensor with the gradient's bytes. What is away stays so: a change of the tensor is not kept.
+
+        Raises
+        ------
+        GradientError
+            It could not be read; it is away as before.
+        """
+        if self._stored is None:
+            assert self.tensor is not None
+            return self.tensor
+        found = self._filled(self._stored, param)
+        if self._scales and not holds_alone(found):  # its memory is still being written to the store
+            found = found.clone(memory_format=torch.preserve_format)
+        for scale, factor in self._scales:
+            scale(found, factor)
+        return found
+
+    def bring(self, param: Tensor | None) -> Tensor:
+        """Have it in memory from now on, and return it. Raises `GradientError` as `read` does."""
+        if self._stored is not None:
+            self.keep(self.read(param))
+        assert self.tensor is not None
+        return self.tensor
+
+    def keep(self, tensor: Tensor) -> None:
+        """Have these bytes in memory from now on, instead of those in the store."""
+        self.tensor = tensor
+        self._stored = None
+        self._scales.clear()
+        self._norms.clear()
+
+    def scale(self, multiply: Callable[..., Any], factor: object) -> bool:
+        """Multiply it in place when it comes back. Returns False where that is to be done at once."""
+        if self._stored is None or len(self._scales) == _SCALES_MAX:
+            return False
+        self._scales.append((multiply, factor))
+        return True
+
+    def norm(self, order: float, param: Tensor | None) -> Tensor:
+        """Return its norm as `torch.linalg.vector_norm` does: the one that was taken before it left, if it was."""
+        self.place.asked.add(order)
+        known = self._norms.get(order) if self._stored is not None and not self._scales else None
+        return known.clone() if known is not None else torch.linalg.vector_norm(self.read(param), order)
+
+    def _filled(self, stored: _core.SwappedStorage, param: Tensor | None) -> Tensor:
+        storage: UntypedStorage
+        try:
+            storage, begin = stored.swap_in()
+        except _core.SpillError as error:
+            name = self.place.name_of(param) if param is not None else "of a model that is gone"
+            told = GradientError(
+                error.errno,
+                f"the gradient of parameter {name} cannot be read back; call zero_grad() and repeat the step, or load "
+                f"the latest checkpoint if the optimizer was stepping: {error.strerror}",
+                error.filename,
+            )
+            told.offset, told.parameter = error.offset, name
+            raise told from error
+        self._is_coming = False
+        self.place.counts.in_bytes += self.nbytes
+        with torch.inference_mode(mode=False), torch.no_grad():
+            empty = torch.empty_like(self._like)
+            return empty.set_(storage, begin // empty.itemsize, self._shape, self._stride)
