@@ -57,7 +57,8 @@ def test_trained_loops(loop, asked, tmp_path):
 def test_trained_transformers_trainer(how, kind, tmp_path):
     need("transformers")
     options = {**ON, **(IN_BACKWARD if kind == "in backward" else {})}
-    switches = {} if kind == "in backward" else {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    needs_all = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    switches = {"max_steps": STEPS, **({"max_grad_norm": 0.0} if kind == "in backward" else needs_all)}
     plain, _ = in_backward.transformers_run("plain", tmp_path, None, **switches)
     moved, handle = in_backward.transformers_run(how, tmp_path, options, **switches)
     assert_moved(handle.report())

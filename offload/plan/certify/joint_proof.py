@@ -26,6 +26,8 @@ __all__ = ["JointProof", "prove_joint"]
 _UNITS = 100.0  # the incumbent's step time in the program's unit of time
 _SPARE = 1e-6  # relative: the program admits plans this much slower than the incumbent, against rounding
 _MARGIN = 1 - 1e-6  # so that rounding does not hide that the gap asked for is reached
+_STRIDE = 0.01  # relative; if the target is further above the bound, one halfway is tried first
+_ANY_SOLUTION = 1.0  # relative gap at which the solver ends with the first solution that it finds
 _RANKINGS = 3  # number of rankings whose minimal sets are tried as swaps for a solution's dropped tensors
 
 
@@ -96,8 +98,8 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     6. The first use of a run has brought back all of its tensors, and needs the tensor before it. A run that does not
        fit within the limit is none.
 
-    The program admits only plans that show that the incumbent is not within `gap` of the fastest. If there are none,
-    `gap` is proven. Otherwise the solution gives more cuts.
+    The program is solved for plans faster than a target: halfway between the bound and the plan, then the gap asked
+    for. If there is none, the target is a bound. Otherwise the first solution gives more cuts.
     """
     trace, link, limit_bytes = plan.trace, plan.link, plan.limit_bytes
     check_limit(trace, limit_bytes)
@@ -111,13 +113,18 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     bound = min(plan.step_seconds, max(step.compute_seconds, joint_bound(trace, limit_bytes, link)))
     excess = step.unswapped_bytes - limit_bytes
     cuts = _nodes_of(plan, excess)
+    precision = _ANY_SOLUTION
     while plan.step_seconds > bound * (1 + gap) and time.monotonic() < end:
         target = plan.step_seconds / (1 + gap * _MARGIN)
+        if precision == _ANY_SOLUTION and target > bound * (1 + _STRIDE):
+            target = (target + bound) / 2
         left = end - time.monotonic()
-        dropped, value = _solve_relaxation(recipes, excess, sorted(cuts), target, gap / 10, left)
+        dropped, value = _solve_relaxation(recipes, excess, sorted(cuts), target, precision, left)
         bound = min(plan.step_seconds, max(bound, min(value, target)))
         if dropped is None:
-            break  # no plan is as fast as the target, or the time is up
+            if value < target:
+                break
+            continue
         more, found = _placed(trace, link, limit_bytes, dropped)
         if found is not None:
             more |= _nodes_of(found, excess)
@@ -127,7 +134,9 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
             beside = {k + side for k in cuts for side in (-1, 1)}
             more = {k for k in beside if 0 <= k < step.node_count and excess[k] > 0}
         if more <= cuts:
-            break
+            if precision != _ANY_SOLUTION:
+                break
+            precision = gap / 10
         cuts |= more
     return JointProof(plan, bound)
 
