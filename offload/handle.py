@@ -209,7 +209,7 @@ class Session:
     ) -> None:  # fmt: skip
         """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
 
-        Call it between two steps. The arguments are those of `offload.enable`.
+        Call it between two steps. The arguments are those of `offload.enable`; no "auto".
 
         Raises
         ------
@@ -228,7 +228,7 @@ class Session:
         Parameters
         ----------
         max_norm, norm_type
-            The norm is at most this afterwards; its order.
+            The largest norm after clipping; the order of the norm, such as 2.
         **options
             `error_if_nonfinite` and `foreach` of torch's function. With `gradients=True` on an accelerator, `foreach`
             is False if you do not give it: else all gradients come back at a time. The norm's last bits may differ.

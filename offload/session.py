@@ -54,8 +54,8 @@ def enable(
     Parameters
     ----------
     model
-        On one device, ``cpu`` or ``cuda``. It may be moved later. Its parameters stay in memory unless `parameters` is
-        given, its buffers always.
+        On one device, ``cpu`` or ``cuda``. It may be moved later. Its buffers always stay in memory, and its
+        parameters do unless `parameters` is given.
     preset
         The goal in a word, instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
         much memory saved as possible for about 5 % slower steps, the default. ``"fast"``: the fastest step that fits
@@ -93,9 +93,9 @@ def enable(
         The optimizer of the model, or a list of them. Needed by ``optimizer_state=True`` and `step_in_backward`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``"auto"``: with `memory_limit`, as much of it as the limit demands or as makes steps
-        faster, of every optimizer that steps parameters of the model; without, or with `step_in_backward`, none: it
-        stays in memory. ``False``, the default: it stays in memory.
+        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the limit
+        demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the model.
+        Without `memory_limit`, or with `step_in_backward`, all state stays in memory, as with ``False``, the default.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
         freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
@@ -107,8 +107,9 @@ def enable(
         ``"frozen"``: parameters without gradients, of at least `min_tensor_bytes`, are in the swap store while no
         module uses them. Each module reads its own before its forward, and autograd reads them again in backward; they
         are written once. ``"all"``: trained parameters too, which are written again after each update. With
-        `step_in_backward` an update finds its parameter in memory; with ``optimizer_state=True`` it comes in for its
-        part of the step; with neither, the optimizer reads it as it needs it. ``False``: they stay in memory.
+        `step_in_backward` a parameter is updated in backward, which needs it in memory anyway. With
+        ``optimizer_state=True``, `optimizer.step()` brings in a few parameters at a time, with their state. With
+        neither, each parameter is read when the optimizer uses it. ``False``: they stay in memory.
 
     Returns
     -------
@@ -233,7 +234,7 @@ def _enable(
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
-    # Nothing is planned where the first step is all that runs.
+    # Where only the first step runs (`offload plan`, `offload fit`), no plan chooses which state moves.
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned
@@ -253,7 +254,7 @@ def _enable(
     except BaseException:  # also after an interrupt
         states.close()
         if fill is not None:
-            fill.undo()  # there may be no memory for all of it
+            fill.undo()  # before mover.close, which would bring all parameters into memory
         if mover is not None:
             mover.close()
         raise

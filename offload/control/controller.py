@@ -69,7 +69,7 @@ class PlanController:
     limits
         Bounds and tolerances.
     plan_state
-        Chooses what moves of the optimizers' state, where a plan does.
+        Makes each plan, and chooses which optimizer state moves with it; None without a memory limit.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # which is told before `_plan` adds the optimizer's state
+        if self._on_profile is not None:  # it is called before `_plan` adds the optimizer's state
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned

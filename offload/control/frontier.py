@@ -61,7 +61,7 @@ class StepCost:
     step, computed
         Elapsed seconds of the whole step, and of all its nodes together.
     own_step
-        CPU time of the thread plus a part of its waits: the share of the processor that the thread had while it
+        CPU time of the thread plus its waits times the share of the processor that the thread had while it
         computed. Equal to `step` if the CPU time is unknown.
     own_computed
         CPU time of the thread without that of hooks. Equal to `computed` if the CPU time is unknown.
@@ -135,7 +135,7 @@ class Frontier:
     def is_shared(self) -> bool:
         """Whether other programs used the processor in reference steps; CPU times are then compared, not elapsed times.
 
-        The scheduler runs a thread that has just waited for a copy at once; a thread that only computes has to share
+        When a thread has waited for a copy, the scheduler runs it immediately; a thread that only computes has to share
         the processor. So, beside other programs, elapsed times would make reference steps seem faster than steps
         without swapping.
         """
@@ -196,8 +196,8 @@ class Frontier:
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.
 
-        Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. A step of the
-        plan comes first: the search for the plan has delayed it already, and a reference step takes longer still.
+        Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first
+        step of a new plan is no reference step: the search has delayed it already, and waits would make it longer.
 
         Parameters
         ----------
@@ -244,9 +244,9 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
 
-        The slowdown is taken to grow with the bytes saved. One unlucky measurement must not end the search, so no plan
-        saves less than a seventh, or more than twice, of what the one before saved. Between a plan that kept
-        `max_slowdown` and one that did not, the next plan saves the mean of both.
+        If a plan kept `max_slowdown` and one that saves more did not, the next plan saves the mean of both. Otherwise
+        the slowdown is taken to grow with the bytes saved. One unlucky measurement must not end the search, so the next
+        plan saves at least 0.15 times and at most twice what the last one saved.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
@@ -299,7 +299,7 @@ class Frontier:
         return None
 
     def is_new(self, plan: Plan) -> bool:
-        """Return whether the plan moves something, and not just what a judged plan moves."""
+        """Return whether the plan moves something, and differs from every judged plan in what it moves."""
         moves = plan.swaps, plan.recomputes
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 

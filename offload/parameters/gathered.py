@@ -1,4 +1,4 @@
-"""Around the call of a module its own frozen parameters are in memory, around compiled code those of all parts."""
+"""Around the call of a module its own moved parameters are in memory, around compiled code those of all parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives a model on the meta device its values, tensor by tensor; frozen parameters leave memory as soon as they can.
+"""Gives a model on the meta device its values, tensor by tensor; those that are to leave memory do so at once.
 
 So no moment needs memory for all of it. `offload.materialize` uses it.
 """
