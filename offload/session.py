@@ -93,8 +93,8 @@ def enable(
         The optimizer of the model, or a list of them. Needed by ``optimizer_state=True`` and `step_in_backward`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the limit
-        demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the model.
+        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the
+        limit demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the model.
         Without `memory_limit`, or with `step_in_backward`, all state stays in memory, as with ``False``, the default.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
