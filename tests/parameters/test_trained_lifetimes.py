@@ -55,7 +55,7 @@ expected = model[0].weight.sum().item()
 """
 ENDINGS = {
     "exit": "step()",
-    "in backward": "model(torch.randn(4, 600)).square().mean().backward()",
+    "in backward": "optimizer.zero_grad(); model(torch.randn(4, 600)).square().mean().backward()",
     "exception": "raise SystemExit(0)",
     "disabled": "handle.disable(); assert model[0].weight.sum().item() == expected; step()",
     "model freed": "del model, handle, optimizer, step",
