@@ -94,8 +94,9 @@ def enable(
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
         parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the
-        limit demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the model.
-        Without `memory_limit`, or with `step_in_backward`, all state stays in memory, as with ``False``, the default.
+        limit demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the
+        model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory. ``False``, the
+        default: it stays in memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
         freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several

@@ -22,16 +22,16 @@ class SavedParameter:
         The parameter, which autograd would hold as well.
     """
 
-    __slots__ = ("_content", "_dtype", "_offset", "_parameter", "_record", "_saved_version", "_size", "_stride")
+    __slots__ = ("_content", "_dtype", "_epoch", "_offset", "_parameter", "_record", "_size", "_stride", "_version")
 
     def __init__(self, tensor: Tensor, parameter: nn.Parameter, record: StoredParameter) -> None:
         like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
         self._parameter = parameter
         self._record = record
-        self._content = record.content  # as of now: the parameter may be stored again
+        self._content, self._epoch = record.content, record.epoch  # as of now: it may get other memory
         self._dtype, self._size = like.dtype, like.shape
         self._stride, self._offset = like.stride(), int(like.storage_offset())
-        self._saved_version = version_of_object(tensor)
+        self._version = version_of_object(tensor)
 
     def restore(self) -> Tensor:
         """Return the tensor as it was saved.
@@ -44,7 +44,6 @@ class SavedParameter:
             Its bytes cannot be read; a later call tries again.
         """
         now = version_of_object(self._parameter)
-        if now != self._saved_version:
-            raise_changed("Parameter", tuple(self._size), now, self._saved_version)
-        self._record.window.ahead.needs(self._record, self._content)
-        return self._record.view(self._content, self._dtype, self._offset, self._size, self._stride)
+        if now != self._version:
+            raise_changed("Parameter", tuple(self._size), now, self._version)
+        return self._record.view(self._content, self._epoch, self._dtype, self._offset, self._size, self._stride)

@@ -121,6 +121,8 @@ class StoredParameter:
         An optimizer has updated it.
     is_pinned
         Somebody was given its address: it stays until the model's next forward.
+    epoch
+        How often the program has given it other memory (`parameter.data = …`).
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class StoredParameter:
         self.is_lent = False
         self.is_changed = False
         self.is_pinned = False
+        self.epoch = 0
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
@@ -224,6 +227,7 @@ class StoredParameter:
         known = self._watched[0] if self._watched is not None else None
         if not self.is_away_in(parameter) and known != _storage_of(parameter):
             self.is_suspect = True
+            self.epoch += 1
             self._note_storage(parameter)
 
     def _note_storage(self, parameter: nn.Parameter) -> None:
@@ -335,9 +339,11 @@ class StoredParameter:
         return alias_of(parameter).clone(memory_format=torch.preserve_format)
 
     def view(
-        self, content: Content, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
+        self, content: Content, epoch: int, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
     ) -> Tensor:
-        """Return a view of the bytes of the store, which may be in memory. The offset is in elements.
+        """Return a view of the present bytes, as plain autograd would. The offset is in elements.
+
+        If the program has given the parameter other memory since `epoch`, or it is not moved any more: of `content`.
 
         Raises
         ------
@@ -345,12 +351,16 @@ class StoredParameter:
             They cannot be read.
         """
         parameter = self.parameter()
-        if parameter is not None and content.stored is self.content.stored:
-            if requires_grad_of(parameter):
-                self.window.needed_in_backward(parameter, self)
-            present = storage_of(parameter)
-            if storage_identity(present) != self.content.placeholder_id and self.is_current_in(parameter):
-                return unseen(_tensor_over, present, dtype, offset, size, stride)
+        if parameter is not None and "_offload_stored" in parameter.__dict__:
+            with self.window.lock:
+                self.look(parameter)
+            if epoch == self.epoch:
+                self.window.ahead.needs(self, self.content)
+                if requires_grad_of(parameter):
+                    self.window.needed_in_backward(parameter, self)
+                if not self.is_away_in(parameter):
+                    return unseen(_tensor_over, storage_of(parameter), dtype, offset, size, stride)
+                content = self.content
         storage, begin = self.read_storage(content)
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)
 
