@@ -269,6 +269,26 @@ def test_uses_between_backward_and_step(name, fused, tmp_path):
     assert_same(run, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["clipped", "arithmetic", "written_through_data", "weights_changed_by_hand"])
+def test_beside_parameters_that_leave(name, tmp_path):
+    def run(on):
+        model = make_model()
+        optimizer = AdamW(model.parameters())
+        on(model, optimizer)
+        found = []
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            found.append(USES[name](model))
+            optimizer.step()
+            found.append(gradients(model))
+        on.off()
+        return *everything(model, optimizer), gradients(model), found
+
+    plain, moved, _ = both(run, tmp_path, **MOVED, parameters="all")
+    assert_equal(moved, plain)
+
+
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.0, float("inf")])
 def test_clipping_reads_no_gradient_back_before_the_step(order, tmp_path):
     """Norms are taken before gradients leave, and factors applied when they come back: the bits of torch's."""
