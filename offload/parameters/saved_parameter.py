@@ -22,7 +22,17 @@ class SavedParameter:
         The parameter, which autograd would hold as well.
     """
 
-    __slots__ = ("_content", "_dtype", "_epoch", "_offset", "_parameter", "_record", "_size", "_stride", "_version")
+    __slots__ = (
+        "_content",
+        "_dtype",
+        "_epoch",
+        "_offset",
+        "_parameter",
+        "_record",
+        "_saved_version",
+        "_size",
+        "_stride",
+    )
 
     def __init__(self, tensor: Tensor, parameter: nn.Parameter, record: StoredParameter) -> None:
         like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
@@ -31,7 +41,7 @@ class SavedParameter:
         self._content, self._epoch = record.content, record.epoch  # as of now: it may get other memory
         self._dtype, self._size = like.dtype, like.shape
         self._stride, self._offset = like.stride(), int(like.storage_offset())
-        self._version = version_of_object(tensor)
+        self._saved_version = version_of_object(tensor)
 
     def restore(self) -> Tensor:
         """Return the tensor as it was saved.
@@ -44,6 +54,6 @@ class SavedParameter:
             Its bytes cannot be read; a later call tries again.
         """
         now = version_of_object(self._parameter)
-        if now != self._version:
-            raise_changed("Parameter", tuple(self._size), now, self._version)
+        if now != self._saved_version:
+            raise_changed("Parameter", tuple(self._size), now, self._saved_version)
         return self._record.view(self._content, self._epoch, self._dtype, self._offset, self._size, self._stride)

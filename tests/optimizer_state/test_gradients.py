@@ -9,7 +9,7 @@ import io
 import pytest
 import torch
 from optimizer_state import test_kinds_of_state, test_own_optimizers, test_users_state, test_wrapped_steps
-from optimizer_state.state_rig import OPTIMIZERS, assert_equal
+from optimizer_state.state_rig import OPTIMIZERS, TORCH_DIFFERS, assert_equal
 from optimizer_state.users_rig import On, both, everything, loss_of, make_model, train
 from torch import nn
 from torch.optim import AdamW
@@ -38,6 +38,8 @@ def assert_same(run, folder):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, dtype, variant, tmp_path):
+    if (name, variant, dtype) in TORCH_DIFFERS:
+        pytest.skip("torch's own runs differ")
     kind, options = OPTIMIZERS[name]
     switch = {variant: True} if variant != "default" else {}
 

@@ -7,6 +7,7 @@ import torch
 from core.store_rig import TIERS
 from state_rig import (
     OPTIMIZERS,
+    TORCH_DIFFERS,
     assert_equal,
     everything,
     make_mover,
@@ -19,10 +20,6 @@ from offload.optimizer_state import mover as mover_module
 
 STEPS = 20
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
-
-
-# Two plain runs of torch 2.13 in one process have other momentum buffers.
-TORCH_DIFFERS = {("SGD", "fused", torch.bfloat16)}
 
 
 def make(name, variant, dtype):
