@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -146,7 +147,7 @@ class LargeBlocks:
                 libc.malloc_trim(0)  # what was kept so far
 
 
-_returning: set[LargeBlocks] = set()  # those that ask for it
+_returning: weakref.WeakSet[LargeBlocks] = weakref.WeakSet()  # those that ask for it
 _lock = threading.Lock()
 
 
