@@ -52,7 +52,7 @@ def test_glibc_is_described_with_the_remedy() -> None:
 
 def test_the_remedy_is_what_a_script_or_a_notebook_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    monkeypatch.setattr(allocator, "_returning", set())  # models of other tests may be enabled still
+    monkeypatch.setattr(allocator, "_asked", set())  # models of other tests may be enabled still
     for name in ("glibc", "musl"):
         assert allocator.remedy(name).endswith("Start with `offload run -- python train.py`.")
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))

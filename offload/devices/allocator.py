@@ -105,7 +105,7 @@ def describe() -> str:
     True
     """
     name = current()
-    return f"{name}: {_COSTS[f'{name}, large blocks returned' if _returning else name]}"
+    return f"{name}: {_COSTS[f'{name}, large blocks returned' if _is_returning() else name]}"
 
 
 def remedy(name: str) -> str:
@@ -113,7 +113,7 @@ def remedy(name: str) -> str:
     start = "tart with `offload run -- python train.py`."
     if "ipykernel" in sys.modules:  # a kernel inherits the malloc of the server that starts it
         start = "tart the notebook server with `offload run -- jupyter lab`."
-    if name == "glibc" and _returning:
+    if name == "glibc" and _is_returning():
         return f"glibc malloc returns large blocks when they are freed; new ones take time. For faster steps, s{start}"
     if name == "glibc":
         return f"glibc malloc keeps part of the freed memory. S{start}"
@@ -137,17 +137,24 @@ class LargeBlocks:
     def return_at_once(self, *, wanted: bool) -> None:
         """Ask for it, or do not ask any more."""
         chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-        if wanted == (self in _returning) or chosen or current() != "glibc":
+        mine = weakref.ref(self)
+        if wanted == (mine in _asked) or chosen or current() != "glibc":
             return
         with _lock:
-            (_returning.add if wanted else _returning.discard)(self)
+            (_asked.add if wanted else _asked.discard)(mine)
             libc = ctypes.CDLL(None)
-            libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES if _returning else _USUAL_BYTES)
+            libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES if _is_returning() else _USUAL_BYTES)
             if wanted:
                 libc.malloc_trim(0)  # what was kept so far
 
 
-_returning: weakref.WeakSet[LargeBlocks] = weakref.WeakSet()  # those that ask for it
+_asked: set[weakref.ref[LargeBlocks]] = set()  # of those that ask for it; some may be gone
+
+
+def _is_returning() -> bool:
+    return any(reference() is not None for reference in _asked)
+
+
 _lock = threading.Lock()
 
 

@@ -341,9 +341,10 @@ class StoredParameter:
     def view(
         self, content: Content, epoch: int, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
     ) -> Tensor:
-        """Return a view of the present bytes, as plain autograd would. The offset is in elements.
+        """Return a view of the bytes. The offset is in elements.
 
-        If the program has given the parameter other memory since `epoch`, or it is not moved any more: of `content`.
+        Of a trained parameter: of the present bytes, unless the program has given it other memory since `epoch`. Else
+        of `content`.
 
         Raises
         ------
@@ -352,15 +353,14 @@ class StoredParameter:
         """
         parameter = self.parameter()
         if parameter is not None and "_offload_stored" in parameter.__dict__:
-            with self.window.lock:
-                self.look(parameter)
-            if epoch == self.epoch:
-                self.window.ahead.needs(self, self.content)
-                if requires_grad_of(parameter):
-                    self.window.needed_in_backward(parameter, self)
-                if not self.is_away_in(parameter):
-                    return unseen(_tensor_over, storage_of(parameter), dtype, offset, size, stride)
-                content = self.content
+            self.window.ahead.needs(self, content)
+            is_trained = requires_grad_of(parameter)
+            if is_trained:
+                self.window.needed_in_backward(parameter, self)
+                content = self.content if epoch == self.epoch else content
+            is_same = epoch == self.epoch if is_trained else self.is_current_in(parameter)
+            if is_same and content.stored is self.content.stored and not self.is_away_in(parameter):
+                return unseen(_tensor_over, storage_of(parameter), dtype, offset, size, stride)
         storage, begin = self.read_storage(content)
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)
 

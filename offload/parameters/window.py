@@ -58,6 +58,7 @@ class Window:
         self.in_bytes = 0
         self.out_bytes = 0
         self.rewritten = 0
+        self._leaving: set[StoredParameter] = set()
         self.refused = 0
         self.refusal = ""
 
@@ -109,7 +110,7 @@ class Window:
             record.look(parameter)
             record.is_changed = True
             if not record.users and not record.is_pinned:
-                unseen(record.settle, parameter)
+                self._settle(record, parameter)
 
     def needed_in_backward(self, parameter: nn.Parameter, record: StoredParameter) -> None:
         """Have a trained parameter in memory. It stays there for its update, as long as there is room.
@@ -159,8 +160,18 @@ class Window:
             for record, parameter in found:
                 if nbytes <= nbytes_max:
                     break
-                if not record.users and not record.is_pinned and unseen(record.settle, parameter):
+                if not record.users and not record.is_pinned and self._settle(record, parameter):
                     nbytes -= record.nbytes
+
+    def _settle(self, record: StoredParameter, parameter: nn.Parameter) -> bool:
+        """Have one parameter leave. False: it stays, or a signal handler asks in the middle of its leaving."""
+        if record in self._leaving:
+            return False
+        try:
+            self._leaving.add(record)
+            return unseen(record.settle, parameter)
+        finally:
+            self._leaving.discard(record)
 
     def saving(self) -> AbstractContextManager[object]:
         """A context in which autograd holds no memory of these parameters."""
