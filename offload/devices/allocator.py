@@ -149,13 +149,11 @@ class LargeBlocks:
 
 
 _asked: set[weakref.ref[LargeBlocks]] = set()  # of those that ask for it; some may be gone
+_lock = threading.Lock()
 
 
 def _is_returning() -> bool:
     return any(reference() is not None for reference in _asked)
-
-
-_lock = threading.Lock()
 
 
 def find_recycling_allocator() -> Path | None:
