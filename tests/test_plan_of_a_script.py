@@ -62,7 +62,8 @@ def plan_of(script, text, *words):
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("wish", [(), pytest.param(("--max-slowdown", "0.05"), marks=pytest.mark.long)])
+# Four times the step: on a busy machine recomputing all of it once takes less, and a copy of 128 KiB at 1 MB/s more.
+@pytest.mark.parametrize("wish", [(), pytest.param(("--max-slowdown", "4.0"), marks=pytest.mark.long)])
 def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish):
     script = tmp_path / "train.py"
     about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *wish)

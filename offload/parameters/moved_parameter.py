@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from offload import _core
 from offload.torch_compat.autograd import hooks_forbidden_reason
 from offload.torch_compat.compiled import opaque
+from offload.torch_compat.optimizers import is_in_shared_memory
 from offload.torch_compat.overrides import (
     GIVES_ADDRESS,
     GIVES_MEMORY,
@@ -29,11 +30,12 @@ from offload.torch_compat.overrides import (
     requires_grad_of,
     writes_without_version,
 )
+from offload.torch_compat.tensors import has_own_bytes
 
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
 
-__all__ = ["MovedParameter", "kind_of"]
+__all__ = ["MovedParameter", "is_movable", "kind_of"]
 
 
 class MovedParameter(nn.Parameter):
@@ -65,6 +67,25 @@ class MovedParameter(nn.Parameter):
 
     def _copied(self) -> nn.Parameter:
         return nn.Parameter(self._offload_stored.copy(self), requires_grad=requires_grad_of(self))
+
+
+def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also_trained: bool) -> bool:
+    """Whether a parameter, of its own class or moved, is of a kind that can leave memory: large and strided.
+
+    While it is away code that torch cannot intercept reads it as NaN, so that only floating-point and complex ones do.
+    """
+    if requires_grad_of(parameter) and not also_trained:
+        return False
+    if parameter.layout is not torch.strided or parameter.is_nested:
+        return False
+    plain = alias_of(parameter)
+    return (
+        plain.device == device
+        and plain.nbytes >= min_nbytes
+        and (plain.is_floating_point() or plain.is_complex())
+        and not (plain.is_inference() or is_in_shared_memory(plain))
+        and has_own_bytes(plain)
+    )
 
 
 def kind_of(parameter: Tensor) -> type[Tensor]:

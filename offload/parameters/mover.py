@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from offload import _core
 from offload.parameters.gathered import CompiledCall, Forward, Gathered, Pass, moved_in
-from offload.parameters.moved_parameter import MovedParameter
+from offload.parameters.moved_parameter import MovedParameter, is_movable
 from offload.parameters.saved_parameter import SavedParameter
-from offload.parameters.stored_parameter import StoredParameter, is_movable
+from offload.parameters.stored_parameter import StoredParameter
 from offload.parameters.window import Window
 from offload.runtime.engine import Engine
 from offload.runtime.forward_wrapper import ForwardWrapper

@@ -15,9 +15,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import _core
-from offload.parameters.moved_parameter import MovedParameter
+from offload.parameters.moved_parameter import MovedParameter, is_movable
 from offload.runtime.engine import Engine
-from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
+from offload.torch_compat.optimizers import nan_like
 from offload.torch_compat.overrides import (
     alias_of,
     call_without_overrides,
@@ -28,12 +28,12 @@ from offload.torch_compat.overrides import (
     unseen,
     version_of_object,
 )
-from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity
+from offload.torch_compat.tensors import StorageWatch, storage_identity
 
 if TYPE_CHECKING:
     from offload.parameters.window import Window
 
-__all__ = ["Content", "ParameterError", "StoredParameter", "is_movable"]
+__all__ = ["Content", "ParameterError", "StoredParameter"]
 
 # Where host memory runs short, parameters go to disk before saved tensors do: few of them are needed at a time.
 NEED_FIRST = 1 << 39
@@ -43,25 +43,6 @@ class ParameterError(_core.SpillError):
     """A moved parameter could not be read back. `parameter` is its name; load the latest checkpoint to go on."""
 
     parameter: str
-
-
-def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also_trained: bool) -> bool:
-    """Whether a parameter, of its own class or moved, is of a kind that can leave memory: large and strided.
-
-    While it is away code that torch cannot intercept reads it as NaN, so that only floating-point and complex ones do.
-    """
-    if requires_grad_of(parameter) and not also_trained:
-        return False
-    if parameter.layout is not torch.strided or parameter.is_nested:
-        return False
-    plain = alias_of(parameter)
-    return (
-        plain.device == device
-        and plain.nbytes >= min_nbytes
-        and (plain.is_floating_point() or plain.is_complex())
-        and not (plain.is_inference() or is_in_shared_memory(plain))
-        and has_own_bytes(plain)
-    )
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -165,6 +146,13 @@ class StoredParameter:
     def is_away_in(self, parameter: Tensor) -> bool:
         """Whether the parameter has no bytes of its own. Its storage tells, whatever an interrupt has left undone."""
         return _storage_of(parameter) == self.content.placeholder_id
+
+    def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
+        """Whether the parameter has this storage, by its identity.
+
+        After an interrupt the window may know the record by a storage that is gone, whose identity another one has.
+        """
+        return _storage_of(parameter) == identity
 
     def is_current_in(self, parameter: Tensor) -> bool:
         """Whether the store surely has the same bytes as a parameter that is in memory."""
@@ -341,10 +329,9 @@ class StoredParameter:
     def view(
         self, content: Content, epoch: int, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
     ) -> Tensor:
-        """Return a view of the bytes. The offset is in elements.
+        """Return a view of the present bytes; of `content`, if the program has given it other memory since `epoch`.
 
-        Of a trained parameter: of the present bytes, unless the program has given it other memory since `epoch`. Else
-        of `content`.
+        The offset is in elements.
 
         Raises
         ------
@@ -354,13 +341,13 @@ class StoredParameter:
         parameter = self.parameter()
         if parameter is not None and "_offload_stored" in parameter.__dict__:
             self.window.ahead.needs(self, content)
-            is_trained = requires_grad_of(parameter)
-            if is_trained:
+            if requires_grad_of(parameter):
                 self.window.needed_in_backward(parameter, self)
-                content = self.content if epoch == self.epoch else content
-            is_same = epoch == self.epoch if is_trained else self.is_current_in(parameter)
-            if is_same and content.stored is self.content.stored and not self.is_away_in(parameter):
-                return unseen(_tensor_over, storage_of(parameter), dtype, offset, size, stride)
+            self.look(parameter)
+            if epoch == self.epoch:
+                if not self.is_away_in(parameter):
+                    return unseen(_tensor_over, storage_of(parameter), dtype, offset, size, stride)
+                content = self.content
         storage, begin = self.read_storage(content)
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from parameters import test_frozen_access as access
 from parameters.frozen_rig import STEPS, Attends, assert_away, assert_equal, away, enable, loss_of, make_model, train
 
 from offload.parameters import keep, moved_parameter, mover, stored_parameter, window
+from offload.torch_compat.tensors import storage_identity
 
 
 def sees(name, folder):
@@ -50,18 +50,33 @@ def holds_what_is_shared(folder):
 
 
 def reserved_identities(folder):
-    """Storages come and go behind the library's back; no other tensor is taken for a parameter."""
+    """Memory that the program gives a parameter behind the library's back is not taken for what it had before."""
     model = make_model()
     enable(model, folder, n_tensors=0)
-    held = model.first.weight[:]  # in memory, and noted
-    noted = model.first.weight._offload_stored
-    with torch._C.DisableTorchFunctionSubclass():
-        model.first.weight.data = torch.ones(32, 32)
+    weight = model.first.weight
+    for number in range(20):
+        held = weight[:]  # in memory, and noted
+        with torch._C.DisableTorchFunctionSubclass():
+            weight.data = torch.empty(0)
+            del held
+            weight.data = torch.full((32, 32), float(number))  # often at the same address
+        loss_of(model, 0)
+        assert_away(model)
+        assert torch.equal(weight, torch.full((32, 32), float(number)))
+
+
+def a_stale_identity(folder):
+    """An interrupt has left the window with the identity of a storage that is gone; another tensor has it now."""
+    model = make_model()
+    enable(model, folder, n_tensors=0)
+    held = model.first.weight[:]  # in memory
+    record = model.first.weight._offload_stored
+    other = torch.ones(32, 32)
+    for known in (record.window.present, record.window.placeholders):
+        known[storage_identity(other.untyped_storage())] = record.reference
+        assert record.window.saved(other) is None
+        known.clear()
     del held
-    gc.collect()
-    others = [torch.full((32, 32), float(number)) for number in range(200)]
-    found = noted.window
-    assert not any(found.saved(other) is not None for other in others)
 
 
 GUARDS = {
@@ -99,12 +114,19 @@ GUARDS = {
         functools.partial(sees, "a function of the program saves it"),
     ),
     "a trained parameter stays": (
-        [(stored_parameter, "requires_grad_of", lambda p: False), (window, "requires_grad_of", lambda p: False)],
+        [
+            (stored_parameter, "is_movable", lambda *args, **_: True),
+            (window, "requires_grad_of", lambda parameter: False),
+        ],
         functools.partial(sees, "it is trained from now on"),
     ),
     "the identity of a storage is reserved": (
         [(stored_parameter, "StorageWatch", lambda storage: None)],
         reserved_identities,
+    ),
+    "a stale identity is not the parameter's": (
+        [(stored_parameter.StoredParameter, "is_in_storage", lambda self, parameter, identity: True)],
+        a_stale_identity,
     ),
 }
 

@@ -78,8 +78,8 @@ def gradients(model: nn.Module, between: Write | None) -> list[Tensor]:
     ],
 )
 def test_backward_reads_what_plain_autograd_would(parameters, before, after, between, tmp_path):
-    if parameters == "frozen" and (before is zero_a_row or zero_a_row is after or after is halve or between is halve):
-        pytest.skip("such writes to a frozen parameter may be lost: docs/parameters.md says so")
+    if parameters == "frozen" and zero_a_row in (before, after):
+        pytest.skip("writes through another view of a frozen parameter may be lost: docs/parameters.md says so")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Middle(before, after), nn.Linear(WIDTH, WIDTH))
     model[1].weight.requires_grad_(parameters == "all")
