@@ -1,1 +1,1 @@
-"""Frozen parameters that are in the store while no module uses them."""
+"""Parameters that are in the store while no module uses them."""

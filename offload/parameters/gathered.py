@@ -1,4 +1,4 @@
-"""Around the call of a module its own moved parameters are in memory, around compiled code those of all parts."""
+"""Keeps moved parameters in memory during a call: of a module, its own; of compiled code, those of all its parts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ __all__ = ["CompiledCall", "Gathered", "Pass"]
 
 
 class Gathered:
-    """One call of a module, with its parameters in memory. It may be left twice, after an interrupt.
+    """A context that keeps a module's parameters in memory during one call. After an interrupt it may exit twice.
 
     Parameters
     ----------
     whole
-        The module is compiled: the parameters of its submodules are needed too, as ordinary ones.
+        Whether the module is compiled. Then the parameters of its submodules are brought in too, with their ordinary
+        class.
     """
 
     def __init__(self, module: nn.Module | None, window: Window, *, whole: bool) -> None:
@@ -62,13 +63,13 @@ class Gathered:
 
 
 class Pass(threading.local):
-    """The outermost forward of a model that runs in this thread."""
+    """The outermost forward of a model that is running in this thread."""
 
     outermost: weakref.ref[Forward] | None = None
 
 
 class Forward(Gathered):
-    """One forward of the model itself: a pass begins, unless it is one within another."""
+    """One forward of the model itself. It begins a pass, unless it runs within another forward of the model."""
 
     def __init__(
         self, model: nn.Module | None, window: Window, passes: Pass, begin: Callable[[], None], *, whole: bool
@@ -91,7 +92,7 @@ class Forward(Gathered):
 
 
 class CompiledCall:
-    """Stands in for the compiled callable of a module that was compiled in place."""
+    """Replaces the compiled callable of a module that was compiled in place."""
 
     def __init__(self, module: nn.Module, around: Callable[[Any, Any], AbstractContextManager[object]]) -> None:
         self._module = weakref.ref(module)
@@ -116,7 +117,7 @@ class CompiledCall:
 
 
 def moved_in(model: nn.Module) -> Iterator[tuple[StoredParameter, MovedParameter]]:
-    """Yield the parameters of a model that leave memory, each once."""
+    """Yield each parameter of a model that leaves memory, once, with its record."""
     seen = set()
     for module in walk(model):
         for parameter in own_parameters(module):

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks with which autograd holds no memory of moved parameters, where no session's hooks are on."""
+"""Saved-tensor hooks that keep moved parameters out of the graph's memory, for calls without a session's hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def hooks_may_hold_tensors() -> bool:
-    """Whether autograd, or hooks that are not the library's, would hold a saved parameter itself until backward."""
+    """Whether a saved parameter would be held until backward, by autograd or by hooks that are not the library's."""
     hooks = innermost_hooks()
     if hooks is None:
         return True
@@ -27,19 +27,19 @@ def hooks_may_hold_tensors() -> bool:
 
 
 def needs_keep() -> bool:
-    """Whether what autograd saves now needs hooks of this kind, and may have them."""
+    """Whether tensors that autograd saves now need the hooks of `Keep`, and hooks are allowed."""
     return torch.is_grad_enabled() and hooks_may_hold_tensors() and hooks_forbidden_reason() is None
 
 
 class Keep:
-    """Saved-tensor hooks that keep what is of no moved parameter, or pass it to other hooks.
+    """Saved-tensor hooks that replace tensors of moved parameters. Other tensors are kept, or passed to other hooks.
 
     Parameters
     ----------
     saved
-        Returns what stands for a tensor of a moved parameter; None for others.
+        Returns what replaces a tensor of a moved parameter; None for other tensors.
     others
-        Hooks of the program that were the innermost before; None if there were none.
+        The program's hooks that were innermost before; None if there were none.
     """
 
     def __init__(self, saved: Callable[[Tensor], SavedParameter | None], others: Hooks | None) -> None:
@@ -47,7 +47,7 @@ class Keep:
         self._others = others
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what a graph node holds in a tensor's place."""
+        """Return what a graph node holds instead of a tensor."""
         saved = self._saved(tensor)
         if saved is not None:
             return saved
@@ -59,9 +59,9 @@ class Keep:
         Raises
         ------
         RuntimeError
-            It was changed in place since.
+            The tensor was changed in place since.
         ParameterError
-            It is of a parameter that cannot be read.
+            The tensor is of a parameter that cannot be read.
         """
         if isinstance(saved, SavedParameter):
             return saved.restore()

@@ -1,6 +1,6 @@
-"""Gives a model on the meta device its values, tensor by tensor; those that are to leave memory do so at once.
+"""Reads the values of a model on the meta device, tensor by tensor. A parameter that is to leave memory leaves at once.
 
-So no moment needs memory for all of it. `offload.materialize` uses it.
+So the whole model is never in memory at once. `offload.materialize` uses it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ NAMED_MAX = 5  # in an error
 
 @dataclass
 class _Wanted:
-    """One tensor on the meta device, and where the model has it."""
+    """One tensor on the meta device, and the places in the model that refer to it."""
 
     tensor: Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def put(self, tensor: Tensor) -> None:
-        """Have the model use a tensor in all places."""
+        """Put a tensor in all these places of the model."""
         for module, name in self.places:
             setattr(module, name, tensor)
 
 
 class Fill:
-    """What is to be read for a model, checked before anything is changed.
+    """Reads the weights of a model. Files and model are checked before anything is changed.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class Fill:
         Raises
         ------
         OSError
-            One cannot be read; the model is as before.
+            A tensor cannot be read; the model is unchanged.
         """
         try:
             for wanted, entry in self._rows:
@@ -97,19 +97,19 @@ class Fill:
             raise
 
     def undo(self) -> None:
-        """Put back what was on the meta device."""
+        """Put the tensors on the meta device back."""
         for wanted, _ in self._rows:
             wanted.put(wanted.tensor)
 
 
 def _named_tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names."""
+    """Yield parameters and buffers under all of their names."""
     yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
     yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
-    """The model's tensors on the meta device, each once, in the order of its modules."""
+    """Return the model's tensors on the meta device, each once, in the order of its modules."""
     found: dict[int, _Wanted] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = _named_tensors(module, recurse=False)

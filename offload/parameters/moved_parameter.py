@@ -1,7 +1,7 @@
 """The class of a parameter that leaves memory: each access to its bytes brings them back first.
 
-A parameter gets this class when it leaves, and its own back when it stays again. Torch tells the class of every
-function that is called with such a parameter, also of reads of its attributes.
+A parameter gets this class when it leaves, and its ordinary class again when it stays. Torch calls
+`__torch_function__` of this class for every function that gets such a parameter, and for reads of its attributes.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class MovedParameter(nn.Parameter):
 
 
 def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also_trained: bool) -> bool:
-    """Whether a parameter, of its own class or moved, is of a kind that can leave memory: large and strided.
+    """Whether a parameter, of its ordinary class or moved, is of a kind that can leave memory: large and strided.
 
-    While it is away code that torch cannot intercept reads it as NaN, so that only floating-point and complex ones do.
+    While a parameter is away, code that torch cannot intercept reads NaN. So only floating-point and complex parameters
+    can leave.
     """
     if requires_grad_of(parameter) and not also_trained:
         return False
@@ -89,25 +90,26 @@ def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also
 
 
 def kind_of(parameter: Tensor) -> type[Tensor]:
-    """Return the class that a parameter has where it does not leave memory."""
+    """Return the class that a parameter has if it does not leave memory."""
     return nn.Parameter if type(parameter) is MovedParameter else type(parameter)
 
 
 def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that may use the bytes of moved parameters, which are in memory meanwhile.
+    """Call a function that may use the bytes of moved parameters. They are in memory during the call.
 
-    In the place of a frozen one it gets another tensor with the same memory, and sees no override. What changes the
-    parameter itself gets that one. A trained one is an ordinary parameter meanwhile, for the graph.
+    Instead of a frozen parameter, the function gets a plain tensor with the same memory. A function that changes the
+    parameter as an object gets the parameter itself. Because the graph refers to trained parameters, they have their
+    ordinary class during the call.
     """
     first = args[0] if args else None
     if type(first) is MovedParameter and first._offload_stored.is_away_in(first):
         if func in OF_THE_LAYOUT:
             return func(first._offload_stored.content.layout, *args[1:], **kwargs)
         if func is Tensor.to and call_without_overrides(func, (), args, kwargs) is first:
-            return first  # as `Module.to` asks where nothing is to be done
+            return first  # `Module.to` asks this, and nothing has to be done
     if func == SETS_DATA and args[1] is first:
         return None
-    if func == SETS_DATA and type(first) is MovedParameter and type(args[1]) is Tensor:  # nothing is read for it
+    if func == SETS_DATA and type(first) is MovedParameter and type(args[1]) is Tensor:  # needs no old bytes
         record = first._offload_stored
         call_without_overrides(func, (), args, kwargs)
         record.window.accessed(first, record)
@@ -127,14 +129,14 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                     raise
                 record.window.acquire(parameter, record, user, plain=is_trained)
             record.is_suspect |= func in GIVES_MEMORY or writes_without_version(func)
-            record.is_pinned |= func in GIVES_ADDRESS
+            record.is_address_given |= func in GIVES_ADDRESS
             if not is_trained:
                 aliases[id(parameter)] = parameter, alias_of(parameter)
         with trained[0][1].window.saving() if trained else nullcontext():
             if _changes_object(func):
                 return call_without_overrides(func, (), args, kwargs)
             if trained and torch.is_grad_enabled() and hooks_forbidden_reason() is not None:
-                # The graph holds the parameter itself, whose memory may leave: it gets a view, which holds the memory.
+                # The graph would hold the parameter, whose memory may leave. It gets a view, which holds the memory.
                 aliases.update({id(each): (each, each.view_as(each)) for each, _ in trained})
             result = func(*_with_aliases(args, aliases), **_with_aliases(kwargs, aliases))
         for parameter, record in trained:
@@ -149,7 +151,7 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _changes_object(func: Callable[..., Any]) -> bool:
-    """Whether a function, which is not written in Python, may change the parameter as an object, or return it."""
+    """Whether a function that is not written in Python may change the parameter as an object, or return it."""
     name = getattr(func, "__name__", "")
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return is_in_place and not isinstance(func, FunctionType)

@@ -1,6 +1,6 @@
-"""Keeps a model's parameters in the store while no module uses them, the frozen ones or all. The session makes one.
+"""Keeps a model's frozen parameters, or all, in the store while no module uses them. The session makes one mover.
 
-Each module that has such parameters itself brings them into memory around its forward.
+A wrapper around each module's forward brings the module's own parameters into memory.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ BEHIND_BYTES = 64 << 20
 
 @dataclass
 class ParameterCounts:
-    """What has been moved of a model's parameters.
+    """How many of a model's parameters move, and how many bytes.
 
     Attributes
     ----------
     which : str
-        Those that may leave: "all" or "frozen".
+        Which parameters may leave: "all" or "frozen".
     tensors, nbytes : int
         Parameters that leave memory while no module uses them, and their bytes.
     trained : int
-        Of these, parameters that are trained.
+        How many of these parameters are trained.
     passes : int
-        Forwards of the model, each with what followed until the next one.
+        Forwards of the model. A pass lasts until the next one begins.
     in_bytes, out_bytes : int
-        Bytes read so far, and written after the first copy.
+        Bytes read so far, and bytes written so far without the first copy of each parameter.
     rewritten : int
         How often a parameter was written again, after an update or a change by the program.
     held : int
@@ -60,8 +60,8 @@ class ParameterCounts:
     failed : int
         Parameters that stayed because writing them failed; `failure` is the latest error.
     whole : str
-        The model, or a part of it, whose parameters are in memory at a time because it is one compiled graph, and
-        which has most of them; empty if none is compiled.
+        The compiled graph that has most of the moved parameters: the model or a part of it. While it runs, all of its
+        parameters are in memory. Empty if no compiled graph has more than half of them.
     """
 
     which: str
@@ -112,13 +112,14 @@ class ParameterMover:
     Parameters
     ----------
     engine
-        Copies them and nothing else.
+        Copies the parameters and nothing else.
     min_nbytes
         Smaller parameters stay.
     name_of
         The name of a parameter, for errors.
     memory_limit
-        Of the model: what is read ahead, and what is being written, are small shares of it.
+        Memory limit of the model, in bytes. The bytes read ahead and the bytes being written are limited to small
+        shares of it.
     also_trained
         Whether trained parameters leave, and not only frozen ones.
     """
@@ -161,7 +162,7 @@ class ParameterMover:
     # -- what leaves --------------------------------------------------------------------------------------------------
 
     def _leave(self, model: nn.Module) -> None:
-        """Have all parameters leave that are to and have not yet. Those of FSDP stay: it frees them itself."""
+        """Move out all parameters that are to leave and have not left yet. FSDP parameters stay: FSDP frees them."""
         held = 0
         if is_sharded(model):
             return
@@ -172,7 +173,7 @@ class ParameterMover:
         self.counts.held = held
 
     def leave(self, parameter: nn.Parameter) -> bool:
-        """Have one leave, if it is of the kind and large enough. True: it stays because its memory is shared."""
+        """Move a parameter out if it is movable. Returns True if it stays because another tensor shares its memory."""
         trained = self.window.moves_trained
         if not is_movable(parameter, self.engine.device, self._min_nbytes, also_trained=trained):
             return False
@@ -186,7 +187,7 @@ class ParameterMover:
         return False
 
     def wrap(self) -> None:
-        """Have the modules bring their parameters into memory. The session's own wrappers are there already."""
+        """Wrap the modules, so that their parameters are in memory during calls. Uses the session's wrappers if any."""
         model = self._model()
         if model is not None:
             self._is_whole = is_compiled(model) or bool(wrappers_of(model))
@@ -268,7 +269,7 @@ class ParameterMover:
         return Forward(found, self.window, self._passes, self.begin_pass, whole=whole)
 
     def begin_pass(self) -> None:
-        """Begin a forward: what the program has read or changed since the last one leaves again, and what it froze."""
+        """Begin a forward. Move out what the program has read, changed or frozen since the last one."""
         model = self._model()
         if model is None or not self._is_open or os.getpid() != self._pid:
             return
@@ -282,7 +283,7 @@ class ParameterMover:
         self._wrap_parts(model)
 
     def hooks_before(self, hooks: StepHooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return functions that pack and unpack moved parameters, and leave all else to a step's hooks."""
+        """Return functions that pack and unpack moved parameters, and pass all other tensors to a step's hooks."""
         return partial(_pack, self.window), _unpack
 
     # -- figures ------------------------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ class ParameterMover:
         counts.failed, counts.failure = self.engine.failed + window.refused, self.engine.failure or window.refusal
 
     def bytes_in_memory_max(self) -> int:
-        """Of parameters that leave: what may be in memory at a time while the model runs, and what others hold."""
+        """Return how many bytes of parameters that leave may be in memory at a time while the model runs."""
         present = self.window.nbytes()
         largest = self._largest_bytes
         behind = self.engine.in_flight_bytes_max if self.counts.trained else 0  # updates that are being written
@@ -312,7 +313,7 @@ class ParameterMover:
         Raises
         ------
         ParameterError
-            Some of them cannot be read; those are away as before. The next call tries again.
+            Some parameters cannot be read and are still away. The next call tries again.
         """
         if os.getpid() != self._pid:  # in a forked child the store is that of its parent
             return

@@ -1,6 +1,6 @@
-"""The order in which a model needs its moved parameters, recorded in each pass, and copy-ins ahead of need.
+"""Records the order in which each pass needs the moved parameters, and starts their copy-ins ahead of need.
 
-A pass is a forward of the model with all that follows until the next one: its backward, and what the program reads.
+A pass is a forward of the model and everything until the next forward: backward, and reads by the program.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ReadAhead"]
 
-LENGTH_MAX = 1 << 16  # uses of parameters in a pass; beyond it they are read on demand
-SEARCHED = 64  # uses that a pass may leave out, compared with the one before
+LENGTH_MAX = 1 << 16  # uses in a pass that are recorded; later ones are read on demand
+SEARCHED = 64  # uses of the previous pass that this pass may skip
 
 Reference = weakref.ref["StoredParameter"]
 
 
 class ReadAhead:
-    """Begins copy-ins in the order of the latest pass of the same kind.
+    """Starts copy-ins in the order of the latest pass of the same kind.
 
     Parameters
     ----------
     nbytes_max
-        Of copy-ins that nobody has waited for. The next one begins however large it is.
+        Limit for the copy-ins that nobody has waited for. The next copy-in starts even if it alone exceeds the limit.
     """
 
     def __init__(self, nbytes_max: int) -> None:
@@ -42,7 +42,7 @@ class ReadAhead:
         self._lock = threading.RLock()  # backward on an accelerator runs in threads of its own
 
     def begin_pass(self, kind: object) -> None:
-        """Another pass begins. Passes of one kind are expected to need the same parameters in the same order."""
+        """Begin another pass. Passes of one kind are expected to need the same parameters in the same order."""
         with self._lock:
             if self._now:
                 self._orders[self._kind] = self._now
@@ -50,7 +50,7 @@ class ReadAhead:
             self._abandon(set())
 
     def needs(self, record: StoredParameter, content: Content) -> None:
-        """Record a use, and begin the copy-ins of what comes after it. The parameter's own begins first."""
+        """Record a use of a parameter. Start its copy-in, and then those of the parameters that are needed next."""
         with self._lock:
             self._needs(record, content.stored)
 
@@ -86,12 +86,12 @@ class ReadAhead:
             self._begun[stored] = nbytes
 
     def used(self, stored: _core.SwappedStorage) -> None:
-        """Somebody waits for a copy-in now."""
+        """Note that a caller now waits for this copy-in."""
         with self._lock:
             self._begun.pop(stored, None)
 
     def _abandon(self, wanted: set[_core.SwappedStorage | None]) -> None:
-        """Free the memory of copy-ins that are not wanted."""
+        """Free the memory of the copy-ins that are not in `wanted`."""
         for stored in [each for each in list(self._begun) if each not in wanted]:
             if self._begun.pop(stored, None) is None:
                 continue  # a signal handler waits for it

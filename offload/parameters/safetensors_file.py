@@ -1,7 +1,7 @@
-"""Reads single tensors of safetensors files, each into memory of its own.
+"""Reads single tensors of safetensors files, each into its own memory.
 
-The format: eight bytes with the length of the header, the header as JSON, the bytes of the tensors. Nothing is mapped:
-pages of a mapped file would count as memory of the process.
+The format: eight bytes with the length of the header, the header as JSON, the bytes of the tensors. Files are not
+mapped, because pages of a mapped file would count as memory of the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor is. `begin` is in bytes, from the beginning of the file."""
+    """Where one tensor is in a file. `begin` is the offset in bytes from the beginning of the file."""
 
     path: str
     dtype: torch.dtype
@@ -52,12 +52,12 @@ def read_entries(weights: str | os.PathLike[str] | Iterable[str | os.PathLike[st
     Parameters
     ----------
     weights
-        A file, a folder, of which all files ``*.safetensors`` are read, or a list of files.
+        A file, a list of files, or a folder: then all its files ``*.safetensors`` are read.
 
     Raises
     ------
     ValueError
-        There is none, a file is not of this format, or two have the same name.
+        There is no file, a file is not of this format, or two tensors have the same name.
     OSError
         A file cannot be read.
     """
@@ -102,7 +102,7 @@ def _read_header(path: Path) -> Iterable[tuple[str, Entry]]:
 
 
 def read_tensor(entry: Entry) -> Tensor:
-    """Return a tensor on the CPU with memory of its own.
+    """Return a tensor on the CPU with its own memory.
 
     Raises
     ------

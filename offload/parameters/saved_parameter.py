@@ -1,4 +1,4 @@
-"""What autograd holds in a moved parameter's place: where its bytes are in the store, and which view was saved."""
+"""What autograd holds instead of a moved parameter: where its bytes are in the store, and which view was saved."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SavedParameter:
     Parameters
     ----------
     tensor
-        What autograd saves; it has the parameter's storage, or that of its placeholder.
+        The tensor that autograd saves. It has the storage of the parameter or of its placeholder.
     parameter
-        The parameter, which autograd would hold as well.
+        The parameter. It is held here, as autograd would hold it.
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class SavedParameter:
         like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
         self._parameter = parameter
         self._record = record
-        self._content, self._epoch = record.content, record.epoch  # as of now: it may get other memory
+        self._content, self._epoch = record.content, record.epoch  # of now: the program may replace the memory later
         self._dtype, self._size = like.dtype, like.shape
         self._stride, self._offset = like.stride(), int(like.storage_offset())
         self._saved_version = version_of_object(tensor)
@@ -51,7 +51,7 @@ class SavedParameter:
         RuntimeError
             The parameter was changed in place since, as without offload.
         ParameterError
-            Its bytes cannot be read; a later call tries again.
+            The bytes cannot be read; a later call tries again.
         """
         now = version_of_object(self._parameter)
         if now != self._saved_version:

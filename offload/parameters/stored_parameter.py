@@ -1,6 +1,6 @@
-"""One moved parameter: its object stays in the model, its bytes are in the store, and in memory while they are used.
+"""One moved parameter. Its object stays in the model. Its bytes are in the store, and in memory while they are used.
 
-The bytes are written once, and again after each change: an update, or a write by the program. `Window` decides when.
+The bytes are written once, and again after each change by an update or by the program. `Window` decides when.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Content", "ParameterError", "StoredParameter"]
 
-# Where host memory runs short, parameters go to disk before saved tensors do: few of them are needed at a time.
+# If host memory runs short, parameters go to disk before saved tensors do: few parameters are needed at a time.
 NEED_FIRST = 1 << 39
 
 
 class ParameterError(_core.SpillError):
-    """A moved parameter could not be read back. `parameter` is its name; load the latest checkpoint to go on."""
+    """A moved parameter could not be read back. `parameter` is its name. Load the latest checkpoint to go on."""
 
     parameter: str
 
@@ -60,13 +60,13 @@ class Content:
     Attributes
     ----------
     stored
-        Where they are in the store; None while they are replaced by others.
+        Where the bytes are in the store; None while new bytes are being stored in their place.
     version
-        The parameter's, at that moment.
+        The parameter's version counter at that moment.
     layout
         A tensor of the same shape and strides, without bytes.
     placeholder, placeholder_id
-        What the parameter has in their place while they are away, and the identity of its storage.
+        The parameter's data while its bytes are away: a tensor of NaN. And the identity of the storage of this tensor.
     """
 
     stored: _core.SwappedStorage | None
@@ -77,33 +77,37 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return self.layout.nbytes
 
 
 class StoredParameter:
     """The record of a parameter that leaves memory. The parameter holds it.
 
-    An interrupt between any two lines leaves true values: what a line has not noted yet, `look` finds.
+    After an interrupt at any point the parameter still has correct values: if bookkeeping was skipped, `look` detects
+    it from the identity of the storage.
 
     Attributes
     ----------
     content
-        What the store has.
+        The bytes in the store.
     users
-        Who needs the bytes in memory now: calls of modules, and functions that run. By each, its thread.
+        Maps each current user of the bytes (a module's call or a running function) to its thread id.
     plain_users
-        Of these, who needs it as an ordinary parameter: compiled code.
+        The users during which the parameter has its ordinary class: compiled code, optimizer updates, and torch
+        functions on a trained parameter.
     is_suspect
-        Its bytes may have been changed without a trace in its version.
+        The bytes may have changed without a change of the parameter's version counter.
     is_lent
-        Such a change may come: the program was given a view of a trained parameter.
+        Another tensor shared a trained parameter's memory after a call, so the bytes may change later. They are checked
+        before the memory is freed.
     is_changed
-        An optimizer has updated it.
-    is_pinned
-        Somebody was given its address: it stays until the model's next forward.
+        An optimizer has updated the parameter.
+    is_address_given
+        The program was given the raw address (`data_ptr()`), so the parameter stays in memory until the model's next
+        forward.
     epoch
-        How often the program has given it other memory (`parameter.data = …`).
+        How often the program has replaced the parameter's memory (`parameter.data = …`).
     """
 
     def __init__(
@@ -117,19 +121,19 @@ class StoredParameter:
         self.is_suspect = False
         self.is_lent = False
         self.is_changed = False
-        self.is_pinned = False
+        self.is_address_given = False
         self.epoch = 0
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
-        self._watched: tuple[int, StorageWatch] | None = None  # of its storage: reserves the identity
+        self._watched: tuple[int, StorageWatch] | None = None  # its storage; reserves the identity
         self.content = unseen(self._store, parameter)
 
     def _store(self, parameter: Tensor) -> Content:
-        """Start the copy-out. The engine holds the memory until the copy has ended, and for good where it failed."""
+        """Start the copy-out. The engine holds the memory until the copy-out has ended, and keeps it if it fails."""
         plain = alias_of(parameter)
         key, _ = self._engine.look(plain, plain.nbytes)
-        assert key is not None  # it covers its storage
+        assert key is not None  # the parameter covers its whole storage
         version = version_of_object(parameter)
         stored = self._engine.swap_out(plain, key, NEED_FIRST)
         stored.add_view()
@@ -140,47 +144,51 @@ class StoredParameter:
 
     @property
     def nbytes(self) -> int:
-        """Of the parameter."""
+        """Size of the parameter."""
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter has no bytes of its own. Its storage tells, whatever an interrupt has left undone."""
+        """Whether the parameter has no bytes of its own. The storage alone decides, so this is right after an interrupt."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
-        """Whether the parameter has this storage, by its identity.
+        """Whether the parameter's storage has this identity.
 
-        After an interrupt the window may know the record by a storage that is gone, whose identity another one has.
+        After an interrupt, `Window.present` may still list the record under the identity of a freed storage, which a
+        new storage may have reused.
         """
         return _storage_of(parameter) == identity
 
     def is_current_in(self, parameter: Tensor) -> bool:
-        """Whether the store surely has the same bytes as a parameter that is in memory."""
+        """Whether the store is known to have the same bytes as the parameter, which is in memory."""
         is_known = not (self.is_suspect or self.is_changed or self.content.stored is None)
         return is_known and version_of_object(parameter) == self.content.version
 
     def is_in_memory(self) -> bool:
-        """Whether reading ahead would be in vain: the parameter has bytes of its own, or is gone."""
+        """Whether the parameter is in memory or no longer exists: then it is not read ahead."""
         parameter = self.parameter()
         return parameter is None or not self.is_away_in(parameter)
 
     def bring(self, parameter: nn.Parameter) -> None:
-        """Have the bytes in memory.
+        """Bring the bytes into memory.
 
         Raises
         ------
         ParameterError
-            They cannot be read; the parameter is away as before.
+            The bytes cannot be read; the parameter is still away.
         """
         if self.is_away_in(parameter):
             tensor = self.read(self.content)
-            if self.is_away_in(parameter):  # else a signal handler was faster
+            if self.is_away_in(parameter):  # False if a signal handler has brought it back during the read
                 set_data(parameter, tensor)
                 self._note_storage(parameter)
         self.look(parameter)
 
     def watch_gradient(self, parameter: nn.Parameter) -> None:
-        """Have the parameter in memory when its gradient is stored, if autograd copies its strides to the gradient."""
+        """Bring a trained parameter that is not contiguous into memory before autograd stores its gradient.
+
+        Autograd gives the gradient the parameter's strides.
+        """
         if self._gradient_hook is not None or not requires_grad_of(parameter) or self.content.layout.is_contiguous():
             return
         mine = self.reference
@@ -194,12 +202,9 @@ class StoredParameter:
         self._gradient_hook = call_without_overrides(Tensor.register_hook, (), (parameter, bring))
 
     def begin_anew(self, parameter: nn.Parameter, values: Sequence[object]) -> bool:
-        """Give a parameter that cannot be read other memory, with the values that are about to overwrite all of it.
+        """Give the parameter new memory with values that `copy_` is about to write, if the stored bytes cannot be read.
 
-        Parameters
-        ----------
-        values
-            One tensor. False: it does not fit.
+        Returns False if `values` does not begin with a tensor of the parameter's shape.
         """
         layout = self.content.layout
         value = values[0] if values else None
@@ -211,7 +216,7 @@ class StoredParameter:
         return True
 
     def look(self, parameter: nn.Parameter) -> None:
-        """Take note of bytes that the program has put in the parameter's place."""
+        """Mark the stored bytes as suspect if the program has replaced the memory (`parameter.data = …`)."""
         known = self._watched[0] if self._watched is not None else None
         if not self.is_away_in(parameter) and known != _storage_of(parameter):
             self.is_suspect = True
@@ -231,15 +236,19 @@ class StoredParameter:
         self._watched = None
 
     def put_away(self, parameter: nn.Parameter) -> None:
-        """Free the memory. What the store has must be what the parameter has."""
+        """Free the memory. The store must have the parameter's present bytes."""
         parameter.__dict__["_offload_stored"] = self
-        parameter.__class__ = MovedParameter  # first: there never is an ordinary one without bytes
+        parameter.__class__ = MovedParameter  # first: a parameter without bytes must not have the ordinary class
         self._forget_storage()
         self.window.placeholders[self.content.placeholder_id] = self.reference
         set_data(parameter, self.content.placeholder)
 
     def settle(self, parameter: nn.Parameter) -> bool:
-        """Free the memory if nobody uses it. True: the parameter is away, or is none that leaves memory any more."""
+        """Free the memory unless another tensor shares it or the store has no room.
+
+        Returns True if the parameter is away or is no longer movable (it is then an ordinary parameter again). Returns
+        False if it stays.
+        """
         if self.is_away_in(parameter):
             return True
         if not is_movable(parameter, self._engine.device, 0, also_trained=self.window.moves_trained):
@@ -256,7 +265,7 @@ class StoredParameter:
         return True
 
     def _store_again(self, parameter: Tensor) -> bool:
-        """Have in the store what the parameter has now. False: there is no room."""
+        """Make the store hold the parameter's present bytes. Returns False if the store has no room."""
         try:
             if unseen(self._has_stored_bytes, parameter):
                 self.content = replace(self.content, version=version_of_object(parameter))
@@ -271,14 +280,17 @@ class StoredParameter:
         return True
 
     def _renew(self, parameter: Tensor) -> None:
-        """Store the parameter in the place of what was stored before, which is free unless a graph refers to it."""
+        """Give up the old copy in the store, then store the parameter again.
+
+        The old copy's space is free for reuse unless an autograd graph refers to it.
+        """
         placeholder_id = self.content.placeholder_id
         self.content = replace(self.content, stored=None)
         self.content = unseen(self._store, parameter)
         self.window.placeholders.pop(placeholder_id, None)
 
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
-        """Whether nothing has changed, of a parameter that may have been written to without a trace."""
+        """Whether the store has the parameter's present bytes. Compares them if the version counter does not decide."""
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:
             return False
@@ -288,12 +300,12 @@ class StoredParameter:
             return False
         try:
             before = self.read(self.content)
-        except ParameterError:  # it has been loaded again
+        except ParameterError:  # the stored copy is unreadable: the bytes in memory have to be stored again
             return False
         return torch.equal(_bytes_of(before.untyped_storage()), _bytes_of(plain.untyped_storage()))
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Make it an ordinary parameter again. It is in memory."""
+        """Make the parameter, which is in memory, an ordinary parameter again."""
         parameter.__class__ = nn.Parameter
         if self._gradient_hook is not None:
             self._gradient_hook.remove()
@@ -302,12 +314,12 @@ class StoredParameter:
         parameter.__dict__.pop("_offload_stored", None)
 
     def read(self, content: Content) -> Tensor:
-        """Return a tensor with the bytes of the store.
+        """Return a tensor with bytes from the store.
 
         Raises
         ------
         ParameterError
-            They cannot be read.
+            The bytes cannot be read.
         """
         storage, begin = self.read_storage(content)
         layout = content.layout
@@ -315,12 +327,12 @@ class StoredParameter:
         return unseen(_tensor_over, storage, layout.dtype, offset, layout.shape, layout.stride())
 
     def copy(self, parameter: nn.Parameter) -> Tensor:
-        """Return a tensor of its own with the same bytes; the parameter stays where it is.
+        """Return a copy of the parameter as an independent tensor. A parameter that is away stays away.
 
         Raises
         ------
         ParameterError
-            They cannot be read.
+            The bytes cannot be read.
         """
         if self.is_away_in(parameter):
             return self.read(self.content)
@@ -329,14 +341,15 @@ class StoredParameter:
     def view(
         self, content: Content, epoch: int, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
     ) -> Tensor:
-        """Return a view of the present bytes; of `content`, if the program has given it other memory since `epoch`.
+        """Return a view of the parameter's present bytes.
 
-        The offset is in elements.
+        If `parameter.data` was replaced since `epoch`, or the parameter no longer exists or is no longer moved, it is a
+        view of the bytes of `content`. The offset is in elements.
 
         Raises
         ------
         ParameterError
-            They cannot be read.
+            The bytes cannot be read.
         """
         parameter = self.parameter()
         if parameter is not None and "_offload_stored" in parameter.__dict__:
@@ -352,11 +365,11 @@ class StoredParameter:
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)
 
     def read_storage(self, content: Content) -> tuple[UntypedStorage, int]:
-        """Return a storage with the bytes of the store, and where they begin in it. What fails is tried again once."""
+        """Return a storage with bytes from the store, and where they begin in it. A failed read is tried once more."""
         stored = content.stored
-        assert stored is not None  # else the parameter is in memory
+        assert stored is not None  # None only while the parameter is in memory
         self.window.ahead.used(stored)
-        stored.wait_copied_out()  # else it would be the memory that is being copied, which the reader may write to
+        stored.wait_copied_out()  # before, `swap_in` returns the source of the copy, and the caller may write to it
         try:
             try:
                 found: tuple[UntypedStorage, int] = stored.swap_in()

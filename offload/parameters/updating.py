@@ -1,4 +1,4 @@
-"""Parameters that leave memory are in it while an optimizer updates them, and leave again changed.
+"""Keeps moved parameters in memory while an optimizer updates them. Then they leave with their new values.
 
 `ChunkedStep` and `StepInBackward` use it.
 """
@@ -17,12 +17,12 @@ __all__ = ["updating"]
 
 @contextmanager
 def updating(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Have these parameters in memory in a `with` block, as ordinary ones. Others may be among them.
+    """Keep the moved ones of these parameters in memory, with their ordinary class, during a `with` block.
 
     Raises
     ------
     ParameterError
-        One of them cannot be read; the block is not run.
+        A parameter cannot be read; the block is not run.
     """
     found = [(each, each.__dict__.get("_offload_stored")) for each in parameters]
     moved = [(each, record) for each, record in found if isinstance(record, StoredParameter)]

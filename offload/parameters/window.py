@@ -24,29 +24,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Window"]
 
-PLACEHOLDERS_MAX = 4096  # beyond it, those of parameters that are gone are looked for in each pass
+PLACEHOLDERS_MAX = 4096  # if there are more, each pass removes those of parameters that no longer exist
 
 
 class Window:
-    """What the parameters of one model share.
+    """The moved parameters of one model.
 
     Parameters
     ----------
     ahead_bytes_max
-        Of parameters that are read ahead, and of those that stay after somebody else than a module has used them.
+        Limit for the parameters that are read ahead. The same limit holds for the parameters in memory after code other
+        than a module has used one.
     moves_trained
-        Whether parameters that are trained leave too.
+        Whether trained parameters leave too.
 
     Attributes
     ----------
     present, placeholders
-        The records by the identity of the storage of each parameter in memory, and by that of its placeholder.
+        The records by the identity of the parameter's storage in memory, and by the identity of its placeholder's
+        storage.
     in_bytes, out_bytes
-        Read so far, and written after the first copy of each parameter.
+        Bytes read so far, and bytes written so far without the first copy of each parameter.
     rewritten
         How often a parameter was stored again, after an update or a change by the program.
     refused
-        Parameters for which the store had no room, each time; `refusal` is the latest error.
+        How often the store had no room for a parameter; `refusal` is the latest error.
     """
 
     def __init__(self, ahead_bytes_max: int, *, moves_trained: bool = False) -> None:
@@ -68,12 +70,14 @@ class Window:
         self.refusal = str(error)
 
     def acquire(self, parameter: nn.Parameter, record: StoredParameter, user: object, *, plain: bool = False) -> None:
-        """Have a parameter in memory until `release`. With `plain` it is an ordinary one for that time.
+        """Bring a parameter into memory and keep it there until `release`.
+
+        With `plain` it has its ordinary class until then.
 
         Raises
         ------
         ParameterError
-            It cannot be read.
+            The parameter cannot be read.
         """
         with self.lock:
             record.users[user] = threading.get_ident()
@@ -85,7 +89,7 @@ class Window:
                 parameter.__class__ = nn.Parameter
 
     def release(self, records: Iterable[StoredParameter], user: object) -> None:
-        """Nobody but others needs these parameters in memory any more. It may be called again."""
+        """End the use of these parameters by `user`. They may still have other users. A second call does nothing."""
         with self.lock:
             for record in records:
                 record.users.pop(user, None)
@@ -95,7 +99,7 @@ class Window:
                     parameter.__class__ = MovedParameter
 
     def accessed(self, parameter: nn.Parameter, record: StoredParameter) -> None:
-        """A function of the program has run that may have changed the parameter as a whole."""
+        """Check a parameter after a torch function that may have replaced its memory or its `requires_grad`."""
         with self.lock:
             record.look(parameter)
             if requires_grad_of(parameter) and not self.moves_trained:
@@ -103,43 +107,43 @@ class Window:
         self.settle(nbytes_max=self.ahead.nbytes_max)
 
     def updated(self, parameter: nn.Parameter, record: StoredParameter) -> None:
-        """An optimizer may have changed the parameter, in whatever way: it leaves."""
+        """Move a parameter out after an optimizer may have changed it, even without a change of its version counter."""
         with self.lock:
-            if record.is_away_in(parameter):  # it could not be read
+            if record.is_away_in(parameter):  # it could not be read, so it was not updated
                 return
             record.look(parameter)
             record.is_changed = True
-            if not record.users and not record.is_pinned:
+            if not record.users and not record.is_address_given:
                 self._settle(record, parameter)
 
     def needed_in_backward(self, parameter: nn.Parameter, record: StoredParameter) -> None:
-        """Have a trained parameter in memory. It stays there for its update, as long as there is room.
+        """Bring a trained parameter into memory. As long as there is room, it stays there until its update.
 
         Raises
         ------
         ParameterError
-            It cannot be read.
+            The parameter cannot be read.
         """
         with self.lock:
             record.bring(parameter)
-            held = alias_of(parameter)  # so that this one does not leave at once
+            held = alias_of(parameter)  # so that this parameter does not leave at once
             self.settle(nbytes_max=self.ahead.nbytes_max)
             del held
 
     def begin_pass(self) -> None:
-        """A forward of the model begins in this thread, which uses no parameter: an interrupt may have left some."""
+        """Begin a forward of the model. This thread uses no parameter yet, so its users are left from an interrupt."""
         with self.lock:
             for record, _ in self.in_memory():
                 for user, thread in list(record.users.items()):
                     if thread == threading.get_ident():
                         self.release((record,), user)
-                record.is_pinned = False
+                record.is_address_given = False
             if len(self.placeholders) > PLACEHOLDERS_MAX:
                 self.placeholders = {key: each for key, each in self.placeholders.items() if each() is not None}
         self.settle()
 
     def in_memory(self) -> Iterator[tuple[StoredParameter, nn.Parameter]]:
-        """Yield the parameters in memory that this window has brought back, longest there first."""
+        """Yield the parameters that were brought back and are in memory, in the order in which they came back."""
         for identity, reference in list(self.present.items()):
             record = reference()
             parameter = record.parameter() if record is not None else None
@@ -153,18 +157,18 @@ class Window:
         return sum(record.nbytes for record, _ in self.in_memory())
 
     def settle(self, *, nbytes_max: int = 0) -> None:
-        """Have parameters leave that nobody uses, longest there first, until few enough bytes are in memory."""
+        """Move unused parameters out, in the order in which they came back, until `nbytes_max` bytes are left."""
         with self.lock:
             found = list(self.in_memory())
             nbytes = sum(record.nbytes for record, _ in found)
             for record, parameter in found:
                 if nbytes <= nbytes_max:
                     break
-                if not record.users and not record.is_pinned and self._settle(record, parameter):
+                if not record.users and not record.is_address_given and self._settle(record, parameter):
                     nbytes -= record.nbytes
 
     def _settle(self, record: StoredParameter, parameter: nn.Parameter) -> bool:
-        """Have one parameter leave. False: it stays, or a signal handler asks in the middle of its leaving."""
+        """Move one parameter out. Returns False if it stays, or if it is being moved out already (signal handlers)."""
         if record in self._leaving:
             return False
         try:
@@ -174,19 +178,19 @@ class Window:
             self._leaving.discard(record)
 
     def saving(self) -> AbstractContextManager[object]:
-        """A context in which autograd holds no memory of these parameters."""
+        """Return a context in which autograd holds no memory of these parameters."""
         if not needs_keep():
             return nullcontext()
         keep = Keep(self.saved, innermost_hooks())
         return saved_tensors_hooks(keep.pack, keep.unpack)
 
     def saved(self, tensor: Tensor) -> SavedParameter | None:
-        """Return what autograd holds in a tensor's place, where it is of a moved parameter; None for all others."""
+        """Return what autograd holds instead of a tensor of a moved parameter; None for any other tensor."""
         if type(tensor) not in (Tensor, nn.Parameter, MovedParameter):
             return None
         try:
             identity = storage_identity(storage_of(tensor))
-        except (RuntimeError, NotImplementedError):  # it has none, such as a sparse tensor
+        except (RuntimeError, NotImplementedError):  # the tensor has no storage, such as a sparse one
             return None
         reference = self.present.get(identity) or self.placeholders.get(identity)
         record = reference() if reference is not None else None
