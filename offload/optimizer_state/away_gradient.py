@@ -1,7 +1,7 @@
-"""What stands in a parameter's `grad` while the gradient is in the store: a tensor whose every use sees the true bytes.
+"""A parameter's `grad` while the gradient is in the store: a tensor whose every use sees the true bytes.
 
-`GradientMover` puts it there. Operators that only read the gradient read a copy from the store, which stays there; one
-that changes it, or returns a view of it, brings it back into memory.
+`GradientMover` puts it there. An operator that only reads the gradient gets a copy from the store; the gradient stays
+away. An operator that changes the gradient, or returns a view of it, brings it back into memory.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class AwayGradient(Tensor):
     Parameters
     ----------
     tensor
-        The gradient, in memory; `record` has it leave.
+        The gradient, in memory.
     param
         Its parameter.
     record
-        Where it is.
+        Holds the gradient, in memory or in the store.
     """
 
     record: StoredGradient
@@ -50,7 +50,7 @@ class AwayGradient(Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, param: Tensor, record: StoredGradient) -> Any:
-        """Make one without memory."""
+        """Make a tensor without memory."""
         return without_memory(cls, tensor, tensor.dtype, tensor.device)
 
     def __init__(self, tensor: Tensor, param: Tensor, record: StoredGradient) -> None:
@@ -85,7 +85,7 @@ class AwayGradient(Tensor):
             return tensor
 
         declared = func._schema.arguments
-        changes = {each.name: each.alias_info is not None for each in declared}  # or returns a view of it
+        changes = {each.name: each.alias_info is not None for each in declared}  # or returns a view
         given = [
             tree_map_only(cls, true_and_kept if about.alias_info is not None else true, each)
             for about, each in zip(declared, args, strict=False)
@@ -98,11 +98,11 @@ class AwayGradient(Tensor):
         return tree_map_only(Tensor, lambda each: brought.get(id(each), each), result)
 
     def read(self) -> Tensor:
-        """Return a tensor with the gradient's bytes, which are not to be changed."""
+        """Return a tensor with the gradient's bytes. The caller must not change it."""
         return self.record.read(self.param())
 
     def bring(self, why: str) -> Tensor:
-        """Have the gradient in memory from now on. In backward this object stays in its place: it leaves again."""
+        """Bring the gradient into memory. It stays there, unless this is in backward: then it leaves again."""
         was_away, param = self.record.is_away, self.param()
         tensor = self.record.bring(param)
         if current_node() is None:
@@ -114,18 +114,18 @@ class AwayGradient(Tensor):
         return tensor
 
     def _scale(self, multiply: Callable[..., Any], factor: Any) -> bool:
-        """Multiply the gradient by a number when it comes back. Returns False where that is to be done at once."""
+        """Multiply the gradient by a number when it comes back. Returns False if that has to be done now."""
         if current_node() is not None or isinstance(factor, AwayGradient):
             return False
         if isinstance(factor, Tensor):
             return factor.dim() == 0 and self.record.scale(multiply, factor.clone())
         return self.record.scale(multiply, factor)
 
-    # -- ways to its memory that pass by the dispatcher ---------------------------------------------------------------
+    # -- ways to its memory that bypass the dispatcher ----------------------------------------------------------------
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor, in memory."""
+        """The gradient, brought into memory."""
         return self.bring("data").data
 
     @data.setter

@@ -1,4 +1,4 @@
-"""One optimizer step that begins in backward, with its first complete gradient, and ends in `optimizer.step()`.
+"""One optimizer step that begins in backward, at the first complete gradient, and ends in `optimizer.step()`.
 
 `StepInBackward` makes one for each step.
 """
@@ -23,7 +23,7 @@ _IDENTITY = "identity"
 
 
 class Updated(NamedTuple):
-    """A parameter after its update: what stands for its gradient, its version, and its state in the optimizer."""
+    """A parameter after its update: what replaces its gradient, its version, and its state in the optimizer."""
 
     freed: FreedGradient
     version: int
@@ -41,9 +41,9 @@ class BegunStep:
     Attributes
     ----------
     updated
-        The parameters, each as it is since. None: the update was interrupted.
+        Maps each updated parameter to what it was after its update; to None if the update was interrupted.
     freed_bytes
-        Of their gradients.
+        Bytes of the gradients that were freed.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -64,7 +64,7 @@ class BegunStep:
         assert gradient is not None
         nbytes = gradient.nbytes if gradient.layout is torch.strided else 0
         self.updated[param] = (
-            None  # before: after an interrupt nobody knows whether it was made, and none is made twice
+            None  # before the update: if an interrupt leaves it unclear whether it was made, it is not made twice
         )
         self._step.run([param])
         freed = FreedGradient(param, gradient.dtype, gradient.device)
@@ -73,12 +73,12 @@ class BegunStep:
         self.freed_bytes += nbytes
 
     def check(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
-        """Check that a step would still make the same updates.
+        """Check that `optimizer.step()` would still make the same updates.
 
         Raises
         ------
         StepInBackwardError
-            Options, weights, state or gradients were changed since.
+            Options, weights, state or gradients were changed since the updates.
         """
         for number, before in enumerate(self._options):
             groups = optimizer.param_groups
@@ -132,17 +132,17 @@ class BegunStep:
             )
 
     def end(self) -> None:
-        """Keep what the optimizer's step has counted."""
+        """Store the counters that the step has changed in the optimizer."""
         self._step.end()
 
 
 def _state_of(optimizer: Optimizer, param: Tensor) -> Any:
-    """The state as it is: nothing is brought back for it."""
+    """Return the state as it is, without bringing any of it back."""
     return dict.get(optimizer.state, param) if isinstance(optimizer.state, dict) else None
 
 
 def _remembered(options: dict[str, Any]) -> dict[str, Any]:
-    """What tells later whether a value is still the same: the version of a tensor, a copy of a plain value."""
+    """Return what later shows whether a value has changed: the version of a tensor, a copy of a plain value."""
     return {name: _mark(value) for name, value in options.items() if name not in ("params", "param_names")}
 
 
@@ -153,7 +153,7 @@ def _mark(value: Any) -> Any:
 
 
 def _own(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that is not one of torch's; torch's use none of theirs."""
+    """Return the attributes of an optimizer that is not one of torch's. Torch's optimizers step without attributes."""
     own = {} if is_known(optimizer) else vars(optimizer)
     shared = {"defaults", "param_groups", "state", "step"}
     return _remembered({name: value for name, value in own.items() if name not in shared and name[0] != "_"})

@@ -1,7 +1,7 @@
 """One optimizer step as several: the optimizer's own step, unchanged, for a few parameters at a time.
 
 The step function is called with a stand-in: an object of the optimizer's class whose groups list only those parameters.
-`StateMover` brings state in before each chunk; `separable` tries an optimizer that nobody knows.
+`StateMover` brings state in before each chunk. `separable` tries whether an optimizer that is not torch's allows this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KNOWN = frozenset(
 )
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Attributes in which no step counts. Hooks hold what holds a `ChunkedStep`: keeping them would be a reference cycle.
+# Attributes that are no counters of a step. To keep the hooks would also make a reference cycle with `ChunkedStep`.
 _NO_COUNTERS = frozenset(
     {
         "param_groups",
@@ -40,7 +40,7 @@ _NO_COUNTERS = frozenset(
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's, which update each parameter from its own gradient and state alone."""
+    """Whether an optimizer is one of torch's that update each parameter only from its own gradient and state."""
     return type(optimizer) in _KNOWN
 
 
@@ -67,8 +67,8 @@ def stepping_nothing(optimizer: Optimizer) -> Optimizer:
 def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
-    made.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
-    for hooks in _STEP_HOOKS:  # a step may call that of a base class, which runs hooks
+    made.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the optimizer itself
+    for hooks in _STEP_HOOKS:  # a step may call its base class's step, which runs hooks
         setattr(made, hooks, OrderedDict())
     made.param_groups = groups
     return made
@@ -77,30 +77,31 @@ def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 class ChunkedStep:
     """One step of an optimizer, chunk by chunk. It does not keep the optimizer alive.
 
-    What the step counts in a group or in the optimizer itself, it would count once per chunk: so each chunk begins with
-    the values before the step, and `end` keeps those of the last chunk.
+    A step may change counters in a group or in the optimizer itself. In chunks it would change them once per chunk.
+    Therefore each chunk begins with the counters before the step, and `end` stores those of the last chunk.
 
     Parameters
     ----------
     step
-        The optimizer's own function, without hooks and what others have put around it.
+        The optimizer's own function, without hooks and wrappers.
     params
-        Those that the step updates. Default: all that have a gradient.
+        The parameters that the step updates. Default: all that have a gradient.
 
     Attributes
     ----------
     params
         The parameters that the step updates.
     unscales_gradients
-        Whether an update divides gradients in place by the scale of a `GradScaler`; their versions do not show it.
+        Whether an update divides gradients in place by the scale of a `GradScaler`. Their version counters do not show
+        it.
     keeps_gradients
-        Whether the optimizer may go on to hold gradients, or views of them.
+        Whether the optimizer may hold gradients, or views of them, after the step.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any], params: Sequence[Tensor] | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._step = step
-        self._all_groups = not is_known(optimizer)  # another one may count in a group that has no gradient
+        self._all_groups = not is_known(optimizer)  # may have counters in a group without gradients
         self._options = [_with_foreach(group) for group in optimizer.param_groups]
         self._group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self.params = [param for param in self._group_of if param.grad is not None] if params is None else params
@@ -111,7 +112,7 @@ class ChunkedStep:
         self._counted_self: dict[str, Any] = {}
 
     def group_of(self, param: Tensor) -> int | None:
-        """The number of a parameter's group when this step was made; None if it was in none."""
+        """Return the number of a parameter's group when this object was made; None if the parameter was in no group."""
         return self._group_of.get(param)
 
     def run(self, chunk: Sequence[Tensor]) -> None:
@@ -130,7 +131,7 @@ class ChunkedStep:
             self._counted_self = _changed(_counters(stand_in), self._own)
 
     def end(self) -> None:
-        """Keep what the last chunk has counted."""
+        """Store the counters of the last chunk in the optimizer."""
         optimizer = self._alive
         for n, counted in self._counted.items():
             optimizer.param_groups[n].update(counted)
@@ -152,9 +153,10 @@ def _changed(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_foreach(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group. Where torch would choose no foreach kernels for all of it, no chunk of it chooses them.
+    """Return a group's options, with ``foreach=False`` if torch would choose no foreach kernels for the whole group.
 
-    Where it would choose them for the group, it does so for each chunk: the parameters' kinds decide, each alone.
+    If torch would choose foreach kernels for the group, it also does for each chunk, because every parameter is of a
+    suitable kind.
     """
     options = dict(group)
     if options.get("foreach", False) is None and not options.get("fused"):

@@ -1,4 +1,4 @@
-"""What has been moved of one optimizer's state, for the report."""
+"""How many tensors and bytes of one optimizer's state and gradients have moved, for the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradientCounts", "StateCounts"]
 
 @dataclass
 class StateCounts:
-    """What has been moved of one optimizer's state.
+    """How many tensors and bytes of one optimizer's state move.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class StateCounts:
     steps : int
         Steps with state in the store.
     whole_steps : int
-        Of these, steps for which all state was in memory at a time. `whole_because` says why, of the latest.
+        How many of these steps needed all state in memory at once. `whole_because` says why, for the latest.
     tensors, nbytes : int
         Tensors that leave between steps, and their bytes.
     out_bytes, in_bytes : int

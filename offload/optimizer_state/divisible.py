@@ -1,6 +1,6 @@
-"""Why an optimizer's step cannot be divided among its parameters.
+"""The reasons for which an optimizer's step cannot be divided into steps for a few parameters each.
 
-`StateMover` asks for each step, `StepInBackward` when it begins and for each step.
+`StateMover` asks for each step. `StepInBackward` asks once at the beginning, and for each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["why_its_kind_is_not_divided", "why_not_divided"]
 
 
 def why_its_kind_is_not_divided(optimizer: Optimizer) -> str:
-    """Why no step of this optimizer can ever be divided; empty if some can."""
+    """Return why no step of this optimizer can be divided; empty if steps can be."""
     if isinstance(optimizer, LBFGS):
         return "LBFGS uses the state of all parameters at once, several times per step"
     if any(group.get("capturable") for group in optimizer.param_groups):
@@ -27,7 +27,7 @@ def why_its_kind_is_not_divided(optimizer: Optimizer) -> str:
 
 
 def why_not_divided(optimizer: Optimizer, step: Callable[..., Any]) -> str:
-    """Why `step`, the function behind the optimizer's hooks, cannot be called for a few parameters; empty if it can."""
+    """Return why `step`, the function behind the hooks, cannot be called for a few parameters; empty if it can."""
     if not is_own_step(optimizer, step):
         return "its class's step has been replaced or wrapped by a function, which is called once for all parameters"
     if hasattr(type(optimizer), "__del__"):

@@ -1,4 +1,4 @@
-"""What moving an optimizer's state would leave in memory, before any of it is moved. `offload fit` asks for it."""
+"""Forecasts how much of an optimizer's state would stay in memory if it were moved. `offload fit` asks for it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Chunk = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StateForecast:
-    """The state of one optimizer, if it were moved.
+    """The state of one optimizer as it would be moved.
 
     Attributes
     ----------
     chunks
         Bytes of each tensor that leaves between steps, chunk by chunk, in the order of the step.
     is_divided
-        Whether the step is made chunk by chunk. If not, all state is in memory while it runs.
+        Whether the step runs chunk by chunk. If not, all state is in memory while it runs.
     params
         The parameters of each chunk, if the step is divided.
     stays
-        Why no state leaves; empty if some does.
+        Why no state would leave; empty if some would.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -47,14 +47,14 @@ class StateForecast:
 
     @property
     def step_bytes(self) -> int:
-        """The most of them that are in memory at a time while the optimizer steps."""
+        """The most of these bytes that are in memory at a time while the optimizer steps."""
         return _most_at_a_time(self.chunks) if self.is_divided else self.nbytes
 
 
 def still_written(chunks: Iterable[Chunk]) -> int:
-    """Return the most bytes of moved state that are being written when the last of these chunks has left.
+    """Return the most bytes of moved state that may still be being written when the last of these chunks has left.
 
-    `WriteBehind` waits for the oldest copies, and never for the newest.
+    `WriteBehind` waits for the oldest copy-outs, and never for the newest.
     """
     total = 0
     for nbytes in reversed([nbytes for chunk in chunks for nbytes in chunk]):
@@ -65,12 +65,12 @@ def still_written(chunks: Iterable[Chunk]) -> int:
 
 
 def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]) -> StateForecast:
-    """Return what `StateMover` would do with an optimizer that has stepped. Call it in a hook after its step.
+    """Return what `StateMover` would do with an optimizer. Call it in a hook after the optimizer's step.
 
     Parameters
     ----------
     leaves
-        Called with the state of one parameter and a name in it: whether this value can leave memory.
+        Called with the state of one parameter and a name in it; returns whether this value can leave memory.
     """
     is_away = isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved
     stays = "it is moved already" if is_away else mover.why_it_stays(optimizer)
@@ -78,7 +78,7 @@ def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
     if not any(leaving.values()):
         return StateForecast(stays=stays or "its tensors are smaller than min_tensor_bytes, or other code holds them")
     if not (is_known(optimizer) and is_own_step(optimizer, step_behind_hooks(optimizer))):
-        return StateForecast(tuple(leaving.values()), is_divided=False)  # it would be tried, and may be separable
+        return StateForecast(tuple(leaving.values()), is_divided=False)  # a trial may show later that it is separable
     params = [param for group in optimizer.param_groups for param in group["params"]]
     chunks = tuple(split(params, lambda param: sum(leaving.get(id(param), ())) or 2 * param.nbytes, mover.CHUNK_BYTES))
     tensors = [tuple(nbytes for param in chunk for nbytes in leaving.get(id(param), ())) for chunk in chunks]
@@ -86,7 +86,7 @@ def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
 
 
 def _leaving(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]) -> dict[int, Chunk]:
-    """By identity of each parameter, the bytes of each tensor of its state that leaves."""
+    """Return, by identity of each parameter, the bytes of each tensor of its state that leaves."""
     found = {}
     for param in list(optimizer.state):
         state = optimizer.state[param]
@@ -97,7 +97,7 @@ def _leaving(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
 
 
 def _most_at_a_time(chunks: Sequence[Chunk]) -> int:
-    """The most bytes in memory: those of a chunk, of what is read ahead, and of what is still being written."""
+    """Return the most bytes in memory at a time: a chunk, what is read ahead, and what is still being written."""
     sizes = list(map(sum, chunks))
     most = begun = 0
     for number, nbytes in enumerate(sizes):
@@ -105,6 +105,6 @@ def _most_at_a_time(chunks: Sequence[Chunk]) -> int:
         while begun < len(chunks) and (begun <= number + 1 or ahead < mover.AHEAD_BYTES):
             ahead += sizes[begun] if begun > number else 0
             begun += 1
-        before = [*chunks[begun:], *chunks[:number]]  # those at the end have left after the step before
+        before = [*chunks[begun:], *chunks[:number]]  # the last chunks left at the end of the previous step
         most = max(most, nbytes + ahead + still_written(before))
     return most

@@ -1,6 +1,6 @@
-"""What stands in a parameter's `grad` after the gradient was used and freed in backward: any use of it is an error.
+"""A parameter's `grad` after the gradient was used and freed in backward: a tensor whose every use is an error.
 
-`BegunStep` puts it there, and the program's `zero_grad` takes it away.
+`BegunStep` puts it there. The program's `zero_grad` removes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ZEROED = (
 
 
 class StepInBackwardError(RuntimeError):
-    """With `step_in_backward=True`: the program uses gradients, weights or options in a way that needs them later."""
+    """The program uses gradients, weights or options in a way that `step_in_backward=True` does not allow."""
 
 
 def _refuse(self: Tensor, *_: object, **__: object) -> NoReturn:
@@ -40,31 +40,31 @@ def _refuse(self: Tensor, *_: object, **__: object) -> NoReturn:
 
 
 class FreedGradient(Tensor):
-    """A tensor with a shape and without memory.
+    """A tensor that has a shape and no memory.
 
     Parameters
     ----------
     like
         The parameter.
     dtype, device
-        Of the gradient; those of the parameter if not given.
+        Type and device of the gradient. Default: those of the parameter.
 
     Attributes
     ----------
     is_left
-        Whether offload was disabled since, before the optimizer's next step.
+        Whether offload was disabled after the gradient was freed and before the optimizer's next step.
 
     Raises
     ------
     StepInBackwardError
-        In every operation but one: moving a module to another device or type moves this along.
+        For every operator except one: when a module moves to another device or type, this tensor moves too.
     """
 
     is_left = False
 
     @staticmethod
     def __new__(cls, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
-        """Make one without memory."""
+        """Make a tensor without memory."""
         return without_memory(cls, like, dtype or like.dtype, device or like.device)
 
     def __init__(self, like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
@@ -74,7 +74,7 @@ class FreedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise an error, whatever the operator is."""
+        """Raise an error, unless the operator moves the tensor to another device or type."""
         if func is torch.ops.aten._to_copy.default:
             given = kwargs or {}
             moved = cls(args[0], given.get("dtype"), given.get("device"))
@@ -87,5 +87,5 @@ class FreedGradient(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FreedGradient(shape={list(self.shape)})"
 
-    # Ways to its memory that pass by the dispatcher.
+    # Ways to its memory that bypass the dispatcher.
     __array__ = __deepcopy__ = __dlpack__ = __reduce_ex__ = data_ptr = numpy = tolist = untyped_storage = _refuse

@@ -1,7 +1,7 @@
 """Moves the gradients of an optimizer's parameters to the swap store in backward, each as soon as it is complete.
 
-The session makes one for each optimizer with `gradients=True`. The optimizer's step reads them back chunk by chunk
-(`gradients_in_step.py`); whatever else uses one before sees the true bytes (`away_gradient.py`).
+The session makes one mover for each optimizer with `gradients=True`. The optimizer's step brings the gradients in,
+chunk by chunk (`gradients_in_step.py`). Any other use of a gradient sees its true bytes (`away_gradient.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["GradientMover"]
 
 _SAMPLE = torch.nn.Parameter(torch.empty(1))
 _SAMPLE.grad = torch.empty(1)
-_HELD_ONCE = sys.getrefcount(_SAMPLE.grad)  # of a gradient that its parameter holds
+_HELD_ONCE = sys.getrefcount(_SAMPLE.grad)  # reference count of a gradient that only its parameter holds
 
 _PROCESSES = "a process group is initialized, and gradients that are complete in one process may still be reduced"
 
 
 class GradientMover:
-    """Has complete gradients leave memory.
+    """Moves complete gradients out of memory.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class GradientMover:
         self._optimizer = weakref.ref(optimizer)
         self._min_nbytes = min_nbytes
         self._pid = os.getpid()
-        self._complete: list[weakref.ref[Tensor]] = []  # in memory until autograd no longer holds them
+        self._complete: list[weakref.ref[Tensor]] = []  # parameters with complete gradients that autograd may hold
         self._watched: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
@@ -78,7 +78,7 @@ class GradientMover:
         Raises
         ------
         GradientError
-            One cannot be read. It is tried again by the next call.
+            A gradient cannot be read. The next call tries again.
         """
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -103,11 +103,12 @@ class GradientMover:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def complete(self, param: Tensor) -> None:
-        """Take note of a complete gradient, and have those that were complete before leave.
+        """Register a gradient that is complete now, and move out the ones registered before it.
 
-        Autograd itself still holds this one: only when it does not can be seen whether other code does.
+        Autograd still holds a reference to this gradient. Only after autograd drops it does the reference count show
+        whether other code holds one.
         """
-        # A gradient with a graph stays, and so do those of a forked child: the store is that of its parent.
+        # A gradient with a graph stays. So do all in a forked child: the store belongs to its parent.
         if not self._hooks or torch.is_grad_enabled() or os.getpid() != self._pid:
             return
         self.leave()
@@ -116,7 +117,7 @@ class GradientMover:
         self._complete.append(weakref.ref(param))
 
     def leave(self) -> None:
-        """Have the complete gradients leave that can."""
+        """Move out every registered gradient that can leave memory."""
         complete, self._complete = self._complete, []
         for reference in complete:
             param = reference()
@@ -124,18 +125,18 @@ class GradientMover:
                 self._leave(param)
 
     def _leave(self, param: Tensor) -> None:
-        self._mover.engine.collect()  # one that came back before it had left still shares its memory with that copy
+        self._mover.engine.collect()  # a gradient that was read back during its copy-out shares memory with it
         record = record_of(param) or self._new_record(param)
         if record is None or record.tensor is None:
             return
-        if not holds_alone(record.tensor):  # a change through the view would be lost
+        if not holds_alone(record.tensor):  # changes through the other tensor would be lost
             self.counts.held += 1
             return
         record.leave()
         self._mover.limit_writing()
 
     def _new_record(self, param: Tensor) -> StoredGradient | None:
-        """Put an object in the place of a gradient that can leave; its bytes are in memory still."""
+        """Replace `param.grad` by an `AwayGradient` if it can leave. Its bytes stay until `record.leave()`."""
         if param.grad is None or not is_movable(param.grad, self._mover.engine.device, self._min_nbytes):
             return None
         if sys.getrefcount(param.grad) > _HELD_ONCE or not holds_alone(param.grad):

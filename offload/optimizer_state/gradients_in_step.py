@@ -1,6 +1,6 @@
-"""Gradients that are away, in the step of an optimizer: each comes in with its chunk of parameters.
+"""Brings gradients that are away into memory during an optimizer's step, each with its chunk of parameters.
 
-`StateMover` uses these functions in the steps that it makes; they do nothing for gradients that are in memory.
+`StateMover` uses these functions in its steps. They do nothing for gradients that are in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["abandon", "begin", "bring_back", "lent", "nbytes_of"]
 
 
 class Lent(NamedTuple):
-    """A gradient that is in memory for an update, while the store has it too."""
+    """A gradient that is in memory for an update while the store keeps its copy."""
 
     param: Tensor
     gradient: AwayGradient
@@ -29,7 +29,7 @@ class Lent(NamedTuple):
 
 
 def nbytes_of(param: Tensor) -> int:
-    """Of a gradient that is away; 0 for one that is in memory."""
+    """Return the bytes of a gradient that is away; 0 for a gradient in memory."""
     record = record_of(param)
     return record.nbytes if record is not None and record.is_away else 0
 
@@ -42,19 +42,19 @@ def begin(param: Tensor) -> None:
 
 
 def abandon(param: Tensor) -> None:
-    """Free the memory of a copy-in that nobody waits for any more."""
+    """Free the memory of a copy-in that is no longer needed."""
     record = record_of(param)
     if record is not None:
         record.abandon()
 
 
 def bring_back(params: Iterable[Tensor]) -> None:
-    """Have gradients in memory from now on.
+    """Bring gradients into memory for good.
 
     Raises
     ------
     GradientError
-        One could not be read; it and those behind it are away as before.
+        A gradient could not be read. It and the ones after it are still away.
     """
     for param in params:
         gradient = param.grad
@@ -64,12 +64,12 @@ def bring_back(params: Iterable[Tensor]) -> None:
 
 @contextmanager
 def lent(chunk: Sequence[Tensor], step: ChunkedStep) -> Iterator[None]:
-    """Have the gradients of a chunk in memory while `step` updates its parameters. One that it changes leaves again.
+    """Keep a chunk's gradients in memory while `step` updates its parameters. Changed gradients are stored again.
 
     Raises
     ------
     GradientError
-        One could not be read; no gradient has changed.
+        A gradient could not be read; no gradient has changed.
     """
     if step.keeps_gradients:
         bring_back(chunk)
@@ -96,5 +96,5 @@ def _take_back(each: Lent, *, is_unscaled: bool) -> None:
         record.keep(each.tensor)
     if each.param.grad is each.tensor:
         each.param.grad = each.gradient
-    if is_changed and holds_alone(each.tensor):  # else its memory is still being written, as it was before
+    if is_changed and holds_alone(each.tensor):  # not if an earlier copy-out still reads the memory
         record.leave()

@@ -1,7 +1,7 @@
 """Updates each parameter in backward, as soon as its gradient is complete, and frees the gradient.
 
-The session makes one for each optimizer with `step_in_backward=True`. `optimizer.step()` then finds those parameters
-updated; it does the rest, and the program's schedulers and hooks run around it as ever.
+The session makes one object for each optimizer with `step_in_backward=True`. `optimizer.step()` then updates only the
+remaining parameters. The program's schedulers and hooks run as usual.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GRAPH = (
 
 @dataclass
 class BackwardCounts:
-    """What was updated in backward by one optimizer.
+    """How many parameters one optimizer has updated in backward.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ def check_in_backward(optimizer: Optimizer) -> None:
     Raises
     ------
     ValueError
-        It cannot, or gradients may be reduced among processes after backward.
+        The optimizer cannot, or gradients may be reduced among processes after backward.
     """
     step = step_behind_hooks(optimizer)
     why = why_its_kind_is_not_divided(optimizer) or _why_not(optimizer, step)
@@ -113,7 +113,7 @@ class StepInBackward:
     name_of
         The name of a parameter, for errors.
     mover
-        Moves the optimizer's state, and does not step it. None: the state stays in memory.
+        Moves the optimizer's state, and does not step the optimizer. None if the state stays in memory.
     """
 
     def __init__(self, optimizer: Optimizer, name_of: Callable[[Tensor], str], mover: StateMover | None = None) -> None:
@@ -142,7 +142,7 @@ class StepInBackward:
         return self._optimizer()
 
     def close(self) -> None:
-        """Leave the optimizer and its parameters alone, once its next step has left out what is updated already."""
+        """Stop stepping in backward. The optimizer's next step leaves out the parameters that are already updated."""
         for hook in (*self._hooks, *(handle for _, handle in self._watched)):
             hook.remove()
         self._hooks.clear()
@@ -169,7 +169,7 @@ class StepInBackward:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def update(self, param: Tensor) -> None:
-        """Update a parameter whose gradient is complete, if it is one of the optimizer's."""
+        """Update a parameter whose gradient is complete, if the step has begun with it in one of its groups."""
         optimizer = self._optimizer()
         if optimizer is None or not self._hooks or param.grad is None:  # a hook of the program took the gradient
             return
@@ -179,7 +179,7 @@ class StepInBackward:
         if not begun.steps(param):
             return
         self._check_first(begun, param)
-        with apart(), updating([param]):  # what cannot be read raises before the update is begun
+        with apart(), updating([param]):  # a parameter that cannot be read raises before its update begins
             if self._state is None:
                 begun.update(optimizer, param)
                 return
@@ -233,11 +233,11 @@ class StepInBackward:
                 untraced(self._finish, optimizer, step)
             return loss
 
-        # The step's own function calls it, after all hooks: one that was registered later may change options.
+        # The step's own function calls this after all hooks: a hook that was registered later may change options.
         return (stepping_nothing(optimizer),), {"closure": opaque(rest_of_step)}
 
     def _finish(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        if not self._hooks:  # closed since the step began: by the closure, or by a hook
+        if not self._hooks:  # the closure or a hook has closed this object since the step began
             settle_gradients(optimizer)
             step(optimizer)
             return
@@ -276,7 +276,7 @@ class StepInBackward:
             self._watch(optimizer)
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
-        """A checkpoint is a new beginning, also after a backward pass that failed."""
+        """Forget the updates made in backward: the checkpoint replaces them, also if a backward pass has failed."""
         self._forget()
         self._watch(optimizer)
 

@@ -1,6 +1,6 @@
-"""Gradients that were used in backward and are gone when offload is disabled: the optimizer's next step uses none.
+"""Handles gradients that were used and freed in backward before offload is disabled: the next step must not use them.
 
-`StepInBackward.close` leaves them.
+`StepInBackward.close` calls `leave_gradients`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def params_to_step(
 
 
 def leave_gradients(optimizer: Optimizer, begun: BegunStep | None, name_of: Callable[[Tensor], str]) -> None:
-    """Have the next step of a disabled optimizer update what was not updated in backward, and nothing twice.
+    """Make the next step of a disabled optimizer update only the parameters that were not updated in backward.
 
     Parameters
     ----------
     begun
-        The step that has begun in backward; None if it is over.
+        The step that has begun in backward; None if it has ended.
     """
     left = [gone for gone in map(_gone, _params(optimizer)) if gone is not None]
     if not left and begun is None:
@@ -52,19 +52,19 @@ def leave_gradients(optimizer: Optimizer, begun: BegunStep | None, name_of: Call
     for gone in left:
         gone.is_left = True
     hook = _hook_of(optimizer)
-    if hook is None:  # it stays: torch may be iterating over its hooks when it has become useless
+    if hook is None:  # the hook stays for good: torch may be iterating over its hooks when it is no longer needed
         hook = _LeftGradients(name_of)
         optimizer.register_step_pre_hook(hook)
     hook.begun, hook.is_over = begun, False
 
 
 def settle_gradients(optimizer: Optimizer) -> None:
-    """Prepare the step of a disabled optimizer, which would change weights before it meets a gradient that is gone.
+    """Prepare the step of a disabled optimizer. Checks for freed gradients before the step changes any weight.
 
     Raises
     ------
     StepInBackwardError
-        The step would not be the one that has begun, or would use gradients a second time. Nothing has changed.
+        The step differs from the one that began in backward, or would use gradients a second time. Nothing has changed.
     """
     hook = _hook_of(optimizer)
     if hook is not None:
@@ -85,7 +85,7 @@ class _LeftGradients:
         if self.is_over:
             return
         begun = self.begun
-        if all(gone is None or not gone.is_left for gone in map(_gone, _params(optimizer))):  # it is another step
+        if all(gone is None or not gone.is_left for gone in map(_gone, _params(optimizer))):  # a new step
             if begun is not None:
                 begun.end()
         elif begun is not None:

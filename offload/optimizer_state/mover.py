@@ -1,7 +1,7 @@
-"""Moves an optimizer's state to the swap store after each step and back for the next one. The optimizer stays as it is.
+"""Moves an optimizer's state to the swap store after each step, and back for the next one.
 
-It uses the hooks that torch offers around `step`, and after `load_state_dict`. The session makes one for each
-optimizer it is given.
+The mover uses torch's hooks around `step` and after `load_state_dict`. The session makes one for each optimizer that it
+is given.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class StateMover:
     Parameters
     ----------
     engine
-        Copies this state and nothing else.
+        Copies the optimizer's state and nothing else.
     min_nbytes
         Smaller tensors stay.
     name_of
         The name of a parameter, for errors.
     behind, passes
-        Shared by the optimizers of a model.
+        Objects that the optimizers of a model share.
     moved
-        Identities of the parameters whose state leaves; None: all.
+        Identities of the parameters whose state leaves; None for all.
     steps
-        Whether it steps the optimizer, in chunks. False: `StepInBackward` does, and asks for the state.
+        Whether the mover steps the optimizer, in chunks. If not, `StepInBackward` does, and asks for the state.
 
     Attributes
     ----------
     share
-        These parameters, and how long their updates take.
+        The parameters whose state leaves, and how long their updates take.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class StateMover:
             ]
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # the caller may hold what was loaded
+        self._after_load_state_dict(optimizer)  # makes copies: the caller may hold the loaded tensors
         self.look()
 
     def close(self) -> None:
-        """Bring all state back and leave the optimizer alone.
+        """Bring all state back and remove the hooks.
 
         Raises
         ------
         OptimizerStateError
-            Some of it cannot be read. It is tried again by the next call, or use `load_state_dict`.
+            Some state cannot be read. The next call tries again; or load a checkpoint with `load_state_dict`.
         """
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -132,12 +132,14 @@ class StateMover:
         self.engine.drain()
 
     def follow(self, moved: frozenset[int] | None) -> None:
-        """Have the state of these parameters leave, now and after each step; other state stays once a step has used it.
+        """Move out the state of these parameters now and after each step.
+
+        Other state that is away comes back when a step uses it, and then stays.
 
         Parameters
         ----------
         moved
-            Identities of these parameters; None: all.
+            Identities of these parameters; None for all.
         """
         self.share.moved = moved
         optimizer = self._optimizer()
@@ -160,11 +162,11 @@ class StateMover:
 
     @property
     def rests(self) -> bool:
-        """Whether the optimizer is as it was found: nothing is to leave, and nothing is away."""
+        """Whether this mover does nothing to the optimizer: no state is to leave, and none is away."""
         return self._state is None and (self.share.is_empty or bool(self.counts.stays))
 
     def _streamed(self, optimizer: Optimizer) -> StreamedState:
-        """The optimizer's state; one that torch or the caller has put there since is taken over."""
+        """Return the optimizer's state. If torch or the caller has replaced it, wrap the new one."""
         if self._state is None or optimizer.state is not self._state:
             self._state = StreamedState(optimizer.state, self.engine, self._min_nbytes, self._name_of)
             optimizer.state = self._state
@@ -176,14 +178,14 @@ class StateMover:
             self._fetch_all(state)
             self._state = None
             state.is_moved = False
-            if sys.getrefcount(optimizer.state) == _HELD_ONCE + 1:  # else other code would go on with an old one
+            if sys.getrefcount(optimizer.state) == _HELD_ONCE + 1:  # no other code holds it
                 optimizer.state = defaultdict(dict, dict.items(state))
 
     def _leave(self, state: StreamedState, key: Any, need: int) -> None:
         if key not in self.share:
             state.stay(key)
             return
-        self.engine.collect()  # a tensor that came back before it had left still shares its memory with that copy
+        self.engine.collect()  # a tensor that was read back during its copy-out shares memory with it
         self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
         self.limit_writing()
 
@@ -192,7 +194,7 @@ class StateMover:
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
-        """Have everything leave that is in memory: what a step did not touch, and what was asked for since."""
+        """Move out all state that is in memory: what the step did not use, and what the program has asked for since."""
         for need, key in enumerate(list(state)):
             self._leave(state, key, need)
         self.look()
@@ -239,13 +241,13 @@ class StateMover:
                 untraced(self._step_now, optimizer, step)
             return loss
 
-        # The step's own function calls it, after all hooks: one that was registered later may change gradients.
+        # The step's own function calls this after all hooks: a hook that was registered later may change gradients.
         return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
 
     def _why_whole(
         self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        """Why a step cannot be divided into chunks; empty if it can."""
+        """Return why a step cannot be divided into chunks; empty if it can."""
         why = why_not_divided(optimizer, step)
         if why:
             return why
@@ -262,13 +264,13 @@ class StateMover:
     def _step_now(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         if self._hooks:
             self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
-        else:  # closed since the step began: by the closure, or by a hook
+        else:  # the closure or a hook has closed this mover since the step began
             step(optimizer)
 
     # -- for `StepInBackward` -----------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """A step begins: its first update, in backward or in `optimizer.step()`."""
+        """Begin a step, at its first update in backward or in `optimizer.step()`."""
         self.share.begin()
         self._streamed(optimizer)
         self.engine.collect()
@@ -279,19 +281,19 @@ class StateMover:
         return self._known.begin(param)
 
     def fetch(self, param: Tensor) -> None:
-        """Have a parameter's state in memory."""
+        """Bring a parameter's state into memory."""
         self.counts.in_bytes += self._known.fetch(param)
 
     def leave(self, param: Tensor, need: int) -> None:
-        """Start the copy-outs of a parameter's state. `need`: how many parameters need theirs earlier."""
+        """Start the copy-outs of a parameter's state. `need` is how many parameters need their state earlier."""
         self._leave(self._known, param, need)
 
     def abandon(self, param: Tensor) -> None:
-        """Free the memory of copy-ins that nobody waits for any more."""
+        """Free the memory of copy-ins that are no longer needed."""
         self._known.abandon(param)
 
     def step(self, step: ChunkedStep) -> None:
-        """Make a step in chunks."""
+        """Run a step in chunks."""
         self._step(self._known, step)
 
     @property
@@ -301,7 +303,7 @@ class StateMover:
 
     @property
     def largest_bytes(self) -> int:
-        """Of one parameter's state that leaves."""
+        """The most bytes of state that leave for one parameter."""
         state = self._state
         return max(map(state.nbytes_of, state.tensors), default=0) if state is not None else 0
 
@@ -311,7 +313,7 @@ class StateMover:
         chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
         begun = done = need = 0
         try:
-            for number, chunk in enumerate(chunks or [[]]):  # without gradients a step may still count
+            for number, chunk in enumerate(chunks or [[]]):  # a step without gradients may still change counters
                 begun = self._read_ahead(state, chunks, number, begun)
                 for param in chunk:
                     self.counts.in_bytes += state.fetch(param)
@@ -330,7 +332,7 @@ class StateMover:
 
     @staticmethod
     def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:
-        """Start copy-ins up to `AHEAD_BYTES` behind a chunk. Returns how many chunks have begun."""
+        """Start the copy-ins of a chunk, and up to `AHEAD_BYTES` of later ones. Returns how many chunks have begun."""
 
         def nbytes_of(param: Tensor) -> int:
             return state.nbytes_of(param) + gradients_in_step.nbytes_of(param)
@@ -356,7 +358,7 @@ class StateMover:
         untraced(self.end_step, optimizer)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Have everything leave that is in memory, as far as it is to leave."""
+        """Move out the state that is in memory and is to leave."""
         if not self._hooks:
             return
         if self.rests:
@@ -373,7 +375,7 @@ class StateMover:
 
 
 def why_it_stays(optimizer: Optimizer) -> str:
-    """Return why no state of an optimizer can be moved; empty if it can."""
+    """Return why no state of an optimizer can be moved; empty if state can be."""
     why = why_its_kind_is_not_divided(optimizer)
     if not why and sys.getrefcount(optimizer.state) > _HELD_ONCE:
         return "other code holds its `state`, such as an optimizer around it, and would go on with an old one"

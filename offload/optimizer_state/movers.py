@@ -1,4 +1,4 @@
-"""The optimizers of one model whose state is moved, or that step in backward. The session has one of these."""
+"""Moves the state of a model's optimizers, or steps them in backward. The session has one `StateMovers`."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _STATE_MOST = 3  # times the bytes of its parameters: the most state that one of
 
 @dataclass(frozen=True)
 class MovableChunk:
-    """State that a plan may have leave.
+    """State of some parameters that a plan may move out.
 
     Attributes
     ----------
     params
-        Whose it is.
+        The parameters.
     nbytes
-        Its size.
+        Bytes of the state.
     seconds
-        What their update takes; 0 where it is not known.
+        Time of the parameters' update; 0 if it is not known.
     name
-        Of the parameters, in words.
+        Names of the first and the last parameter.
     """
 
     params: tuple[Tensor, ...]
@@ -52,36 +52,37 @@ class MovableChunk:
 
 
 class StateMovers:
-    """Moves the state of a model's optimizers, and steps them in backward, as long as these are alive.
+    """Moves the state of a model's optimizers, or steps them in backward, while the optimizers are alive.
 
     Parameters
     ----------
     make_engine
-        Makes an engine of its own for each of them.
+        Makes one engine for each optimizer.
     min_nbytes
         Smaller tensors stay.
     moves_state
-        Whether their state leaves memory.
+        Whether the optimizers' state leaves memory.
     in_backward
         Whether parameters are updated in backward. Not with `is_planned`.
     moves_gradients
-        Whether gradients leave too. Only with `make_engine`, and with neither of the other two.
+        Whether gradients leave too. Only with `moves_state`, and with neither `in_backward` nor `is_planned`.
     is_planned
-        Whether a plan chooses what moves, of these optimizers and of others that step the model's parameters. Until
-        there is a plan, everything does.
+        Whether a plan chooses which state moves, for these optimizers and for others that step the model's parameters.
+        Until there is a plan, all state of these optimizers moves.
 
     Attributes
     ----------
     counts
-        Of each optimizer whose state may be moved, also of one that is gone.
+        Counts for each optimizer whose state may be moved, including optimizers that no longer exist.
     backward_counts
-        Of each optimizer that steps in backward.
+        Counts for each optimizer that steps in backward.
     gradient_counts
-        Of the gradients of each optimizer's parameters that may leave.
+        Counts for each optimizer whose gradients may leave.
     has_room
-        Whether so many bytes fit beside the recorded step: then nothing moves before there is a plan.
+        Returns whether a number of bytes fits into memory beside the recorded step. If an optimizer's state fits, it
+        stays until there is a plan.
     passes
-        Forward passes of the model.
+        Counts the forward passes of the model.
 
     Raises
     ------
@@ -169,13 +170,13 @@ class StateMovers:
         return mover
 
     def found(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer of the model that is about to step, where a plan chooses what moves."""
+        """Take over an optimizer of the model that is about to step, if a plan chooses what moves."""
         if self.is_planned and not self._is_closed and os.getpid() == self._pid:
             untraced(self._take_over, optimizer)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         if _mover_of(optimizer) is not None or _is_used(optimizer):
-            return  # it is of another enabled model, or of this one
+            return  # it belongs to an enabled model already: another one or this one
         nbytes = sum(param.nbytes for group in optimizer.param_groups for param in group["params"])
         stays = self._moved is not None or self.has_room(_STATE_MOST * nbytes)
         try:
@@ -192,7 +193,7 @@ class StateMovers:
     # -- what a plan needs --------------------------------------------------------------------------------------------
 
     def away_bytes(self) -> tuple[int, int]:
-        """Return the bytes of state that is away, and of those the bytes that are still being written."""
+        """Return the bytes of state that is away, and how many of them are still being written."""
         away = writing = 0
         for mover in self._alive():
             state = _streamed(mover)
@@ -203,17 +204,17 @@ class StateMovers:
 
     @property
     def updates(self) -> int:
-        """How often the optimizer that has stepped most has begun a step."""
+        """Number of steps begun by the optimizer that has stepped most often."""
         return max((mover.share.updates for mover in self._alive()), default=0)
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes for each update of that optimizer."""
+        """Forward passes per update of the optimizer that has stepped most often."""
         most = max((mover.share for mover in self._alive()), key=lambda share: share.updates, default=None)
         return most.micro_batches if most is not None else 1
 
     def settle(self) -> None:
-        """Have what is to be away leave again where it was asked for since the last step."""
+        """Move out again the state that the program has brought back since the last step and that is to be away."""
         for mover in self._alive():
             mover.follow(mover.share.moved)
 
@@ -224,7 +225,7 @@ class StateMovers:
         return [chunk for mover in self._alive() for chunk in _chunks(mover, self._min_nbytes, names)]
 
     def movable_bytes(self, optimizers: Iterable[Optimizer]) -> int:
-        """Return the bytes of state of optimizers whose state is not moved now, as far as it could be."""
+        """Return how many bytes of state could be moved, for optimizers whose state is not moved now."""
         states = [state for each in optimizers if not one.why_it_stays(each) for state in dict.values(each.state)]
         return sum(
             value.nbytes
@@ -235,7 +236,7 @@ class StateMovers:
         )
 
     def follow(self, params: Iterable[Tensor]) -> None:
-        """Have the state of these parameters leave, and no other."""
+        """Let only the state of these parameters leave memory."""
         self._moved = frozenset(map(id, params))
         for mover in self._alive():
             mover.follow(self._moved & frozenset(map(id, _params(mover))))
@@ -243,9 +244,9 @@ class StateMovers:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def bytes_in_memory_max(self) -> int:
-        """The most bytes of state that has left and whose copies may be under way while the model runs.
+        """Return the most bytes of moved state that copies may hold in memory while the model runs.
 
-        In backward that is also what is read ahead, and a parameter's own.
+        If an optimizer steps in backward, this includes the state read ahead and that of the parameter being updated.
         """
         nbytes_max = one.BEHIND_BYTES
         if self.steps_in_backward:
@@ -258,12 +259,12 @@ class StateMovers:
         return any(reference() is not None for reference in self._steppers)
 
     def close(self) -> None:
-        """Bring all state back, and leave the optimizers alone.
+        """Bring all state back and stop acting on the optimizers.
 
         Raises
         ------
         OptimizerStateError
-            Some of it cannot be read.
+            Some state cannot be read.
         """
         self._is_closed = True
         if os.getpid() != self._pid:  # in a forked child the store is that of its parent
@@ -288,7 +289,7 @@ class StateMovers:
 def _chunks(mover: StateMover, min_nbytes: int, names: dict[int, str]) -> Iterator[MovableChunk]:
     sizes = {param: nbytes for param in _params(mover) if (nbytes := _movable_nbytes(mover, param, min_nbytes))}
     nbytes_max = max(one.CHUNK_BYTES, sum(sizes.values()) // _CHUNKS_MAX)
-    if mover.counts.whole_steps:  # all of it is in memory during a step
+    if mover.counts.whole_steps:  # all state is in memory during a step
         nbytes_max = sum(sizes.values())
     for params in split(sizes, sizes.__getitem__, nbytes_max):
         ends = (params[0], params[-1]) if len(params) > 1 else (params[0],)
@@ -303,16 +304,16 @@ def _params(mover: StateMover) -> Iterator[Tensor]:
 
 
 def _streamed(mover: StateMover) -> StreamedState | None:
-    """An optimizer's state, where some of it may be away."""
+    """Return an optimizer's state if some of it may be away; None otherwise."""
     state = mover.optimizer.state if mover.optimizer is not None else None
     return state if isinstance(state, StreamedState) and state.is_moved else None
 
 
 def _movable_nbytes(mover: StateMover, param: Tensor, min_nbytes: int) -> int:
-    """Bytes of one parameter's state that are away, or can leave as far as is known."""
+    """Return the bytes of one parameter's state that are away or are known to be able to leave."""
     optimizer, streamed = mover.optimizer, _streamed(mover)
     assert optimizer is not None  # it has this parameter
-    if streamed is not None and param in mover.share:  # all has left that can
+    if streamed is not None and param in mover.share:  # all that can leave has left
         return sum(each.nbytes for each in streamed.tensors.get(param, ()) if each.is_away)
     state = dict.get(optimizer.state, param)
     if not isinstance(state, dict) or mover.counts.stays not in ("", one.STAYS_BY_PLAN):
@@ -352,7 +353,7 @@ def _check_all(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]
 
 
 class NameOf:
-    """A parameter's name in the model. It keeps neither alive."""
+    """Returns a parameter's name in the model. Keeps neither of them alive."""
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:
         self._model = model

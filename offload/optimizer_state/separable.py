@@ -1,6 +1,6 @@
-"""Whether an optimizer that is not one of torch's gives the same bits when it steps a few parameters at a time.
+"""Tries whether an optimizer that is not one of torch's gives the same bits if it steps a few parameters at a time.
 
-`StateMover` asks before its first step. A tiny copy of the optimizer is stepped as a whole and in chunks.
+`StateMover` asks before the first step. A tiny copy of the optimizer is stepped as a whole and in chunks.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ __all__ = ["is_separable"]
 
 log = logging.getLogger("offload")
 
-PARAMS_MAX = 3  # of each group, of each number of dimensions
+PARAMS_MAX = 3  # for each group and each number of dimensions
 LENGTH_MAX = 12  # of each dimension
 # From tiny to large gradients: a norm over all parameters may be compared with a bound.
 SCALES = (1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2)
 
 Step = Callable[..., Any]
 
-# What every optimizer has, beside the attributes of its own.
+# Attributes that every optimizer has.
 _COMMON = frozenset({"defaults", "param_groups", "state", "step"})
 
 
 def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False) -> bool:
-    """Whether a tiny copy of the optimizer gives the same bits in chunks. False where it cannot be tried.
+    """Whether a tiny copy of the optimizer gives the same bits in chunks. False if it cannot be tried.
 
-    False too where a step changes anything beside the optimizer: in chunks it would do so several times.
+    Also False if a step changes anything outside of the optimizer: in chunks it would do so several times.
 
     Parameters
     ----------
     in_any_order
-        Whether the bits have to be the same also where the last parameter comes first, as in backward. They are not if
-        each update draws random numbers.
+        Whether the bits must also be the same if the parameters are updated in reverse order, as in backward. They are
+        not if each update draws random numbers.
     """
     try:
         around = Surroundings(optimizer, step)
@@ -53,7 +53,7 @@ def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False
             return all(_is_equal_in_chunks(optimizer, step, around, is_reversed=each) for each in orders)
         finally:
             around.restore()
-    except Exception as error:  # whatever a step that is not torch's may raise
+    except Exception as error:  # a step that is not torch's may raise anything
         if _is_of_a_signal(error):
             raise
         log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
@@ -61,7 +61,7 @@ def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether the handler of a signal has raised it, which may interrupt any code."""
+    """Whether a signal handler, which may interrupt any code, has raised this error."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -85,7 +85,7 @@ def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings, 
 
 
 def _own_random_numbers(device: torch.device) -> Any:
-    """The next random numbers, which the other run and the program get too."""
+    """Return a context after which the random numbers are as before, for the other run and for the program."""
     if device.type == "cpu":
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device], device_type=device.type)
@@ -105,7 +105,7 @@ def _step_chunked(optimizer: Optimizer, step: Step, *, is_reversed: bool) -> Non
 
 
 def _tiny(optimizer: Optimizer) -> Optimizer | None:
-    """A copy with other, tiny parameters; None where it has attributes that are no plain values."""
+    """Return a copy with tiny parameters of its own; None if the optimizer has attributes that are not plain values."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _COMMON and name[0] != "_"}
     private = {name: value for name, value in vars(optimizer).items() if name[0] == "_" and is_plain(value)}
     groups = [
@@ -124,7 +124,7 @@ def _tiny(optimizer: Optimizer) -> Optimizer | None:
 
 
 def _varied(params: list[Tensor]) -> list[Tensor]:
-    """Some of a group's parameters, of each number of dimensions."""
+    """Return a few of a group's parameters for each number of dimensions."""
     of_ndim: defaultdict[int, list[Tensor]] = defaultdict(list)
     for param in params:
         of_ndim[param.ndim].append(param)

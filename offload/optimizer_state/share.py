@@ -23,11 +23,11 @@ class Passes:
     Attributes
     ----------
     count
-        Returns how many have begun.
+        Returns how many forward passes have begun.
     at_update
-        How many had begun at the latest update.
+        How many forward passes had begun at the latest update.
     optimizers
-        How many have made an update so far.
+        How many optimizers have made an update so far.
     """
 
     def __init__(self) -> None:
@@ -37,22 +37,22 @@ class Passes:
 
 
 class Share:
-    """The parameters whose state leaves memory after an update. It keeps none of them alive.
+    """The parameters whose state leaves memory after an update. Keeps none of them alive.
 
     Parameters
     ----------
     engine
-        Knows the time.
+        Measures times on its device.
     passes
-        Of the model; those since the latest update belong to this optimizer's first one.
+        Forward passes of the model. Those since the latest update count for this optimizer's first update.
 
     Attributes
     ----------
     moved
-        Identities of these parameters; None: all. One that is used again for another parameter does no harm: any
-        share gives the same results.
+        Identities of these parameters; None for all. An identity that is reused for another parameter does no harm,
+        because any share gives the same results.
     updates
-        How many have begun.
+        How many updates have begun.
     """
 
     def __init__(self, engine: Engine, passes: Passes) -> None:
@@ -62,19 +62,19 @@ class Share:
         self.updates = 0
         self._engine = engine
         self._begun: Any = None
-        self._marks: list[tuple[dict[int, int], Any, Any]] = []  # of the latest update: numbers by parameter, and when
+        self._marks: list[tuple[dict[int, int], Any, Any]] = []  # latest update: elements by parameter, begin, end
         self._seconds: dict[int, float] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to leave."""
+        """Whether no state is to leave."""
         return self.moved is not None and not self.moved
 
     def __contains__(self, parameter: object) -> bool:
         return self.moved is None or id(parameter) in self.moved
 
     def begin(self) -> None:
-        """An update begins."""
+        """Note that an update begins."""
         self._read()
         self.updates += 1
         self._passes.optimizers += self.updates == 1
@@ -83,11 +83,11 @@ class Share:
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes for each update, 1 at the least."""
+        """Forward passes per update; at least 1."""
         return max(1, round((self._passes_now - self._passes_before) / max(1, self.updates)))
 
     def end(self, optimizer: Optimizer) -> None:
-        """An update that was not divided has ended."""
+        """Note that an update that was not divided has ended."""
         updated = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         self._mark(updated, self._begun)
 
@@ -99,7 +99,7 @@ class Share:
         self._mark(chunk, begin)
 
     def seconds_of(self, parameters: Sequence[Tensor]) -> float:
-        """Return how long updating these parameters takes, without waits: the least so far, 0 where it is not known."""
+        """Return the shortest time so far of these parameters' update, without waits; 0 if it is not known."""
         self._read()
         return sum(self._seconds.get(id(parameter), 0.0) for parameter in parameters)
 
@@ -109,7 +109,7 @@ class Share:
     def _read(self) -> None:
         for numbers, begin, end in self._marks:
             measured, total = self._engine.seconds_since(begin, [end]), max(1, sum(numbers.values()))
-            if measured is None:  # the device has not come that far
+            if measured is None:  # the device has not finished the update
                 continue
             for parameter, number in numbers.items():
                 seconds = measured[0] * number / total

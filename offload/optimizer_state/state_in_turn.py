@@ -1,6 +1,6 @@
 """Brings an optimizer's state back for one parameter at a time, in the order in which gradients become complete.
 
-`StepInBackward` uses it where the optimizer's state is in the store between steps.
+`StepInBackward` uses it if the optimizer's state is in the store between steps.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ __all__ = ["StateInTurn"]
 
 
 class StateInTurn:
-    """The state of one parameter after the other; that of the following ones is read ahead.
+    """Brings in the state of one parameter after another, and reads ahead that of the next ones.
 
-    Which ones follow is expected from the step before.
+    The order is expected to be that of the previous step.
 
     Parameters
     ----------
     mover
-        It does not step the optimizer itself.
+        Moves the state, and does not step the optimizer.
     """
 
     def __init__(self, mover: StateMover) -> None:
         self._mover = mover
         self._order: list[Tensor] = []  # as expected in this step
         self._place: dict[Tensor, int] = {}
-        self._next = 0  # the first of them whose copy-in has not begun
+        self._next = 0  # index in `_order` of the first parameter whose copy-in has not begun
         self._ahead: dict[Tensor, int] = {}  # bytes whose copy-ins have begun and which nobody has asked for
         self._seen: list[int] = []  # identities: the order of this step, which keeps no parameter alive
 
     def begin(self, params: Iterable[Tensor]) -> None:
-        """A step begins. `params`: all of the optimizer's."""
+        """Begin a step. `params` are all parameters of the optimizer."""
         found = {id(param): param for param in params}
         self._order = [found[each] for each in self._seen if each in found]
         self._place = {param: n for n, param in enumerate(self._order)}
@@ -43,12 +43,12 @@ class StateInTurn:
         self._seen = []
 
     def bring(self, param: Tensor) -> None:
-        """Have the parameter's state in memory, and start the copy-ins of those that follow.
+        """Bring the parameter's state into memory, and start the copy-ins for the next parameters.
 
         Raises
         ------
         OptimizerStateError
-            It could not be read.
+            The state could not be read.
         """
         self._ahead.pop(param, None)
         self._mover.begin(param)
@@ -74,7 +74,7 @@ class StateInTurn:
         self._seen.append(id(param))
 
     def end(self) -> None:
-        """The step is over, or nothing more of it is to come."""
+        """End the step, or abandon it. Copy-ins that nobody has asked for are dropped."""
         for param in self._ahead:
             self._mover.abandon(param)
         self._ahead.clear()

@@ -1,4 +1,4 @@
-"""One tensor of an optimizer's state: the object that the optimizer knows stays, its memory comes and goes.
+"""One tensor of an optimizer's state. The optimizer keeps the tensor object; its memory is freed and filled again.
 
 `StreamedState` has one for each tensor that leaves memory.
 """
@@ -19,7 +19,7 @@ __all__ = ["StateTensor", "is_movable"]
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
     """Whether a value of an optimizer's state is of a kind that can leave memory: a large plain tensor.
 
-    While it is away it reads as NaN, so that only tensors of floating-point and complex numbers leave.
+    While a tensor is away it reads as NaN. So only tensors of floating-point or complex numbers can leave.
     """
     return (
         isinstance(value, Tensor)
@@ -35,8 +35,8 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
 class StateTensor:
     """A tensor in memory, or in the store.
 
-    Only `bring` makes it one in memory: what the store's ticket says is no sign of it, since bytes that could not be
-    read are on disk as those that nobody has read are.
+    Only `bring` ends the state of being away. The store's ticket cannot decide it: bytes whose read has failed are on
+    disk, like bytes that nobody has read.
     """
 
     __slots__ = ("_is_coming", "_shape", "_stored", "_stride", "name", "nbytes", "tensor")
@@ -54,7 +54,7 @@ class StateTensor:
         return self._stored is not None
 
     def leave(self, engine: Engine, need: int) -> None:
-        """Start the copy-out. The engine holds the memory until the copy has ended, and for good where it failed."""
+        """Start the copy-out. The engine holds the memory until the copy-out has ended, and keeps it if it fails."""
         tensor = self.tensor
         self.nbytes, self._shape, self._stride = tensor.nbytes, tensor.shape, tensor.stride()
         key, _ = engine.look(tensor, self.nbytes)
@@ -66,14 +66,14 @@ class StateTensor:
         tensor.data = nan_like(tensor)
 
     def begin(self) -> bool:
-        """Start the copy-in. False where nothing is to be copied: it is in memory or on its way."""
+        """Start the copy-in. Returns False if the tensor is in memory or a copy-in has begun already."""
         if self._stored is None or not self._stored.prefetch():
             return False
         self._is_coming = True
         return True
 
     def abandon(self) -> None:
-        """Free the memory of a copy-in that nobody waits for any more."""
+        """Free the memory of a copy-in that is no longer needed."""
         if self._stored is not None and self._is_coming:
             self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
             self._stored.remove_view()
@@ -81,17 +81,17 @@ class StateTensor:
             self._is_coming = False
 
     def bring(self) -> None:
-        """Have the bytes in memory. Raises OSError where they cannot be read; it is away then as before."""
+        """Bring the bytes into memory. Raises OSError if they cannot be read; the tensor is then still away."""
         if self._stored is not None:
             self.tensor.data = self._filled(self._stored)
             self._stored = None
 
     def copy(self) -> Tensor:
-        """Return a tensor of its own with the same bytes; this one stays where it is."""
+        """Return a copy as an independent tensor. A tensor that is away stays away."""
         if self._stored is None:
             return self.tensor.clone(memory_format=torch.preserve_format)
         self._stored.wait_copied_out()
-        is_in_memory = not self._stored.is_swapped_out  # writing it failed, or a copy-in is under way
+        is_in_memory = not self._stored.is_swapped_out  # the copy-out failed, or a copy-in is under way
         copied = self._filled(self._stored)
         return copied.clone(memory_format=torch.preserve_format) if is_in_memory else copied
 

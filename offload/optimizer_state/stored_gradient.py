@@ -1,6 +1,6 @@
-"""One parameter's gradient, in memory or in the store. `AwayGradient` stands for it in the parameter's `grad`.
+"""One parameter's gradient, in memory or in the store. The parameter's `grad` is then an `AwayGradient`.
 
-`GradientMover` has it leave; `AwayGradient` and the optimizer's step bring it back.
+`GradientMover` moves the gradient out; `AwayGradient` and the optimizer's step bring it back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offload.torch_compat.optimizers import holds_alone
 
 __all__ = ["GradientError", "GradientPlace", "StoredGradient"]
 
-# Backward needs no complete gradient: it goes to disk before any saved tensor does.
+# Backward does not read complete gradients, so they go to disk before any saved tensor does.
 _NEED_FIRST = 1 << 40
 _SCALES_MAX = 8
 
@@ -39,9 +39,9 @@ class GradientPlace:
     name_of
         The name of a parameter, for errors.
     asked
-        The orders of norms that were asked for since the latest step.
+        The orders of the norms that were asked for since the latest step.
     expected
-        Those of the step before: the norms are taken before a gradient leaves.
+        The orders that were asked for in the previous step. These norms are computed before a gradient leaves.
     """
 
     engine: Engine
@@ -74,11 +74,11 @@ class StoredGradient:
         self._stored: _core.SwappedStorage | None = None
         self._is_coming = False  # a copy-in has begun that nobody has waited for
         self._norms: dict[float, Tensor] = {}
-        self._scales: list[tuple[Callable[..., Any], object]] = []  # applied when it comes back
+        self._scales: list[tuple[Callable[..., Any], object]] = []  # applied when the gradient comes back
 
     @property
     def is_away(self) -> bool:
-        """Whether it is in the store. Its bytes may still be in memory, on their way out."""
+        """Whether the gradient is in the store. Its copy-out may still be under way."""
         return self._stored is not None
 
     def leave(self) -> None:
@@ -102,14 +102,14 @@ class StoredGradient:
         place.counts.out_bytes += self.nbytes
 
     def begin(self) -> int:
-        """Start the copy-in. Returns the bytes; 0 where nothing is to be copied."""
+        """Start the copy-in. Returns the bytes; 0 if there is nothing to copy."""
         if self._stored is None or not self._stored.prefetch():
             return 0
         self._is_coming = True
         return self.nbytes
 
     def abandon(self) -> None:
-        """Free the memory of a copy-in that nobody waits for any more."""
+        """Free the memory of a copy-in that is no longer needed."""
         if self._stored is not None and self._is_coming:
             self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
             self._stored.remove_view()
@@ -117,46 +117,46 @@ class StoredGradient:
             self._is_coming = False
 
     def read(self, param: Tensor | None) -> Tensor:
-        """Return a tensor with the gradient's bytes. What is away stays so: a change of the tensor is not kept.
+        """Return a tensor with the gradient's bytes. If the gradient is away, changes of this tensor are lost.
 
         Raises
         ------
         GradientError
-            It could not be read; it is away as before.
+            The gradient could not be read; it is still away.
         """
         if self._stored is None:
             assert self.tensor is not None
             return self.tensor
         found = self._filled(self._stored, param)
-        if self._scales and not holds_alone(found):  # its memory is still being written to the store
+        if self._scales and not holds_alone(found):  # a copy-out still reads its memory
             found = found.clone(memory_format=torch.preserve_format)
         for scale, factor in self._scales:
             scale(found, factor)
         return found
 
     def bring(self, param: Tensor | None) -> Tensor:
-        """Have it in memory from now on, and return it. Raises `GradientError` as `read` does."""
+        """Bring the gradient into memory for good, and return it. Raises `GradientError` as `read` does."""
         if self._stored is not None:
             self.keep(self.read(param))
         assert self.tensor is not None
         return self.tensor
 
     def keep(self, tensor: Tensor) -> None:
-        """Have these bytes in memory from now on, instead of those in the store."""
+        """Make this tensor the gradient, instead of the bytes in the store."""
         self.tensor = tensor
         self._stored = None
         self._scales.clear()
         self._norms.clear()
 
     def scale(self, multiply: Callable[..., Any], factor: object) -> bool:
-        """Multiply it in place when it comes back. Returns False where that is to be done at once."""
+        """Multiply the gradient in place when it comes back. Returns False if that has to be done now."""
         if self._stored is None or len(self._scales) == _SCALES_MAX:
             return False
         self._scales.append((multiply, factor))
         return True
 
     def norm(self, order: float, param: Tensor | None) -> Tensor:
-        """Return its norm as `torch.linalg.vector_norm` does: the one that was taken before it left, if it was."""
+        """Return the gradient's norm as `torch.linalg.vector_norm` does. It may have been computed before it left."""
         self.place.asked.add(order)
         known = self._norms.get(order) if self._stored is not None and not self._scales else None
         return known.clone() if known is not None else torch.linalg.vector_norm(self.read(param), order)

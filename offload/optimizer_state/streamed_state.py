@@ -1,6 +1,6 @@
-"""An optimizer's `state` some of whose tensors are in the store: a parameter's are brought back when it is asked for.
+"""An optimizer's `state` with some tensors in the store. A look-up of a parameter brings that parameter's tensors back.
 
-`StateMover` puts it in the place of the dictionary that torch makes.
+`StateMover` replaces the dictionary that torch makes by this one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 
 State = dict[Any, Any]
 
-# Backward needs no state: it goes to disk before any saved tensor does.
+# Backward does not read state, so state goes to disk before any saved tensor does.
 NEED_FIRST = 1 << 40
 
-ASKED_BYTES = 64 << 20  # of state that the program asks for: beyond it, what it does not hold leaves again
+ASKED_BYTES = 64 << 20  # if the program has asked for more state, what it does not hold leaves again
 
 
 class OptimizerStateError(_core.SpillError):
@@ -41,16 +41,16 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 _SAMPLE = {"": torch.empty(0)}
-_HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # of a value that one dictionary holds
+_HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # reference count of a value that only one dictionary holds
 
 
 def is_held(state: dict[Any, Any], key: Any) -> bool:
-    """Whether somebody else than this dictionary holds the value of a key."""
+    """Whether other code than this dictionary holds the value of a key."""
     return sys.getrefcount(dict.__getitem__(state, key)) > _HELD_ONCE
 
 
 def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) -> bool:
-    """Whether a tensor of one parameter's state, all of which is in memory, could leave it."""
+    """Whether a tensor of one parameter's state could leave memory. The state must be in memory."""
     if not is_movable(state[name], device, min_nbytes):
         return False
     return sys.getrefcount(state[name]) <= _HELD_ONCE and holds_alone(state[name])
@@ -62,9 +62,9 @@ class StreamedState(defaultdict[Any, State]):
     Parameters
     ----------
     state
-        The dictionary that it replaces; its tensors are in memory.
+        The dictionary that this one replaces; its tensors are in memory.
     engine
-        What copies them.
+        Copies the tensors.
     min_nbytes
         Smaller tensors stay.
     name_of
@@ -78,10 +78,10 @@ class StreamedState(defaultdict[Any, State]):
         self.engine = engine
         self.is_moved = True
         self.tensors: dict[Any, list[StateTensor]] = {}
-        self._away_nbytes: int | None = 0  # None where something has left or come back since it was computed
-        self.held: dict[Any, int] = {}  # of each key, tensors that stay because others hold them
-        self._asked: dict[Any, int] = {}  # bytes that the program has brought back or put in, longest there first
-        self.refused = 0  # tensors for which there was no room, each time
+        self._away_nbytes: int | None = 0  # None if state has left or come back since
+        self.held: dict[Any, int] = {}  # by key: number of tensors that stay because other code holds them
+        self._asked: dict[Any, int] = {}  # by key: bytes the program has read or put in, oldest first
+        self.refused = 0  # how often there was no room for a tensor
         self.refusal = ""
         self._min_nbytes = min_nbytes
         self._name_of = name_of
@@ -90,26 +90,26 @@ class StreamedState(defaultdict[Any, State]):
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors that leave."""
+        """Bytes of all tensors that leave."""
         return sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
 
     @property
     def away_nbytes(self) -> int:
-        """Of the tensors that are away now."""
+        """Bytes of the tensors that are away now."""
         if self._away_nbytes is None:
             every = (each for tensors in self.tensors.values() for each in tensors)
             self._away_nbytes = sum(each.nbytes for each in every if each.is_away)
         return self._away_nbytes
 
     def nbytes_of(self, key: Any) -> int:
-        """Of the tensors of one parameter that leave; 0 where none has left yet."""
+        """Return the bytes of one parameter's tensors that leave; 0 if none has left yet."""
         return sum(each.nbytes for each in self.tensors.get(key, ()))
 
     def leave(self, key: Any, need: int) -> int:
-        """Start the copy-outs of what can leave of one parameter's state. Returns the bytes."""
+        """Start the copy-outs of one parameter's tensors that can leave. Returns the bytes."""
         state = self.peek(key)
         self._away_nbytes = None
-        if not isinstance(state, dict):  # gone, or not of a parameter
+        if not isinstance(state, dict):  # there is none, or it is not a parameter's
             self._keep(key, [])
             return 0
         tensors = self.tensors.setdefault(key, [])
@@ -121,14 +121,14 @@ class StreamedState(defaultdict[Any, State]):
             if each is None or not each.is_away:
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
-                # Another key, an attribute or a variable: it would read as NaN there.
+                # Held by another key, an attribute or a variable, where it would read as NaN.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
                 if is_held or not holds_alone(state[name]):
-                    held += is_held or not self.engine.in_flight_bytes  # else it may be a copy-out that shares it
+                    held += is_held or not self.engine.in_flight_bytes  # a copy-out may be what shares it
                     continue
                 if each is None:
                     each = StateTensor(name, state[name])
-                    tensors.append(each)  # before it leaves: an interrupt must not forget a tensor that is away
+                    tensors.append(each)  # before it leaves: after an interrupt, a tensor that is away is still listed
                 self._put_out(each, need)
                 nbytes += each.nbytes if each.is_away else 0
             present.append(each)
@@ -136,12 +136,12 @@ class StreamedState(defaultdict[Any, State]):
         return nbytes
 
     def stay(self, key: Any) -> None:
-        """Forget those of one parameter's tensors that are in memory: they are to stay there."""
+        """Let those of one parameter's tensors stay that are in memory, by forgetting them."""
         if key in self.tensors or key in self.held:
             self._keep(key, [each for each in self.tensors.get(key, ()) if each.is_away])
 
     def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
-        """Forget the tensors of a key but these."""
+        """Forget the tensors of a key, except these."""
         self._away_nbytes = None
         self._asked.pop(key, None)
         self.tensors[key], self.held[key] = present, held
@@ -158,13 +158,13 @@ class StreamedState(defaultdict[Any, State]):
             self.refusal = str(error)
 
     def owned(self) -> Iterator[Any]:
-        """Put copies in the place of loaded tensors that can leave: the caller's own stay as they are.
+        """Replace loaded tensors that can leave by copies, because the caller may hold the loaded ones.
 
-        Yields each key when it is done. What was one tensor in several places is so again.
+        Yields each key when its tensors are replaced. A tensor in several places becomes one copy in these places.
         """
         states = [state for state in dict.values(self) if isinstance(state, dict)]
         places = Counter(id(value) for state in states for value in state.values())
-        copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is used again
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is reused
         for key in list(self):
             found = self.peek(key)
             state = found if isinstance(found, dict) else {}
@@ -182,17 +182,17 @@ class StreamedState(defaultdict[Any, State]):
         return sum(each.nbytes for each in self.tensors.get(key, ()) if each.begin())
 
     def abandon(self, key: Any) -> None:
-        """Free the memory of copy-ins that nobody waits for any more."""
+        """Free the memory of copy-ins that are no longer needed."""
         for each in self.tensors.get(key, ()):
             each.abandon()
 
     def fetch(self, key: Any) -> int:
-        """Have one parameter's state in memory. Returns the bytes that were away.
+        """Bring one parameter's state into memory. Returns the bytes that were away.
 
         Raises
         ------
         OptimizerStateError
-            A tensor could not be read; it and those behind it are away as before.
+            A tensor could not be read. It and the tensors after it are still away.
         """
         nbytes = 0
         for each in self.tensors.get(key, ()):
@@ -217,19 +217,19 @@ class StreamedState(defaultdict[Any, State]):
             raise told from error
 
     def peek(self, key: Any) -> State | None:
-        """Return a parameter's state as it is: what is away reads as NaN. None where there is none."""
+        """Return a parameter's state as it is: tensors that are away read as NaN. None if there is none."""
         return dict.get(self, key)
 
     def copied(self, *, to_host: bool) -> defaultdict[Any, State]:
-        """Return a plain dictionary with copies of all tensors, of one moment. What is away stays so.
+        """Return a plain dictionary with copies of all tensors. Tensors that are away stay away.
 
         Parameters
         ----------
         to_host
-            Have the copies in host memory: device memory need not hold them all.
+            Whether the copies of moved tensors are in host memory, so that device memory need not hold them all.
         """
         result: defaultdict[Any, State] = defaultdict(dict)
-        copies: dict[int, Tensor] = {}  # what is one tensor in several places is so in the result
+        copies: dict[int, Tensor] = {}  # a tensor in several places becomes one copy in these places
         for key, state in dict.items(self):
             if not isinstance(state, dict):
                 result[key] = state
@@ -247,13 +247,13 @@ class StreamedState(defaultdict[Any, State]):
         return result
 
     def _ask(self, key: Any) -> None:
-        """Have one parameter's state in memory for the program."""
+        """Bring one parameter's state into memory for the program."""
         nbytes = self.fetch(key)
         if nbytes:
             self._note(key, nbytes)
 
     def _note(self, key: Any, nbytes: int) -> None:
-        """The program has one more parameter's state in memory. What it no longer holds may leave."""
+        """Note that the program uses one more parameter's state. Older state that it no longer holds may leave."""
         self._asked[key] = nbytes
         for each in list(self._asked)[:-1]:
             if sum(self._asked.values()) <= ASKED_BYTES:
@@ -277,20 +277,20 @@ class StreamedState(defaultdict[Any, State]):
             self._note(key, sum(each.nbytes for each in value.values() if isinstance(each, Tensor)))
 
     def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()  # overridden, so that dict() and ** of this one ask for each item
+        return super().__iter__()  # overridden, so that dict() and ** look each item up here
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of any dictionary, brought back."""
+        """As `dict` does, with the state brought back."""
         self._ask(key)
         return super().get(key, default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of any dictionary, brought back."""
+        """As `dict` does, with the state brought back."""
         self.fetch(key)
         return super().setdefault(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of any dictionary, brought back."""
+        """As `dict` does, with the state brought back."""
         self.fetch(key)
         self._keep(key, [])
         return super().pop(key, *default)
@@ -300,7 +300,7 @@ class StreamedState(defaultdict[Any, State]):
         self._keep(key, [])
 
     def clear(self) -> None:
-        """As of any dictionary."""
+        """As `dict` does."""
         super().clear()
         self._away_nbytes = 0
         self.tensors.clear()
@@ -314,18 +314,18 @@ class StreamedState(defaultdict[Any, State]):
         return other | self.copy()
 
     def popitem(self) -> tuple[Any, State]:
-        """As of any dictionary, brought back."""
+        """As `dict` does, with the state brought back."""
         key = next(reversed(self.keys()))
         return key, self.pop(key)
 
     def items(self) -> Any:
-        """Each one is brought back as the view is iterated. The optimizer's `state_dict` gets copies."""
+        """Return a view whose iteration brings each value back. The optimizer's `state_dict` gets copies instead."""
         if is_called_by_state_dict():
             return self.copied(to_host=self.engine.is_accelerator).items()
         return ItemsView(self)
 
     def values(self) -> Any:
-        """Each one is brought back as the view is iterated."""
+        """Return a view that brings each value back during iteration."""
         return ValuesView(self)
 
     def copy(self) -> defaultdict[Any, State]:  # type: ignore[override]

@@ -1,6 +1,6 @@
-"""What an optimizer's step may change outside of the optimizer, such as a count of steps in its class.
+"""Detects what an optimizer's step changes outside of the optimizer, such as a count of steps in its class.
 
-An optimizer whose step changes any of it cannot be stepped in parts: it would count each part. `separable` asks.
+An optimizer whose step changes anything there cannot be stepped in parts: each part would be counted. `separable` asks.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Surroundings:
         ]
 
     def has_changed(self) -> bool:
-        """Whether anything differs from that moment."""
+        """Whether anything has changed since."""
         return any(set(vars(kind)) != names for kind, names in self._names) or any(
             not is_equal(get(), before) for get, _, _, before in self._values
         )
 
     def restore(self) -> None:
-        """Put all back as it was, in the same objects."""
+        """Restore all values, in the same objects."""
         for kind, names in self._names:
             for name in set(vars(kind)) - names:
                 delattr(kind, name)
@@ -97,7 +97,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _filled(value: Any, before: Any) -> Any:
-    """Return the object itself, with its former content where it has one that can be replaced."""
+    """Return the same object with its former content; return the former value if it is not a container or a tensor."""
     if isinstance(value, list):
         value[:] = before
     elif isinstance(value, dict | set):

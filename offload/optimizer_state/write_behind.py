@@ -8,10 +8,10 @@ __all__ = ["WriteBehind"]
 
 
 class WriteBehind:
-    """The engines of a model's optimizers that are writing."""
+    """The engines of a model's optimizers that have copy-outs under way."""
 
     def __init__(self) -> None:
-        self._writing: list[Engine] = []  # the one that began first comes first
+        self._writing: list[Engine] = []  # in the order in which they began
 
     def wait(self, engine: Engine, nbytes_max: int) -> None:
         """Wait until the optimizers' copy-outs hold few enough bytes. Those of other optimizers are awaited first.
@@ -19,9 +19,9 @@ class WriteBehind:
         Parameters
         ----------
         engine
-            The one that has begun a copy-out. Its latest is not awaited.
+            The engine that has begun a copy-out. Its latest copy-out is not awaited.
         nbytes_max
-            Of all copy-outs together.
+            Limit for all copy-outs together.
         """
         others = [each for each in self._writing if each is not engine]
         for each in others:

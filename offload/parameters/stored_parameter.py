@@ -148,7 +148,7 @@ class StoredParameter:
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter has no bytes of its own. The storage alone decides, so this is right after an interrupt."""
+        """Whether the parameter has no bytes of its own. The storage alone decides, so an interrupt does no harm."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
@@ -185,10 +185,7 @@ class StoredParameter:
         self.look(parameter)
 
     def watch_gradient(self, parameter: nn.Parameter) -> None:
-        """Bring a trained parameter that is not contiguous into memory before autograd stores its gradient.
-
-        Autograd gives the gradient the parameter's strides.
-        """
+        """Bring a non-contiguous trained parameter into memory when autograd gives its strides to the gradient."""
         if self._gradient_hook is not None or not requires_grad_of(parameter) or self.content.layout.is_contiguous():
             return
         mine = self.reference
@@ -280,10 +277,7 @@ class StoredParameter:
         return True
 
     def _renew(self, parameter: Tensor) -> None:
-        """Give up the old copy in the store, then store the parameter again.
-
-        The old copy's space is free for reuse unless an autograd graph refers to it.
-        """
+        """Give up the old copy in the store, then store the parameter again. A graph may still hold the old copy."""
         placeholder_id = self.content.placeholder_id
         self.content = replace(self.content, stored=None)
         self.content = unseen(self._store, parameter)
