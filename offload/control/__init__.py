@@ -1,1 +1,1 @@
-"""Decides what each step does: profile, follow a plan or run a trial; replaces plans that measurements contradict."""
+"""Decides whether a step is profiled, follows a plan or runs a trial. Replaces plans that measurements contradict."""

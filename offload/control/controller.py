@@ -1,6 +1,6 @@
-"""The automatic mode: profiles a signature's first step, plans, and replaces plans that measurements contradict.
+"""The automatic mode: profiles each signature's first step, plans, and plans again if measurements contradict the plan.
 
-At the start of each step the session calls `observer`; the step's hooks report to its result. Phases: `phase.py`.
+The session calls `observer` at the start of each step; the step's hooks report to its result. Phases: `phase.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PlanController:
     limits
         Bounds and tolerances.
     plan_state
-        Makes each plan, and chooses which optimizer state moves with it; None without a memory limit.
+        Called for each plan; chooses the optimizer state that moves, and explains infeasible limits. None without limit.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PlanController:
     def needs_hooks(self, signature: object) -> bool:
         """Return False if the plan moves nothing, enough steps have been measured, and there is no `memory_limit`.
 
-        True even then for one step in `recheck_steps`. With a limit, a deviation must be noticed as soon as it begins.
+        Even then, returns True for one step in `recheck_steps`. With a limit, every deviation must be noticed at once.
         """
         with self._lock:
             state = self._states.get(signature)
@@ -180,7 +180,7 @@ class PlanController:
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
-                profiler.stop()  # its backward is not expected any more
+                profiler.stop()  # its backward is no longer expected
         if state.phase is Phase.ON_DEMAND:
             return SwapOnDemand()
         if state.profiler is not None and state.profiler.rounds_since <= self._limits.pending_steps:
@@ -271,14 +271,14 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Have malloc return large blocks if memory is limited, unless all plans keep every tensor."""
+        """Make malloc return large blocks if memory is limited, unless all plans keep every tensor."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
         self._blocks.return_at_once(wanted=self._on_cpu and is_limited and moves)
 
     def close(self) -> None:
-        """Stop recording, and leave malloc as it was."""
+        """Stop recording, and restore malloc's settings."""
         self.end_profiles()
         self._blocks.return_at_once(wanted=False)
 
@@ -307,14 +307,14 @@ class PlanController:
     # -- profiles -----------------------------------------------------------------------------------------------------
 
     def forget(self, signature: object) -> None:
-        """Record this signature again at its next step, even if a larger signature's plan would fit."""
+        """Count a deviation and discard the plan. The next step is profiled, unless `limits.deviations` is reached."""
         with self._lock:
             state = self._state(signature)
             state.planned = None
             state.deviations += 1
             if state.deviations >= self._limits.deviations:
                 if state.deviations == self._limits.deviations:
-                    log.info("steps with equal inputs keep differing: they swap on demand, without a plan")
+                    log.info("steps with equal input shapes keep deviating from the profiled one: they swap on demand")
                 state.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
 
     def _profilers(self) -> Iterator[Profiler]:
@@ -327,7 +327,7 @@ class PlanController:
                 profiler.stop()
 
     def end_profiles(self) -> None:
-        """Stop recording every step, even one that is not over; an optimizer is about to step, or the session ends."""
+        """Stop recording every step, even an unfinished one: an optimizer is about to step, or the session ends."""
         for profiler in self._profilers():
             profiler.stop()
 
@@ -339,7 +339,7 @@ class PlanController:
     def _read_profile(self, signature: object, state: SignatureState, profiler: Profiler) -> None:
         profile = profiler.profile()
         if profile is None:
-            return  # its backward is not over
+            return  # its backward has not ended
         state.profiler = None
         self._on_recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # it is called before `_plan` adds the optimizer's state
+        if self._on_profile is not None:  # called before `_plan` adds state allocated since the profiled step
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -377,7 +377,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The `PlannedStep` that most steps have followed; of several, that of the signature used last."""
+        """The `PlannedStep` that most steps have followed. If several have, the one whose signature was used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

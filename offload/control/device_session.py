@@ -1,4 +1,4 @@
-"""One enabled model on one device: its engine, which tensors may be swapped, and the controller that chooses them.
+"""One enabled model on one device: its engine, the rules for which tensors may be swapped, and its controller.
 
 Every pack asks here before the engine swaps a tensor. If the model is moved to another device, it gets a new session.
 """
@@ -62,7 +62,7 @@ class DeviceSession:
     limits
         Bounds and tolerances of the controller.
     states
-        The state of the model's optimizers, where some may move.
+        Moves the state of the model's optimizers; None if no state may move.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class DeviceSession:
         return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """Return what else holds this storage: "parameter" (or buffer, or a view of one) or "leaf"; None: unknown."""
+        """Return what else holds this storage: "parameter" (or buffer, or a view of one) or "leaf"; None if unknown."""
         if storage_id in self.state.storages:
             return "parameter"
         if tensor.requires_grad:
@@ -169,7 +169,7 @@ class DeviceSession:
         return None
 
     def holds_state(self, storage_id: int) -> bool:
-        """Return whether a storage belongs to a parameter or a buffer that keeps its memory until backward."""
+        """Return whether a storage belongs to a parameter or a buffer of the model; always False for FSDP models."""
         return storage_id in self.state.storages and not self.state.is_sharded
 
     def has_compiled_parts(self) -> bool:
@@ -182,7 +182,7 @@ class DeviceSession:
         return getattr(self._local, "excluded", 0) > 0
 
     def warn_once(self, error: Exception) -> None:
-        """Log, once per kind of error, that a tensor stays because the store cannot take it."""
+        """Log, once per kind of error, that a tensor stays because it could not be stored."""
         if type(error) not in self._warned:
             self._warned.add(type(error))
             log.warning("a tensor stays on the device: %s", str(error))  # not `error` itself, whose frames hold graphs

@@ -1,4 +1,4 @@
-"""A model while offload is enabled on it: each of its training steps runs under hooks for the device it is on.
+"""An enabled model. Each of its training steps runs with the hooks of the session on the model's device.
 
 Every call of the model's forward goes through this class. If the model is moved to another device, it gets a new
 `DeviceSession` there.
@@ -71,10 +71,10 @@ class EnabledModel:
     make_device_session
         Called for the model's first device, and for every device that it is moved to.
     is_unused
-        Returns whether no enabled model uses a store any more; if so, the memory and disk space that the store keeps
-        for reuse are freed.
+        Returns whether no enabled model uses a store any more. Then the memory and disk space that the store keeps for
+        reuse are freed.
     always
-        Wrap the model even with `n_tensors=0`.
+        Whether to wrap the model even with `n_tensors=0`.
 
     Attributes
     ----------
@@ -83,8 +83,8 @@ class EnabledModel:
     parameters
         Moves parameters; None if they stay.
     misplaced, moved
-        Messages for the report. `misplaced`: the model is on other devices than the engine. `moved`: the last move to a
-        new device that was followed. Either one is empty if there is nothing to say.
+        Messages for the report; empty if there is nothing to say. `misplaced` says that the model is on other devices
+        than the engine. `moved` gives the latest move of the model after which a new session was made.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EnabledModel:
         self._asked = {**asked, "exclude": options.exclude}
         self._make_device_session = make_device_session
         self._is_unused = is_unused
-        self._refused: torch.device | None = None  # the model is on this device, for which no engine could be made
+        self._refused: torch.device | None = None  # device of the model, if no engine could be made for it
         self._local = threading.local()
         self.on_device = self._session_on(model, device, options, engine)
         self._wrappers: list[weakref.ref[ForwardWrapper]] = []  # the modules hold them
@@ -161,7 +161,7 @@ class EnabledModel:
         return self._make_device_session(model, device, options, engine, weak_callback(self._note_compiled))
 
     def applies(self) -> bool:
-        """Return whether offload applies to a forward pass that starts now: whether it is a training step."""
+        """Return whether offload applies to a forward pass that starts now: only training steps are swapped."""
         model = self.model
         if not (self.is_enabled and self.wraps and model is not None and model.training and torch.is_grad_enabled()):
             return False
@@ -270,7 +270,7 @@ class EnabledModel:
     ) -> Iterator[None]:
         """Run around the module that torch.compile returned.
 
-        The wrapper of `forward` is removed meanwhile, so that the compiled graph is that of the model without offload.
+        During the call the wrapper of `forward` is removed, so that the compiled graph is that of the plain model.
         """
         around = self._around_forward(args, kwargs)
         try:
@@ -338,7 +338,7 @@ _PLAIN = Tensor | bool | None
 
 
 def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
-    """Return the same as `tree_leaves`, but fast if every value is a tensor, None or bool; `tree_leaves` is slow."""
+    """Return what `tree_leaves` returns. It is faster if every value is a tensor, a bool or None."""
     is_plain = all(isinstance(each, _PLAIN) for each in values)
     return values if is_plain else list(tree_leaves(values))
 
@@ -349,8 +349,8 @@ class HookedForward(HookContext):
     Parameters
     ----------
     inputs
-        The positional and keyword arguments of the forward that begins; if None, the first forward inside the context
-        passes its own.
+        The positional and keyword arguments of the forward that begins. If None, the first forward inside the context
+        gives its own.
     """
 
     def __init__(self, enabled: EnabledModel, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> None:

@@ -29,10 +29,10 @@ class TriedPlan:
     Attributes
     ----------
     slowdown
-        Relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+        Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
-        Seconds of the step beyond the computation of reference steps and the recomputation, waits and hooks that the
-        plan predicts: the time by which copies slowed the computation.
+        Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
+        that the plan predicts. It is the time by which copies slowed the computation.
     """
 
     plan: Plan
@@ -54,17 +54,17 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The duration of a step in seconds, twice: as elapsed time, and without the time that other programs took.
+    """The duration of a step in seconds, as elapsed time and without the time that other programs took.
 
     Attributes
     ----------
     step, computed
         Elapsed seconds of the whole step, and of all its nodes together.
     own_step
-        CPU time of the thread plus its waits times the share of the processor that the thread had while it
-        computed. Equal to `step` if the CPU time is unknown.
+        CPU time of the thread, plus `share` × its waits. `share` (at most 1) is the CPU time over the elapsed time of
+        its computation. Equal to `step` if the CPU time is unknown.
     own_computed
-        CPU time of the thread without that of hooks. Equal to `computed` if the CPU time is unknown.
+        CPU time of the thread without the CPU time of hooks. Equal to `computed` if the CPU time is unknown.
     """
 
     step: float
@@ -95,18 +95,18 @@ class Frontier:
     references
         For each of the last reference steps: the seconds of its nodes, and its cost.
     begun
-        Number of reference steps begun since the present plan was made.
+        Number of reference steps begun since the measurement of the present plan began or began anew.
     repeats
         How often the steps of the present plan have been measured again.
     tried
         Plans that have been judged, in the order of judging.
     recompute_byte_seconds
-        Seconds by which each recomputed byte slows the computation: operators have to be recorded for it.
+        Seconds by which each recomputed byte slows the computation, because operators have to be recorded.
     is_settled
-        Whether the search is over: the present plan stays.
+        Whether the search has ended. Then the present plan stays.
     looks
-        After the search: for each of the last reference steps, the slowdown of the plan's latest measured steps,
-        relative to this reference step.
+        After the search: for each of the last reference steps, the slowdown of the plan's latest measured steps
+        relative to it.
     """
 
     limits: Limits
@@ -133,11 +133,11 @@ class Frontier:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other programs used the processor in reference steps; CPU times are then compared, not elapsed times.
+        """Whether other programs used the processor in reference steps. CPU times are then compared, not elapsed times.
 
-        When a thread has waited for a copy, the scheduler runs it immediately; a thread that only computes has to share
-        the processor. So, beside other programs, elapsed times would make reference steps seem faster than steps
-        without swapping.
+        On a busy machine the OS favours a thread that has just waited, as in reference steps, over one that computes
+        all the time. By elapsed time, reference steps would therefore seem to compute faster than steps without
+        swapping.
         """
         shares = [cost.computed / cost.own_computed for _, cost in self.references if cost.own_computed > 0]
         return bool(shares) and median(shares) > 1 + self.limits.sharing
@@ -145,8 +145,8 @@ class Frontier:
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
         """Return whether other programs disturbed the measurement of the present plan.
 
-        This is so if its reference steps took longer than earlier ones, or if its own steps differ from each other by
-        more than copies can explain.
+        They did if the plan's reference steps took longer than earlier ones, or if the plan's own steps differ from
+        each other by more than copies can explain.
         """
         compute = self.compute_seconds
         if compute is None or not self.begun or not steps:
@@ -170,14 +170,14 @@ class Frontier:
         return [lower_quartile(column) for column in zip(*rows, strict=True)]
 
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
-        """Store a reference step; after the search, also compare the last `steps` of the plan with it."""
+        """Store a reference step. After the search, also compare the last `steps` of the plan with it."""
         cost = StepCost.of(measured)
         self.references.append((tuple(measured.node_seconds), cost))
         if self.is_settled and steps:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Return whether a settled plan was too slow in all of the last `looks`, by more than noise explains."""
+        """Return whether the plan after the search was too slow in all `looks`, by more than noise explains."""
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
@@ -188,7 +188,7 @@ class Frontier:
         self.references.clear()
 
     def search_again(self) -> None:
-        """Forget the plans that were tried: they no longer keep the memory limit, or state that moves is known now."""
+        """Forget the tried plans: the present one exceeds the memory limit, or plans can now move optimizer state."""
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()
@@ -196,8 +196,8 @@ class Frontier:
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.
 
-        Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first
-        step of a new plan is no reference step: the search has delayed it already, and waits would make it longer.
+        Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
+        of a new plan is not a reference step: planning has already delayed it.
 
         Parameters
         ----------
@@ -208,11 +208,11 @@ class Frontier:
         return not is_known and self.begun < plan_steps
 
     def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
-        """Return the durations that are not much longer than the shortest: other programs disturbed the rest."""
+        """Return the durations that are not much longer than the shortest. Other programs disturbed the others."""
         return [each for each in seconds if each <= self.limits.uneven * min(seconds)]
 
     def _are_enough(self, seconds: Sequence[float]) -> bool:
-        """Return whether there are enough measurements to determine a duration: more if they differ much."""
+        """Return whether there are enough measurements to determine a duration. More are needed if they differ much."""
         if len(seconds) < self.limits.measurements_before_judging:
             return False
         is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
@@ -272,9 +272,10 @@ class Frontier:
         return self.tried[-1].slowdown
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
-        """Return why to replace the plan that was judged last; None if it may stay.
+        """Return why to try another plan; None if the search may end.
 
-        It is replaced if it was too slow, or so fast that another plan could save more memory.
+        Another plan is tried if the last one was too slow, unless a plan that kept `max_slowdown` needs hardly more
+        memory. Another is also tried if the last one was so fast that a plan could save more.
 
         Parameters
         ----------

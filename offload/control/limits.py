@@ -17,27 +17,27 @@ class Limits:
     Attributes
     ----------
     signatures
-        Number of signatures whose plans are kept; beyond it the one unused for longest is discarded.
+        Number of signatures whose plans are kept. If there are more, the one unused for longest is discarded.
     borrow_from
-        Number of signatures with a profile from which on the steps of a new one may follow the plan of a larger one.
+        Once this many signatures have a profile, steps of a new signature may follow the plan of a larger one.
     pending_steps
-        Number of further steps to be profiled that may begin before a profiled one has run its backward; then its
+        Number of steps to be profiled that may begin after a profiled step and before its backward. If more begin, its
         profile is given up.
     deviations
         Number of deviations from the recorded step after which a signature runs without a plan.
     region_trials
         Number of trial steps of compiled submodules: a trial that deviates from the recorded step is repeated.
     incomplete_profiles
-        Number of profiles in a row without the step's temporaries (another profiler was running) after which the last
-        one is used all the same.
+        Number of profiles in a row that may lack the step's temporaries, because another profiler was running. The last
+        of them is used.
     replans
-        Number of new plans for a signature because of measured steps.
+        Number of new plans that measured steps may cause for a signature.
     recheck_steps
         If a plan neither swaps nor recomputes, one step in this many runs with hooks and is compared with the recorded
         step.
     measurements, measurements_before_judging
-        Number of measured steps that are kept, and the number that is needed before they are compared with the plan:
-        other programs may have slowed a single step.
+        Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
+        step would not be enough: other programs may have slowed it.
     device_measured_steps
         Number of steps that are measured on an accelerator, where each measurement records an event.
     steady_measured_every
@@ -49,7 +49,7 @@ class Limits:
     faster_link
         Relative difference above which a link that is faster than planned leads to a new plan.
     late_seconds
-        A tensor is late if a step waits longer for it.
+        A tensor is late if a step waits longer than this for it.
     swap_seconds_max
         Upper limit on the time in hooks per swapped tensor that the first plan assumes: hooks of the profiled step take
         longer than those of later steps.

@@ -1,4 +1,4 @@
-"""The manual mode: the first step of a signature is recorded, later ones swap as `n_tensors` and `lb` require.
+"""The manual mode: records the first step of a signature; later steps swap as `n_tensors` and `lb` require.
 
 A session calls the controller at the beginning of every step.
 """
@@ -40,7 +40,8 @@ class ManualStep:
     executors
         Executors of steps whose measurements have not been read yet.
     step_seconds, compute_seconds, activation_bytes
-        Measured in the last steps: duration of the step, duration of its computation, most activations in memory.
+        Measurements of the last steps: duration of the step, duration of its computation, most bytes of activations in
+        memory.
     late
         Seconds that the last measured step waited for a tensor, by pack index.
     held
@@ -143,7 +144,7 @@ class ManualController:
         return executor
 
     def needs_hooks(self, signature: object) -> bool:
-        """Return True: hooks also count the tensors that stay."""
+        """Return True, because hooks also count the tensors that stay."""
         return True
 
     def read_measurements(self) -> None:
@@ -153,7 +154,7 @@ class ManualController:
 
     @property
     def main(self) -> ManualStep | None:
-        """The signature with the most steps; of several, the one used last."""
+        """The signature with the most steps. If several have the same number, the one used last."""
         return max(reversed(self.schedules.values()), key=lambda each: each.steps, default=None)
 
     def forget(self, signature: object) -> None:

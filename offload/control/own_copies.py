@@ -1,6 +1,6 @@
-"""The speed of the link, from the copies of an engine's own steps.
+"""Measures the speed of the link on the copies of an engine's own steps.
 
-The first plan uses the calibrated link. Later plans use these speeds: they were measured beside the computation, and
+The first plan uses the calibrated link. Later plans use these speeds: they are measured while the step computes, and
 they follow a disk that becomes slower or faster.
 """
 
@@ -15,7 +15,7 @@ from offload.runtime.engine import Engine
 
 __all__ = ["OwnCopies"]
 
-_SAMPLE_SECONDS = 0.05  # of copies in one direction; less is too short to measure their speed
+_SAMPLE_SECONDS = 0.05  # copy time in one direction that is long enough to measure the speed
 _SAMPLES_MAX = 16
 
 
@@ -25,7 +25,7 @@ class OwnCopies:
     Parameters
     ----------
     engine
-        The engine. Its copies so far are the first sample.
+        Runs the copies. Those that it has run so far belong to the first sample.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,7 +34,7 @@ class OwnCopies:
         self._rates: dict[str, deque[float]] = {name: deque(maxlen=_SAMPLES_MAX) for name in self._sampled}
 
     def read(self) -> None:
-        """Take a sample of the copies since the last one, in each direction in which enough was copied."""
+        """Sample the copies since the last sample, in each direction in which they took long enough."""
         stats = self._engine.store_stats()
         for name, (seconds_before, bytes_before) in self._sampled.items():
             seconds, nbytes = stats[f"{name}_seconds"], stats[f"{name}_bytes"]
@@ -48,7 +48,7 @@ class OwnCopies:
         return all(self._rates.values())
 
     def link(self, known: Link) -> Link:
-        """Return `known` with the lower quartile of the samples as bandwidth; without samples, it stays."""
+        """Return `known` with the lower quartile of the samples as bandwidth. Without samples it is unchanged."""
         out, into = self._rates["out"], self._rates["in"]
         return replace(
             known,

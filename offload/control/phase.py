@@ -1,4 +1,4 @@
-"""The state machine of a signature: profile its first step, plan, measure the plan, then only follow it.
+"""The state machine of a signature: its first step is profiled, a plan is made and measured, and then only followed.
 
 A signature is the kind of a step: the shapes and dtypes of its inputs (`signature.py`). The controller changes its
 phase, always through `SignatureState.enter`.
@@ -29,7 +29,7 @@ log = logging.getLogger("offload")
 
 
 class Phase(enum.Enum):
-    """The phases of a signature: the kind of steps that it runs."""
+    """The phases of a signature. A phase decides what the signature's steps do."""
 
     # One step is recorded. Steps that begin before its backward has ended swap every tensor and load it on demand.
     PROFILING = "profiling"
@@ -72,18 +72,19 @@ class SignatureState:
 def larger_plan(
     states: Mapping[object, SignatureState], signature: object, state: SignatureState, borrow_from: int
 ) -> PlannedStep | None:
-    """The latest plan of a signature with inputs at least as large in every dimension; None if there is none.
+    """Return the latest plan of a signature with inputs at least as large in every dimension; None if there is none.
 
-    A smaller step on this plan keeps the limit too, and needs no profile, if every step has another length.
+    A smaller step that follows this plan keeps the limit too. So, if every step has another length, not every step has
+    to be profiled.
 
     Parameters
     ----------
     states
-        Of all signatures, in order of use, latest last.
+        The states of all signatures, in order of use, latest last.
     signature, state
-        That of the step that begins.
+        The signature of the step that begins, and its state.
     borrow_from
-        Signatures with a plan before a new one may run on the plan of a larger one.
+        Number of signatures that must have a profile before a new one may use the plan of a larger one.
     """
     planned = [(other, each.planned) for other, each in states.items() if each.planned is not None]
     if len(planned) < borrow_from or state.deviations or not isinstance(signature, Signature):

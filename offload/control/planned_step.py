@@ -1,4 +1,4 @@
-"""One signature under a plan: its profile, its plan, and the measurements of its steps.
+"""One signature: its profile, its plan, and the measurements of its steps.
 
 `PlannedStep` only stores figures; the controller decides what to do with them.
 """
@@ -39,9 +39,9 @@ class PlannedStep:
     limits
         Tolerances, and how many measurements are kept.
     profile
-        Its recorded step.
+        The recorded step.
     link
-        The link to plan with, as calibrated or as measured on the engine's own copies.
+        The link to plan with: calibrated, or measured on the engine's own copies.
     held
         The most bytes that model, gradients and optimizers took before a step.
     plan, schedule
@@ -53,21 +53,21 @@ class PlannedStep:
     incomplete_profiles
         Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
     steps, plan_steps, replans
-        Number of steps that followed a plan, and of those that followed the present one; number of new plans after the
-        first one.
+        Number of steps that followed a plan; number of steps that followed the present plan; number of new plans after
+        the first one.
     frontier
         Reference steps, and the measured slowdown of the plans so far.
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
-        Measured in the last steps: the duration of each node, of the step, of the hooks per swapped or dropped tensor,
-        of recomputation.
+        Durations measured in the last steps: of each node, of the whole step, of the hooks per swapped or dropped
+        tensor, and of recomputation.
     recompute_factors
         Duration of recomputation in measured steps, divided by that in the trial step, by tensor id.
     costs
         The durations of the last measured steps.
     starts
-        When each node of the last measured step began, in seconds after the first.
+        When each node of the last measured step began, in seconds after the first node.
     late
         Seconds that the last measured step waited for a tensor, by tensor id.
     late_tensors
@@ -83,9 +83,9 @@ class PlannedStep:
     recipes
         The results of the trial step; None before its end.
     optimizers
-        How many optimizers had updated the model when the plan was made, where it chooses what moves of their state.
+        If plans choose which optimizer state moves: how many optimizers had made an update when the plan was made.
     trial_bytes
-        The most bytes that the trial step requested by a listener may take; None if none was requested, or after it.
+        The most bytes that the trial step requested by a listener may take; None if none is requested or it has ended.
     """
 
     limits: Limits
@@ -139,7 +139,7 @@ class PlannedStep:
         Parameters
         ----------
         away_bytes
-            How many bytes of the held optimizer state are not on the device. Default: those of `held`.
+            How many bytes of the optimizer state in `held` are not on the device. Default: `held.away`.
         """
         trace = self.profile.trace
         profile, held = self.profile, self.held
@@ -163,7 +163,7 @@ class PlannedStep:
         return self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds, slowed)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
-        """Make the next steps follow `plan`. Tensors that came late are prefetched earlier, within `limit_bytes`."""
+        """Make the next steps follow `plan`. Tensors that were late are prefetched earlier, within `limit_bytes`."""
         if self.late:
             plan = _with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
         if self.recipes is not None:
@@ -182,7 +182,7 @@ class PlannedStep:
         self.late_tensors = 0
 
     def measure_again(self) -> None:
-        """Measure the present plan anew: other programs slowed its steps."""
+        """Measure the present plan anew, because other programs slowed its steps."""
         self.frontier.repeats += 1
         self._forget_measured_steps()
 
@@ -192,7 +192,7 @@ class PlannedStep:
         self.costs.clear()
 
     def reference_schedule(self) -> Schedule:
-        """Return the schedule of the plan's reference steps, made for the first of them."""
+        """Return the schedule of the plan's reference steps. It is made for the first of them."""
         assert self.plan is not None
         if self.serial is None:
             self.serial = serial_schedule(self.profile.order, self.plan, self.profile.members)
@@ -208,7 +208,7 @@ class PlannedStep:
         return self.plan.peak_bytes + more > limit_bytes
 
     def read_trial(self, counts: Counts, *, cheap: bool) -> None:
-        """Read the results of the trial step if it is over."""
+        """Read the results of the trial step if it has ended."""
         trial = self.trial
         if trial is None or not trial.finished:
             return
@@ -287,7 +287,7 @@ class PlannedStep:
         counts.prefetched_late += len(late - executor.missed)
 
     def reasons_to_replan(self, link: Link) -> list[str]:
-        """Return texts on how measured steps and the measured `link` differ from the plan; empty if it may stay."""
+        """Return how measured steps and the measured `link` differ from the plan; empty if the plan may stay."""
         plan = self.plan
         assert plan is not None
         measured = median(self.step_seconds)

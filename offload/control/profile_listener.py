@@ -1,6 +1,6 @@
-"""Passes profiled steps to a listener before they are planned: to `offload plan train.py` and `offload fit`.
+"""Passes each profiled step to a listener before it is planned. `offload plan train.py` and `offload fit` listen.
 
-The listener may request a trial step too, and then gets the recipes that this step has found.
+The listener may request a trial step. It then gets the recipes that the trial step has found.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RecordedStep:
     Attributes
     ----------
     trace
-        The step, with the bytes that are on the device before it now: they include the optimizer's state if the
+        The step, with the bytes that are on the device before it now. They include the optimizer's state if the
         optimizer has stepped. After the trial step, the trace contains recipes.
     link
         The link to plan with.
@@ -40,7 +40,7 @@ class RecordedStep:
     batch
         The first dimension of the model's first input; None if there is none.
     fixed_bytes
-        For each node: the bytes in `trace.base_bytes` that do not depend on the batch (parameters, gradients, buffers,
+        By node: the bytes in `trace.base_bytes` that do not depend on the batch (parameters, gradients, buffers,
         optimizer state).
     no_recipes
         Why the trial step could not run; empty if it has run or was not requested.
@@ -57,15 +57,15 @@ class RecordedStep:
     no_recipes: str = ""
 
 
-# Returns the most bytes that a trial step may take; None: no trial step. It is called again after the trial step, with
-# the recipes.
+# Returns the most bytes that a trial step may take; None if it wants no trial step. It is called again with the recipes
+# after the trial step.
 ProfileListener = Callable[[RecordedStep], int | None]
 
 
 def tell_profile(
     listener: ProfileListener | None, planned: PlannedStep, options: Options, device: torch.device
 ) -> None:
-    """Pass a step that has just been profiled to the listener; its answer is stored in `planned.trial_bytes`."""
+    """Pass a step that has just been profiled to the listener, and store the answer in `planned.trial_bytes`."""
     if listener is not None:
         may_try = options.recompute is not None and options.n_tensors is None
         planned.trial_bytes = listener(_recorded(planned, options, device, may_try=may_try))
@@ -74,7 +74,7 @@ def tell_profile(
 def tell_recipes(
     listener: ProfileListener | None, planned: PlannedStep, options: Options, counts: Counts, device: torch.device
 ) -> None:
-    """Pass the recipes of the requested trial step to the listener, if the step is over or cannot run."""
+    """Pass the recipes of the requested trial step to the listener, if this step has ended or cannot run."""
     if listener is None or planned.trial_bytes is None:
         return
     planned.read_trial(counts, cheap=options.recompute == "cheap")

@@ -39,12 +39,12 @@ class SlowdownPromise:
     limits
         Bounds and tolerances.
     engine
-        The engine whose copies are measured. On an accelerator copies do not slow the computation, and only the first
-        steps are measured, so there `max_slowdown` limits the predicted slowdown.
+        The engine whose copies are measured. On an accelerator, `max_slowdown` limits only the predicted slowdown:
+        copies do not slow the computation, and only the first steps are measured.
     copies
         The measured speed of the engine's copies.
     plan_state
-        Chooses the share of optimizer state that moves, if plans do.
+        Called for each plan. Chooses the share of optimizer state that moves, with ``optimizer_state="auto"``.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class SlowdownPromise:
         return moves and self._on_cpu and self._options.max_slowdown is not None
 
     def is_open(self, planned: PlannedStep) -> bool:
-        """Return whether the search for a plan that keeps the promise goes on."""
+        """Return whether the search for a plan that keeps the promise has not ended."""
         return self.applies(planned) and not planned.frontier.is_settled
 
     def begin_reference(self, planned: PlannedStep, counts: Counts) -> bool:
-        """Count the step that begins. Returns True if it is to be a reference step."""
+        """Count the step that begins. Returns whether it is to be a reference step."""
         if self._wants_reference(planned):
             planned.frontier.begun += 1
             counts.reference_steps += 1
@@ -88,13 +88,13 @@ class SlowdownPromise:
         stopwatch.defer_copy_outs()
 
     def end_reference(self) -> None:
-        """Copy out in the background again, also if the last reference step never ran its backward."""
+        """Copy out in the background again, even if the last reference step has not run its backward."""
         if self._reference is not None:
             self._reference.end_deferral()
             self._reference = None
 
     def needs_plan(self, planned: PlannedStep) -> bool:
-        """Return whether measured steps differ so much that a new plan is due. New plans are limited and logged."""
+        """Return whether measured steps differ so much from the plan that a new one is due. Counts and logs it."""
         self._copies.read()
         if not planned.is_measured:
             return False
@@ -121,7 +121,7 @@ class SlowdownPromise:
         return planned.frontier.is_due(planned.plan_steps)
 
     def _is_broken(self, planned: PlannedStep, link: Link) -> bool:
-        """Return whether another plan is due, with the measured link. If the search ends, the best plan is used."""
+        """Return whether another plan is due. If the search ends, the best plan is used."""
         frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
         assert plan is not None
         assert allowed is not None
@@ -146,7 +146,7 @@ class SlowdownPromise:
         return True
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Return whether a new plan is due because an optimizer has made its first update. Asked again, it is not."""
+        """Return whether a new plan is due because an optimizer has made its first update. True only once."""
         if self._plan_state is None or planned.plan is None or not self._plan_state.is_outdated(planned):
             return False
         planned.frontier.search_again()
@@ -171,7 +171,7 @@ class SlowdownPromise:
         make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
         if allowed is None or not self._on_cpu:
             return make(options=options, held_bytes=held_bytes)
-        # A search is to take no longer than a step.
+        # The search should take no longer than a step.
         effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS)
         frontier.is_settled = False
         if frontier.tried:
@@ -189,7 +189,7 @@ class SlowdownPromise:
         return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:
-        """Stay with the plan that the search ends with."""
+        """End the search, and follow the plan that it ends with."""
         frontier, plan = planned.frontier, self._last(planned, allowed)
         frontier.is_settled = True
         if plan is not planned.plan:
@@ -197,7 +197,7 @@ class SlowdownPromise:
             planned.follow(plan, self._options.memory_limit)
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
-        """Return the plan that the search ends with. If it is not the one that was judged last, that is logged."""
+        """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
         plan, judged = self._best(planned, allowed), planned.frontier.tried[-1]
         if plan is not judged.plan:
             is_slow = judged.slowdown > allowed
@@ -206,10 +206,10 @@ class SlowdownPromise:
         return plan
 
     def _best(self, planned: PlannedStep, allowed: float) -> Plan:
-        """Return the plan of least memory that kept the promise.
+        """Return the plan of least memory that kept the promise, if it lowers the peak by at least `worth_hooks`.
 
-        If none did, or if it saves too little: the one that swaps nothing. If that exceeds the memory limit: the plan
-        that kept the promise, or the fastest of those tried.
+        Otherwise return the plan that swaps nothing. If this plan exceeds the memory limit, return the plan of least
+        memory that kept the promise, however little it saves; if none kept it, the fastest of the tried plans.
         """
         frontier, limit_bytes = planned.frontier, self._options.memory_limit
         best = frontier.best(allowed)

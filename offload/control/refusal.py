@@ -1,4 +1,4 @@
-"""Explains why no plan keeps the memory limit: what is in the way, and what each argument of `enable` would free."""
+"""Explains why no plan keeps the memory limit: what takes the memory, and what each argument of `enable` would free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["explained"]
 
 _REASONS_MAX = 3
 _SMALL_BYTES = 64 << 10
-_WORTH_BYTES = 1 << 20  # a knob that frees less is not named
+_WORTH_BYTES = 1 << 20  # knobs that free less are not named
 
 
 def explained(
@@ -28,24 +28,25 @@ def explained(
     movable_bytes: int,
     window_bytes: int,
 ) -> InfeasibleLimitError:
-    """Return the error with the parts of what is not saved for backward, and with knobs.
+    """Return the error with the memory that is not saved for backward divided into parts, and with knobs.
 
     Parameters
     ----------
     error
-        From the planner.
+        The planner's error.
     planned
         The step.
     options
-        What the caller asked for.
+        The caller's arguments.
     counts
-        Of the session.
+        The session's counts.
     optimizer_bytes
-        Of optimizer state that is in memory under the plan that was tried.
+        Bytes of optimizer state in memory under the plan that was tried.
     movable_bytes
-        Of optimizer state that another choice would let leave; the most that is still being written is left out.
+        Bytes of optimizer state that would leave memory with ``optimizer_state="auto"``, without the most bytes that
+        may still be being written.
     window_bytes
-        Of it, what is in memory at a time during an update, with what is read and written.
+        Bytes of this state that are in memory at a time during an update, including what is being read and written.
     """
     gradients = max(planned.held.gradients, *planned.profile.gradient_bytes, 0)
     in_update = planned.held.kept + gradients - movable_bytes + window_bytes
@@ -64,7 +65,7 @@ def explained(
 
 
 def _parts(reason: Reason, planned: PlannedStep, optimizer_bytes: int) -> Iterator[Reason]:
-    """What is not saved for backward, divided as far as it is known."""
+    """Yield the parts of a reason that concerns memory not saved for backward; yield other reasons unchanged."""
     if reason.node is None:
         yield reason
         return

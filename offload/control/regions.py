@@ -44,7 +44,7 @@ class _Tried:
     tensors: tuple[int, ...]  # ids in the trace of the tensors that it saves
     saved_bytes: int
     input_bytes: int
-    seconds: float  # of its second run
+    seconds: float  # duration of its second run
     packed: int  # the node that starts after its first pack
     used: int  # first node of backward that uses its tensors
 
@@ -60,11 +60,11 @@ class CompiledRegions:
     Attributes
     ----------
     before
-        The planned step before regions were recomputed; None if none is.
+        The planned step before regions were recomputed; None if no region is recomputed.
     refusals
         Why regions cannot be recomputed, by name.
     reason
-        Why a trial led to no recomputed region; empty if some are recomputed, or without a trial.
+        Why a trial led to no recomputed region; empty if regions are recomputed or no trial has run.
     """
 
     def __init__(self, options: Options, engine: Engine, limits: Limits, is_in_step: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ class CompiledRegions:
         self._tried: PlannedStep | None = None  # the planned step of the trial, until `choose`
         self._trials = 0
         self._is_settled = False
-        self._is_new = False  # the first plan with the chosen regions is still to come
+        self._is_new = False  # whether the chosen regions have no plan yet
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class CompiledRegions:
         self._regions = WeakReferences()
 
     def begin_trial(self, planned: PlannedStep, model: nn.Module) -> bool:
-        """Make the next step a trial of the regions. False if no region is tried. The step must swap everything."""
+        """Make the next step, which must swap everything, a trial. Returns False if no region is tried."""
         options, plan = self._options, planned.plan
         is_wanted = options.recompute == "auto" and options.max_slowdown is None and options.memory_limit is not None
         if self._is_settled or not is_wanted or plan is None:
@@ -125,20 +125,20 @@ class CompiledRegions:
         return self._tried is not None
 
     def end_trial(self) -> None:
-        """End the trial step, as another step begins."""
+        """End the trial step, because another step begins."""
         for region in self._regions:
             region.is_trying = False
 
     def repeat_trial(self, planned: PlannedStep) -> None:
-        """Let the trial be repeated, as its step deviated from the recorded one; the step is profiled again first."""
+        """Let the trial be repeated after a new profile, because its step deviated from the recorded one."""
         if self._tried is planned:
             self._tried, self._is_settled = None, self._trials >= self._limits.region_trials
             self.close()
 
     def choose(self, planned: PlannedStep, device_bytes: Callable[[], int]) -> bool:
-        """Choose the regions to recompute, if a trial has ended. True: profile the next step again.
+        """Choose the regions to recompute, if a trial has ended. Returns whether the next step is to be profiled again.
 
-        Every step calls this. `device_bytes` reads figures of the system, so it is called only after a trial.
+        Every step calls this method. `device_bytes` reads figures of the system, so it is called only after a trial.
         """
         if self._tried is not planned:
             return False
@@ -168,7 +168,7 @@ class CompiledRegions:
         return bool(best)
 
     def are_given_up(self, plan: Plan | None) -> bool:
-        """Stop recomputing regions if the first plan with them is no faster, or no plan is feasible (None)."""
+        """Stop recomputing regions if the first plan with them is not faster or no plan is feasible (None)."""
         before = self.before.plan if self.before is not None and (self._is_new or plan is None) else None
         self._is_new = False
         if before is None or (plan is not None and plan.expected_seconds < before.expected_seconds):
@@ -202,7 +202,7 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def _tensors_of(name: str, planned: PlannedStep) -> tuple[int, ...]:
-    """Ids of the tensors of the trace that a region saves."""
+    """Return the ids of the tensors of the trace that a region saves."""
     profile = planned.profile
     nodes, after = profile.trace.nodes, profile.order.node_after_pack
     return tuple(

@@ -25,7 +25,7 @@ _listened_to: list[tuple[nn.Module | None, EnabledModel]] = []  # kept alive unt
 
 
 def enabled_models(among: Iterable[EnabledModel] | None = None) -> list[EnabledModel]:
-    """Return the entries (`among`: of these) that are enabled and whose model is alive."""
+    """Return the entries, or those of `among`, that are enabled and whose model is alive."""
     run_pending_callbacks()
     return [each for each in (_models if among is None else among) if each.is_enabled and each.model is not None]
 
@@ -52,7 +52,7 @@ def is_unused(store: _core.SwapStore) -> bool:
 
 @atexit.register
 def _end_profiles() -> None:
-    """Stop torch's profiler: if a script ends within the profiled step, it would crash the interpreter at exit."""
+    """Stop torch's profiler, which would crash the interpreter at exit if a script ends within the profiled step."""
     for each in enabled_models():
         each.on_device.controller.end_profiles()
 
@@ -66,8 +66,9 @@ def profile_listener() -> ProfileListener | None:
 def listen_to_profiles(listener: ProfileListener) -> Iterator[None]:
     """Call `listener` with the profiles of all models enabled in this `with` block, before they are planned.
 
-    In the block every model is profiled, even one with `n_tensors`. At its end, the profiles of the last steps are read
-    too: otherwise a profile is read when the next step begins, and a script of one step has no next step.
+    In the block every model is profiled, even one with `n_tensors`. A profile is usually read when the next step
+    begins. At the end of the block the profiles of the last steps are read too, because a script may have only one
+    step.
     """
     global _listener
     before, _listener = _listener, listener

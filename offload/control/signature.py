@@ -19,7 +19,7 @@ class Signature(NamedTuple):
     shapes
         Shapes of the tensors among the inputs, in elements.
     kinds
-        Dtypes of these tensors and whether they require gradients; the bools and Nones among the inputs; whether
+        Dtypes of these tensors, and whether they require gradients; the bools and Nones among the inputs; whether
         autocast is on; the dispatch modes that are on.
     input_bytes
         Bytes of the input tensors.

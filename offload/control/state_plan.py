@@ -1,7 +1,7 @@
-"""Plans which optimizer state moves, for each signature with its own plan, and has the optimizers follow.
+"""Chooses, for each plan of a signature, which optimizer state moves, and makes the optimizers follow.
 
-`SlowdownPromise` calls it for every plan where a memory limit is given. Without ``optimizer_state="auto"`` it only says
-what that would free where no plan keeps the limit.
+If a memory limit is given, `SlowdownPromise` calls it for every plan. Without ``optimizer_state="auto"`` it only adds
+to the error, if no plan keeps the limit, how much memory ``"auto"`` would free.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["StatePlanner"]
 
 
 class StatePlanner:
-    """Chooses a share of the state for each plan. What moves is the largest share of all plans in use.
+    """Chooses a share of the state for each plan. The largest share of all plans in use moves.
 
     Parameters
     ----------
     states
         The model's optimizers.
     options
-        With a memory limit.
+        The caller's arguments, with a memory limit.
     limits
-        Its `noise` is the gain for which no more state moves.
+        Tolerances. No more state moves for a gain of `noise` or less.
     counts
-        Of the session: its steps.
+        The session's counts, which give the number of steps.
     latest
-        Returns the signature that was profiled last, with its profile read.
+        Reads complete profiles, and returns the signature that was profiled last.
     held
-        Knows the optimizers.
+        Finds the model's optimizers and the bytes of their state.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StatePlanner:
         states.passes.count = partial(getattr, counts, "steps")
 
     def plan(self, planned: PlannedStep, make: Callable[[Trace], Plan]) -> Plan:
-        """Return a signature's next plan, and have the state that it moves leave.
+        """Return a signature's next plan, and move out the state that it moves.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class StatePlanner:
         if self._states.is_planned:
             self._states.settle()
             chunks = self._states.chunks()
-            if not chunks and self._states.updates:  # none of it can leave
+            if not chunks and self._states.updates:  # none of the state can leave
                 self._states.follow(())
             planned.optimizers = self._states.passes.optimizers
         try:
@@ -92,7 +92,10 @@ class StatePlanner:
             raise self._explained(error, planned, chunks) from None
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Whether the plan knows no state, or no update, and an optimizer whose state can move has stepped since."""
+        """Whether an optimizer with movable state has made its first update since the plan was made.
+
+        False if the plan was made after another optimizer's update and already chooses what moves.
+        """
         assert planned.plan is not None
         known, planned.optimizers = planned.optimizers, self._states.passes.optimizers
         if not self._states.is_planned or known == planned.optimizers or (known and planned.plan.state is not None):
@@ -130,7 +133,7 @@ class StatePlanner:
         self, error: InfeasibleLimitError, planned: PlannedStep, chunks: Sequence[MovableChunk]
     ) -> InfeasibleLimitError:
         kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
-        kept += away - sum(chunk.nbytes for chunk in chunks)  # with the plan that was refused
+        kept += away - sum(chunk.nbytes for chunk in chunks)  # of the plan that was refused
         movable = 0
         if not (self._states.is_planned or self._states.steps_in_backward or away):
             movable = self._states.movable_bytes(self._held.optimizers)
@@ -145,7 +148,7 @@ class StatePlanner:
         )
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes fit beside the recorded step with everything kept."""
+        """Whether `nbytes` fit within the limit together with the recorded step, if the step keeps every tensor."""
         planned, limit_bytes = self._latest(), self._options.memory_limit
         return (
             planned is not None

@@ -1,4 +1,4 @@
-"""The trial step: when it is due, and how its recipes are converted for the planner.
+"""The trial step: decides when it is due, and converts its recipes for the planner.
 
 This module maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
 """
@@ -49,7 +49,7 @@ class TrialObserver(StepObserver, Protocol):
         """Return why other entries have no recipe, by pack index."""
 
     def measured(self) -> Measured | None:
-        """Return the measured durations of the step; None if it is not over."""
+        """Return the measured durations of the step; None if it has not ended."""
 
 
 # Starts the trial step of a recorded step. Arguments: engine, recorded order, `base_bytes` by node, and the most bytes
@@ -82,12 +82,12 @@ class TimedTrial(RecipeTrial):
         self._stopwatch.end(pack_index)
 
     def measured(self) -> Measured | None:
-        """Return the measured durations of the step; None if it is not over."""
+        """Return the measured durations of the step; None if it has not ended."""
         return self._stopwatch.measured(1)
 
 
 def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> TrialObserver | str:
-    """Begin a trial step. If none can run, returns a string that says why."""
+    """Begin a trial step. Returns its observer; if no trial can run, a string that says why."""
     if order.compiled_nodes:
         return "torch.compile made a part of the step"
     if not can_record():
@@ -137,9 +137,15 @@ class Recipes:
     ) -> Trace:
         """Return the trace with the recipes of its tensors.
 
-        `factors`: duration of recomputation divided by that in the trial step, by tensor id; for other tensors, the
-        median of these. `hook_seconds`: the time in hooks per dropped tensor; it is added to each recipe.
-        `byte_seconds`: seconds by which each dropped byte slows the computation.
+        Parameters
+        ----------
+        factors
+            Duration of recomputation divided by its duration in the trial step, by tensor id. The median of these is
+            used for other tensors.
+        hook_seconds
+            Time in hooks per dropped tensor, which is added to each recipe.
+        byte_seconds
+            Seconds by which each dropped byte slows the computation.
         """
         if not self.recompute:
             return trace
@@ -154,7 +160,7 @@ class Recipes:
 
 
 def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
-    """Return whether recomputation could improve a swap-only plan: its step time, or with `max_slowdown` its memory."""
+    """Return whether recomputation could improve a swap-only plan: its step time, or its memory (`max_slowdown`)."""
     if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
         return False
     if options.max_slowdown is None:

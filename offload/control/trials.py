@@ -58,7 +58,7 @@ class Trials:
         self._limits = limits
 
     def begin_due(self, state: SignatureState, planned: PlannedStep, model: nn.Module) -> StepObserver | None:
-        """Begin a trial step if the signature has had none and recomputation could improve its plan; else None."""
+        """Begin a trial step if the signature has had none and recomputation could improve its plan."""
         plan = planned.plan
         assert plan is not None
         has_had_one = planned.recipes is not None or planned.trial is not None
@@ -73,13 +73,13 @@ class Trials:
         return self._begin(state, planned, self._options.memory_limit or plan.peak_bytes)
 
     def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
-        """Begin the trial step that the listener has requested. If it is over or cannot run, pass the recipes on."""
+        """Begin the trial step that the listener has requested. If it has ended or cannot run, pass the recipes on."""
         trial = self._begin(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
         self.tell_recipes(planned)
         return trial or SwapOnDemand()
 
     def tell_recipes(self, planned: PlannedStep) -> None:
-        """Pass the recipes of the requested trial step to the listener, if the step is over or cannot run."""
+        """Pass the recipes of the requested trial step to the listener, if this step has ended or cannot run."""
         tell_recipes(self._on_profile, planned, self._options, self._counts, self._engine.device)
 
     def _begin(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:

@@ -33,7 +33,7 @@ def wanted_plan(
     held_bytes: int = 0,
     effort: float = 1.0,
 ) -> Plan:
-    """Return the plan that the caller asked for. It recomputes only if this gains more than the noise of measurements.
+    """Return the plan that the caller asked for. It recomputes only if the gain exceeds the noise of measurements.
 
     Parameters
     ----------

@@ -180,7 +180,8 @@ class Step:
         limit_bytes : int
             Limit on the resident bytes.
         cutoff_seconds : float, default infinite
-            Step time above which no placement is returned.
+            No placement is returned if the step would take longer than this even without waits for copy-ins. A returned
+            placement may still take longer.
         safety_factor : float, default 1.0
             Copy-ins are assumed to take this many times as long, so that they are prefetched earlier.
         not_before : mapping of int to int
@@ -189,7 +190,8 @@ class Step:
         Returns
         -------
         SwapPlacement or None
-            None if the set cannot stay within the limit, or the step takes longer than `cutoff_seconds`.
+            None if the set cannot stay within the limit, or if the step takes longer than `cutoff_seconds` even without
+            waits for copy-ins.
         """
         indices = sorted(indices)
         while True:

@@ -1,4 +1,4 @@
-"""Bytes of activations in memory while a step runs: with its schedule, and if every tensor is kept.
+"""Bytes of activations in memory while a step runs, with its schedule and without swapping.
 
 A `MeteredExecutor` measures them at every hook. Activations are saved tensors that can be swapped. Each counts from the
 hook that saves it to the last backward node that uses it. Tensors that other code holds (the batch, parameters) do not
@@ -40,7 +40,7 @@ class ActivationBytes:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> ActivationBytes:
-        """Return the bytes of a step that follows a plan. Sources of recipes are resident until they have been read."""
+        """Return the bytes of a step that follows a plan. Sources of a recipe are resident until it has read them."""
         planned_swaps = {swap.id: swap for swap in plan.swaps}
         # The meter cannot see when forward frees a dropped tensor: it counts as kept until its last use in the plan.
         in_forward, in_backward = _recomputed_spans(plan)
@@ -59,7 +59,7 @@ class ActivationBytes:
 
     @classmethod
     def of_manual(cls, schedule: Schedule, held: Iterable[int] = ()) -> ActivationBytes:
-        """Return the bytes of a manual schedule. `held`: pack indices of tensors that other code holds too."""
+        """Return the bytes of a manual schedule. `held` are pack indices of tensors that other code holds too."""
         node_count = schedule.order.node_count
         held = set(held)
         unswapped, kept = [], []
@@ -82,7 +82,7 @@ Spans = list[tuple[int, int, int]]
 
 
 def _recomputed_spans(plan: Plan) -> tuple[Spans, Spans]:
-    """Return the spans of recomputed tensors: in forward up to the last use, in backward from the recomputation on."""
+    """Return the spans of recomputed tensors: in forward until the last use, in backward from the recomputation on."""
     tensors = {tensor.id: tensor for tensor in plan.trace.tensors}
     last_uses = {row.id: tensors[row.id].last_use for row in plan.recomputes}
     for row in plan.recomputes:

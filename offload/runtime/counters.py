@@ -83,10 +83,14 @@ class Counts(defaultdict[str, Count]):
         _core.begin_step((self.swapped, self.dropped, *self.values()))
 
     def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
-        """Count the misses since the last call as late loads if the step follows a schedule.
+        """Count the misses since the last call as late loads if the last step followed a schedule.
 
-        `misses`: all misses so far. `follows`: whether the step that now begins follows a schedule; None: no step
-        begins.
+        Parameters
+        ----------
+        misses
+            All misses so far.
+        follows
+            Whether the step that now begins follows a schedule; None if no step begins.
         """
         if self._follows:
             self.loaded_late += misses - self._misses_before

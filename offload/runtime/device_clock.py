@@ -12,13 +12,13 @@ from offload.runtime.engine import Engine
 
 __all__ = ["DeviceClock", "StepTimes"]
 
-# In this order: by node, when it could begin to compute; by node, how long it computed; seconds waited for tensors, by
-# pack index; seconds in hooks; seconds of the step.
+# In this order: by node, when the node could begin to compute; by node, how long it computed; by pack index, seconds
+# waited for the tensor; seconds in hooks; seconds of the step.
 StepTimes = tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float]
 
 
 class DeviceClock:
-    """Records the same as `NodeClock`, with events on a device's stream. Hooks take no time of the device."""
+    """Records what `NodeClock` records, with events on a device's stream. Hooks use no device time."""
 
     hook_seconds = 0.0
 
@@ -31,16 +31,16 @@ class DeviceClock:
         self._node = 0
 
     def begin(self) -> None:
-        """Record the begin of a hook that may wait or start a copy."""
+        """Record the start of a hook that may wait or start a copy."""
         self._begin = self._engine.mark()
 
     def pass_by(self, node: int) -> None:
-        """Record the begin of a node in a hook that neither waits nor starts a copy."""
+        """Record the start of a node in a hook that neither waits nor starts a copy."""
         self._node = node
         self._nodes.setdefault(node, self._engine.mark())
 
     def arrive(self, node: int) -> None:
-        """Record the begin of a node; its start time is that of the current hook."""
+        """Record the start of a node. It is the start of the current hook."""
         self._node = node
         self._nodes.setdefault(node, self._begin)
 

@@ -85,9 +85,9 @@ class Engine(_core.EngineCore):
         self.store = store
         self.device = device
         self._stats_before = store.stats()
-        self._dropped: deque[RecomputedStorage] = deque()  # dropped, but forward still holds the tensor
+        self._dropped: deque[RecomputedStorage] = deque()  # dropped tensors that forward still holds
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
-        self._dead: deque[WeakDroppedHandle] = deque()  # the graph is freed, the record is still to be freed
+        self._dead: deque[WeakDroppedHandle] = deque()  # handles whose graph is freed and whose record is not
         self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
 
     def current_stream(self) -> int:
@@ -97,7 +97,7 @@ class Engine(_core.EngineCore):
     def drop(
         self, tensor: torch.Tensor, key: StorageKey, recipe: Recipe, ran: Callable[[int, float], None]
     ) -> DroppedHandle:
-        """Drop a storage: backward runs `recipe` to recompute it. Each time, `ran` is called with bytes and seconds."""
+        """Drop a storage. Backward recomputes it with `recipe`, and each time calls `ran` with bytes and seconds."""
         record = RecomputedStorage(self, key, recipe, tensor, ran)
         handle = DroppedHandle(record)
         reference = WeakDroppedHandle(handle, self._dead.append)

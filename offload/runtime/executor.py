@@ -23,7 +23,7 @@ from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
-_DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; 0 means that nothing is to be done
+_DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; after 0, nothing has to be done
 
 
 class StepObserver(Protocol):
@@ -56,13 +56,13 @@ class StepObserver(Protocol):
         """Called when a hook begins that may wait."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Called if the schedule keeps a tensor, but Python has to act at its pack.
+        """Called at the pack of a kept tensor at which Python has to act.
 
-        Either a release or a prefetch is due at the node that begins after it, or nodes are timed with device events.
+        Either a release or a prefetch is due at the node that begins after the pack, or device events time the nodes.
         """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Return why this storage is kept; None: it is swapped."""
+        """Return why this storage is kept; None if it is swapped."""
 
     def need(self, pack_index: int) -> int:
         """Return the spill priority: larger if backward needs the tensor later."""
@@ -252,7 +252,7 @@ class ScheduleExecutor:
             self.cursor.node = node
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Return why this storage is kept; None: it is swapped or dropped, by the schedule or after a deviation."""
+        """Return why this storage is kept; None if it is swapped or dropped, by the schedule or after a deviation."""
         if not self.on_schedule:
             return None
         entry = self._swapped_bytes.get(pack_index)

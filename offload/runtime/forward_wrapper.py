@@ -22,7 +22,7 @@ Around = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[obje
 
 
 class _Both:
-    """Two contexts, one within the other. As either may, it may be left twice."""
+    """Two contexts, one within the other. Both may exit twice, and so may this one."""
 
     def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
         self._outer = outer
@@ -79,7 +79,7 @@ class ForwardWrapper:
         except BaseException as error:
             try:
                 untraced(around.__exit__, type(error), error, error.__traceback__)
-            finally:  # again, as an interrupt may have stopped the first call; a second one does nothing
+            finally:  # an interrupt may have stopped the first call; after a complete one, this does nothing
                 untraced(around.__exit__, type(error), error, error.__traceback__)
             raise
         return result
@@ -90,15 +90,15 @@ class ForwardWrapper:
 
     @property
     def enters_also(self) -> bool:
-        """Whether there is something more around each call; see `enter_also`."""
+        """Whether each call runs within a second context; see `enter_also`."""
         return self._also is not None
 
     def enter_also(self, around: Around | None) -> None:
-        """Put something more around each call, inside of what is there. None: not any more."""
+        """Run each call within a second context, inside the first one. None removes the second context."""
         self._also = around
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether it wraps this module, and not one that this is a shallow copy of."""
+        """Whether this object wraps `module` itself, and not a module that `module` is a shallow copy of."""
         return self._module() is module
 
     def _traced(self, module: nn.Module | None) -> Callable[..., Any]:

@@ -61,13 +61,16 @@ class Policy(Protocol):
         """Return whether the engine can move tensors of this kind."""
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """Return what else holds this storage, so that swapping would free nothing; None if no holder is known."""
+        """Return what else holds this storage, if known. Swapping would then free nothing."""
 
     def is_excluded(self) -> bool:
         """Return whether the module that runs in this thread is excluded."""
 
     def holds_state(self, storage_id: int) -> bool:
-        """Return whether a storage belongs to a parameter or a buffer that keeps its memory until backward."""
+        """Return whether a storage belongs to a parameter or a buffer of the model.
+
+        Always False for an FSDP model, whose parameters are gathered again for backward.
+        """
 
     def has_compiled_parts(self) -> bool:
         """Return whether a part of the model is compiled; it may have been compiled since the last step."""
@@ -104,7 +107,7 @@ class StepHooks(HookCore):
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
-        """Report later packs and unpacks to `observer`, all that it has to know of; the next pack gets number 0."""
+        """From now on, report to `observer` what C++ does not handle alone. The next pack gets number 0."""
         self.attached = True
         self._observer = observer
         self.end_forward()
@@ -123,7 +126,7 @@ class StepHooks(HookCore):
             self._recomputation.end()
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
-        """Call the observer, which has to act at this pack, and keep the tensor, as the schedule does."""
+        """Keep a tensor as scheduled. First call the observer: a release or a prefetch is due, or a node is timed."""
         self._observer.pass_by(index)
         return self.keep(tensor, index, self._observer.reason, nbytes)
 
@@ -173,7 +176,7 @@ class StepHooks(HookCore):
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
         """Report the unpack of a kept tensor to the observer, and return the tensor."""
-        self._engine.collect()  # before a copy-in, which needs the memory of copies and nodes that have ended
+        self._engine.collect()  # frees the memory of ended copies and freed graph nodes: a copy-in may need it
         self._observer.unpacking(kept.index)
         tensor = self.checked(kept)
         self._observer.unpacked(kept.index)
@@ -189,7 +192,7 @@ class StepHooks(HookCore):
         OSError
             Its bytes could not be read back; a later call tries again.
         """
-        self._engine.collect()  # before a copy-in, which needs the memory of copies and nodes that have ended
+        self._engine.collect()  # frees the memory of ended copies and freed graph nodes: a copy-in may need it
         self._observer.unpacking(view.index)
         try:
             tensor = view.restore()
@@ -254,7 +257,7 @@ class StepHooks(HookCore):
 
 
 def innermost_step_hooks() -> StepHooks | None:
-    """This thread's innermost saved-tensor hooks, if they are a `StepHooks`; else None."""
+    """Return this thread's innermost saved-tensor hooks if they are a `StepHooks`; None otherwise."""
     top = innermost_hooks(while_tracing=True)
     current = getattr(top[0], "__self__", None) if top is not None else None
     return current if isinstance(current, StepHooks) else None
@@ -270,8 +273,8 @@ class HookContext(saved_tensors_hooks):
     Parameters
     ----------
     first
-        Given the hooks, returns a pack and an unpack function that are called first, and that call the hooks for what
-        they do not handle. None: the hooks are called directly.
+        Called with the hooks; returns a pack and an unpack function. These are called first, and call the hooks for
+        tensors that they do not handle. If None, the hooks are called directly.
     """
 
     def __init__(self, current: StepHooks, first: FirstAsked | None = None) -> None:
@@ -284,7 +287,7 @@ class HookContext(saved_tensors_hooks):
         self.is_removed = False
 
     def remove(self) -> None:
-        """Remove the hooks: autograd saves tensors itself from now on. They must be the innermost."""
+        """Remove the hooks, which must be the innermost. From now on autograd saves tensors itself."""
         self.is_removed = True
         self._hooks.end_forward()
         super().__exit__()

@@ -35,7 +35,7 @@ class Surroundings(Protocol):
     options: Options
 
     def holds_state(self, storage_id: int) -> bool:
-        """Return whether a storage belongs to a parameter or a buffer that keeps its memory until backward."""
+        """Return whether a storage belongs to a parameter or a buffer of the model; always False for FSDP models."""
 
     def has_compiled_parts(self) -> bool:
         """Return whether a part of the model is compiled; it may have been compiled since the last step."""
@@ -48,7 +48,7 @@ class Recomputation(Protocol):
         """Called when the forward pass begins, in its thread."""
 
     def pause(self) -> None:
-        """Called when a hook begins: its operators are not part of the step."""
+        """Called when a hook begins. The hook's operators are not part of the step."""
 
     def passed(self, index: int, tensor: torch.Tensor) -> None:
         """Called when the hook that packs `tensor` is about to return."""
@@ -60,21 +60,21 @@ class Recomputation(Protocol):
         """Drop a storage and return its handle; None if it is to be swapped instead."""
 
     def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
-        """Called when a storage has been swapped out, dropped or kept. `slot`: its handle; None if it is kept."""
+        """Called when a storage has been swapped out, dropped or kept. `slot` is its handle, or None if it is kept."""
 
     def end(self) -> None:
         """Called when the forward pass ends or raises an exception; may be called again."""
 
 
 class Recording:
-    """Records the operators of a forward pass: the recorder is on between packs and off in hooks."""
+    """Records the operators of a forward pass. The recorder is on between packs and off in hooks."""
 
     def __init__(self) -> None:
         self._recorder: FollowingRecorder | None = None
         self._was_on = False  # when the hook began
 
     def begin(self, surroundings: Surroundings) -> None:
-        """Create the recorder of a forward pass; if a part of the model is compiled, nothing is recorded."""
+        """Create the recorder of a forward pass. If a part of the model is compiled, nothing is recorded."""
         if surroundings.has_compiled_parts():
             return
         self._recorder = FollowingRecorder(surroundings.options.min_tensor_bytes, surroundings.holds_state)
@@ -103,7 +103,7 @@ class DroppedTensors(Recording):
     Parameters
     ----------
     ran
-        Called with the bytes and seconds of every recomputation: a bound method, whose owner is not kept alive.
+        A bound method, called with the bytes and seconds of every recomputation. Its owner is not kept alive.
     """
 
     def __init__(self, schedule: Schedule, engine: Engine, ran: Callable[[int, float], None]) -> None:

@@ -134,14 +134,16 @@ class RecomputedStorage:
         return self._source is None
 
     def swap_in(self) -> tuple[torch.UntypedStorage, int]:
-        """Return the bytes on the device, recomputed now or for an earlier view, and offset 0. A call serves one view.
+        """Return the bytes on the device and the offset 0. Each call serves one view.
+
+        The bytes are recomputed now, or have been recomputed for an earlier view.
 
         Raises
         ------
         RuntimeError
-            A tensor from which they are recomputed was changed in place.
+            A tensor that the recipe reads was changed in place.
         OSError
-            A tensor from which they are recomputed could not be read back; a later call tries again.
+            A tensor that the recipe reads could not be read back; a later call tries again.
         """
         with self._lock:
             stream = self._engine.current_stream()
@@ -159,7 +161,7 @@ class RecomputedStorage:
 
     def _made(self) -> torch.UntypedStorage:
         recipe = self._recipe
-        assert recipe is not None  # a handle is held, so `free` has not been called
+        assert recipe is not None  # the caller holds a handle, so `free` has not been called
         try:
             storages = recipe.load()
         except ChangedSource as changed:

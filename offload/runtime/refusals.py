@@ -23,17 +23,17 @@ FUNCTION_TRANSFORMS = (
 
 
 def check_model(model: object, enabled: Iterable[nn.Module], *, will_be_on: torch.device | None = None) -> torch.device:
-    """Return the device of a model, after checking that it can be enabled beside the models that are.
+    """Check that a model can be enabled beside the models in `enabled`. Returns the model's device.
 
     Parameters
     ----------
     will_be_on
-        Where it is going to be, if it has no memory yet.
+        The device on which the model is going to be, if its parameters are on the meta device now.
 
     Raises
     ------
     ValueError
-        It cannot be enabled; the message says what to do.
+        The model cannot be enabled; the message says what to do.
     """
     if not isinstance(model, nn.Module):
         stage = getattr(model, "submod", None)
@@ -89,7 +89,7 @@ def devices_of(model: nn.Module) -> set[torch.device]:
 
 
 def check_devices(devices: set[torch.device]) -> torch.device:
-    """Return the only element of `devices`, after checking that an engine can be created there; CPU if it is empty.
+    """Check that an engine can be created on `devices`. Returns their only element, or the CPU if there is none.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def check_hooks() -> None:
     Raises
     ------
     RuntimeError
-        It forbids them; the message says what to do.
+        Torch forbids them; the message says what to do.
     """
     forbidden = hooks_forbidden_reason()
     if forbidden is not None:

@@ -94,7 +94,7 @@ class RegionTrial:
         return result
 
     def is_as_tried(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call may be recomputed: modes as in the trial, no hooks, inputs tensors and constants."""
+        """Return whether a call may be recomputed: the trial's modes, no hooks, all inputs tensors or constants."""
         return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
 
     def _watch(self, result: Any, inputs: list[Tensor]) -> None:
@@ -130,7 +130,7 @@ class RegionTrial:
             return f"it failed when run again: {error}"
 
     def seconds(self) -> float | None:
-        """Duration of the second run in seconds; None if the device has not finished it."""
+        """Return the duration of the second run in seconds; None if the device has not finished it."""
         total = 0.0
         for begin, end in self._marks:
             found = self._engine.seconds_since(begin, [end])
@@ -188,7 +188,7 @@ class Region:
             return self.trial.run(part, self._inner, args, kwargs)
         if not self.trial.is_as_tried(part, args, kwargs):
             return self._inner(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))  # checkpoint saves only tensors that are arguments themselves
+        leaves, structure = tree_flatten((args, kwargs))  # checkpoint saves only tensors that are arguments
         return checkpoint(_Rerun(part, self._inner, args, kwargs, structure), *leaves, use_reentrant=False)
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class _Rerun:
 
 
 class _Snapshot:
-    """The parameters, buffers and settings of a region: its result depends on them too."""
+    """The parameters, buffers and settings of a region at one moment. The region's result depends on them."""
 
     def __init__(self, part: nn.Module) -> None:
         self._part = part
@@ -331,7 +331,7 @@ def _modes(part: nn.Module) -> list[bool]:
 
 
 def _python_state(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Objects, other than tensors, that the region may change: attributes, elements of containers, generator states."""
+    """Return objects, other than tensors, that a region may change: attributes, elements, generator states."""
     leaves, structure = tree_flatten((args, kwargs))
     numbers: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
     found = [structure, str(random.getstate()), numbers[1].tobytes(), *numbers[2:]]

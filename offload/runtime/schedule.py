@@ -27,7 +27,7 @@ class PackEntry:
     pack_index: int  # number of the pack that saved it first
     nbytes: int
     packed: int  # node that ended with this pack
-    first_backward: int | None = None  # first backward node that uses it; None: no node does
+    first_backward: int | None = None  # first backward node that uses it; None if no node does
     last_use: int | None = None
 
 
@@ -37,7 +37,7 @@ class StepOrder:
 
     entries: dict[int, PackEntry] = field(default_factory=dict)  # by pack index
     duplicates: dict[int, int] = field(default_factory=dict)  # pack index → pack index of the same storage's entry
-    node_after_pack: dict[int, int] = field(default_factory=dict)  # pack index → the node that it begins
+    node_after_pack: dict[int, int] = field(default_factory=dict)  # pack index → the node that begins after it
     uses: list[tuple[int, int]] = field(default_factory=list)  # (backward node, pack index), in the order of backward
     backward_nodes: list[int] = field(default_factory=list)
     compiled_nodes: set[int] = field(default_factory=set)  # the backward nodes that are graphs of torch.compile
@@ -97,7 +97,7 @@ class Schedule:
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of pack indices between which operators are recorded; sorted, disjoint. -1: the start of the step."""
+        """Pairs of pack indices between which operators are recorded; sorted, disjoint. -1 is the start of the step."""
         found: list[tuple[int, int]] = []
         for opens, closes in sorted((recipe.opens, index) for index, recipe in self.recipes.items()):
             if found and opens <= found[-1][1]:
@@ -113,7 +113,7 @@ class Schedule:
 
     @cached_property
     def _told(self) -> frozenset[int]:
-        """Packs that C++ reports to Python even if the tensor is kept: they begin a window, or a recipe reads them."""
+        """Packs of kept tensors that C++ reports to Python: a window begins there, or a recipe reads the tensor."""
         return self.sources.union(opens for opens, _ in self.windows)
 
     @cached_property
@@ -205,9 +205,9 @@ def planned_schedule(
 
 
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
-    """Return the schedule of a plan's reference steps: tensors are copied in few groups, and the step waits for each.
+    """Return the schedule of a plan's reference steps. Tensors are copied in few groups, and the step waits for each.
 
-    Nodes take as long as without swapping: no copy runs beside them, and few of them follow a copy.
+    So nodes take as long as without swapping: no copy runs during a node, and few nodes follow a copy.
 
     Parameters
     ----------

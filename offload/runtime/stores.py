@@ -62,7 +62,7 @@ def make_store(device: torch.device, options: Options) -> _core.SwapStore:
 
 
 def throttle() -> float:
-    """Return the limit on the bytes per second that the host driver copies in each direction; 0: no limit.
+    """Return the limit on the bytes per second that the host driver copies in each direction; 0 without a limit.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def throttle() -> float:
 
 
 def engines() -> list[Engine]:
-    """Return the engines that are alive: of enabled models, and of graphs that outlive their model's session."""
+    """Return the engines that are alive: those of enabled models, and those of graphs that outlive their session."""
     return list(_engines)
 
 

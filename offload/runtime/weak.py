@@ -1,4 +1,4 @@
-"""Weak references: callbacks that do not keep their owner alive, and calls that are made after an object is freed.
+"""Weak references: callbacks that do not keep their owner alive, and calls after an object is freed.
 
 Python drops an exception that is raised in a weak reference's callback or a finalizer. A signal handler, such as that
 of Ctrl-C, may raise an exception in any Python code. So no Python code runs in weak references' callbacks: C code puts
@@ -34,13 +34,13 @@ def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class WeakReferences(Generic[Object]):
-    """A set of weak references: it does not keep its objects alive."""
+    """A set of objects that it does not keep alive."""
 
     def __init__(self) -> None:
         self._references: tuple[weakref.ref[Object], ...] = ()
 
     def add(self, each: Object) -> None:
-        """Add one; references to dead objects are dropped."""
+        """Add an object. References to dead objects are dropped."""
         self._references = (*(it for it in self._references if it() is not None), weakref.ref(each))
 
     def __iter__(self) -> Iterator[Object]:
@@ -69,7 +69,7 @@ def call_when_dead(owner: object, call: Callable[[], object]) -> None:
 
 
 def run_pending_callbacks() -> None:
-    """Make the calls that wait for objects that are freed by now."""
+    """Make the pending calls of objects that have been freed."""
     while _dead:
         death = _dead[0]
         death.call()
