@@ -69,7 +69,7 @@ class PlanController:
     limits
         Bounds and tolerances.
     plan_state
-        Called for each plan; chooses the optimizer state that moves, and explains infeasible limits. None without limit.
+        Called for each plan: chooses the state that moves, explains infeasible limits. None without a memory limit.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class StoredParameter:
     is_changed
         An optimizer has updated the parameter.
     is_address_given
-        The program was given the raw address (`data_ptr()`), so the parameter stays in memory until the model's next
+        The program was given the raw address (`data_ptr`), so the parameter stays in memory until the model's next
         forward.
     epoch
         How often the program has replaced the parameter's memory (`parameter.data = …`).
