@@ -1,4 +1,4 @@
-"""How many tensors and bytes of one optimizer's state and gradients have moved, for the report."""
+"""What has been moved of one optimizer's state, and of its parameters' gradients, for the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradientCounts", "StateCounts"]
 
 @dataclass
 class StateCounts:
-    """How many tensors and bytes of one optimizer's state move.
+    """What has been moved of one optimizer's state.
 
     Attributes
     ----------
