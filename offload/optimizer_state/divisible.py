@@ -22,7 +22,7 @@ def why_its_kind_is_not_divided(optimizer: Optimizer) -> str:
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "a capturable step may run in a CUDA graph, which uses the state where it was"
     if steps_through_hooks(optimizer):
-        return "its step calls that of a base class, whose hooks would run within it"
+        return "its step calls the step of a base class, whose hooks would run within it"
     return ""
 
 

@@ -18,7 +18,7 @@ __all__ = ["FreedGradient", "StepInBackwardError"]
 
 _READ = (
     "this gradient was used in backward and is gone (step_in_backward=True): clipping by the norm of all gradients, a "
-    "GradScaler and whatever else uses gradients before optimizer.step() need step_in_backward=False"
+    "GradScaler and anything else that uses gradients before optimizer.step() need step_in_backward=False"
 )
 _ADDED_TO = (
     "a backward pass adds to a gradient that was used in backward and is gone (step_in_backward=True): call "

@@ -41,7 +41,7 @@ CHUNK_BYTES = 32 << 20
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
 
-STAYS_BY_PLAN = "the plan keeps memory_limit without it, and no other plan is faster"
+STAYS_BY_PLAN = "the plan keeps memory_limit without moving it, and no other plan is faster"
 
 _SAMPLE = SimpleNamespace(state={})
 _HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value
@@ -378,5 +378,5 @@ def why_it_stays(optimizer: Optimizer) -> str:
     """Return why no state of an optimizer can be moved; empty if state can be."""
     why = why_its_kind_is_not_divided(optimizer)
     if not why and sys.getrefcount(optimizer.state) > _HELD_ONCE:
-        return "other code holds its `state`, such as an optimizer around it, and would go on with an old one"
+        return "other code, such as an optimizer that wraps it, holds its `state` and would keep using the old one"
     return why

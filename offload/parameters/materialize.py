@@ -65,13 +65,13 @@ class Fill:
                 self._rows.append((each, entry))
         if missing:
             raise ValueError(
-                f"{_named(missing)}: on the meta device, and not among the weights. Give all files; what the model "
+                f"{_named(missing)}: on the meta device, but not among the weights. Give all files. What the model "
                 "computes itself, such as buffers that are not saved, must be built outside of torch.device('meta')"
             )
         known = {name for name, _ in _named_tensors(model)}
         if unknown := [name for name in entries if name not in known]:
             raise ValueError(
-                f"{_named(unknown)}: among the weights, and not in the model; give the model's own weights"
+                f"{_named(unknown)}: among the weights, but not in the model; give the model's own weights"
             )
 
     def run(self, leave: Callable[[nn.Parameter], object] | None) -> None:

@@ -83,7 +83,7 @@ class ParameterCounts:
 
     def __str__(self) -> str:
         if not self.tensors:
-            return "none leaves memory"
+            return "no parameter leaves memory"
         passes = max(self.passes, 1)
         told = f"per step {format_bytes(round(self.in_bytes / passes))} read"
         if self.trained:

@@ -133,21 +133,21 @@ class Clips(Program):
 
 
 class LogsTheNorm(Program):
-    said = ("whatever else uses gradients before optimizer.step()",)
+    said = ("anything else that uses gradients before optimizer.step()",)
 
     def between(self, number):
         float(nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
 
 
 class ReadsAddresses(Program):
-    said = ("whatever else uses gradients before optimizer.step()",)
+    said = ("anything else that uses gradients before optimizer.step()",)
 
     def between(self, number):
         self.model[0].weight.grad.data_ptr()
 
 
 class ConvertsToNumpy(Program):
-    said = ("whatever else uses gradients before optimizer.step()",)
+    said = ("anything else that uses gradients before optimizer.step()",)
 
     def between(self, number):
         self.model[0].weight.grad.numpy()

@@ -158,8 +158,8 @@ def without(name):
 
 
 REFUSED = {
-    "are missing": (without("first.weight"), "first.weight: on the meta device, and not among the weights"),
-    "unknown": (lambda s: {**s, "more": torch.ones(3)}, "more: among the weights, and not in the model"),
+    "are missing": (without("first.weight"), "first.weight: on the meta device, but not among the weights"),
+    "unknown": (lambda s: {**s, "more": torch.ones(3)}, "more: among the weights, but not in the model"),
     "shape": (lambda s: {**s, "first.weight": torch.ones(3, 3)}, r"first.weight has the shape \[32, 32\] in the model"),
 }
 
