@@ -171,7 +171,7 @@ class SlowdownPromise:
         make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
         if allowed is None or not self._on_cpu:
             return make(options=options, held_bytes=held_bytes)
-        # The search should take no longer than a step.
+        # A search is to take no longer than a step.
         effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS)
         frontier.is_settled = False
         if frontier.tried:

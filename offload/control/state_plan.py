@@ -92,7 +92,7 @@ class StatePlanner:
             raise self._explained(error, planned, chunks) from None
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Whether an optimizer with movable state has made its first update since the plan was made.
+        """Return whether an optimizer with movable state has made its first update since the plan was made.
 
         False if the plan was made after another optimizer's update and already chooses what moves.
         """
@@ -148,7 +148,7 @@ class StatePlanner:
         )
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` fit within the limit together with the recorded step, if the step keeps every tensor."""
+        """Return whether `nbytes` fit within the limit together with the recorded step if it keeps every tensor."""
         planned, limit_bytes = self._latest(), self._options.memory_limit
         return (
             planned is not None

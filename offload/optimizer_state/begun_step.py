@@ -55,7 +55,7 @@ class BegunStep:
         self.freed_bytes = 0
 
     def steps(self, param: Tensor) -> bool:
-        """Whether the parameter was in a group of the optimizer when the step began."""
+        """Return whether the parameter was in a group of the optimizer when the step began."""
         return self._step.group_of(param) is not None
 
     def update(self, optimizer: Optimizer, param: Tensor) -> None:

@@ -40,7 +40,7 @@ _NO_COUNTERS = frozenset(
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's that update each parameter only from its own gradient and state."""
+    """Return whether an optimizer is one of torch's that update each parameter only from its own gradient and state."""
     return type(optimizer) in _KNOWN
 
 

@@ -334,7 +334,7 @@ def _mover_of(optimizer: Optimizer) -> StateMover | None:
 
 
 def _is_used(optimizer: Optimizer) -> bool:
-    """Whether another enabled model moves its state or steps it in backward."""
+    """Return whether another enabled model moves its state or steps it in backward."""
     moved = isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return moved or any(isinstance(getattr(each, "__self__", None), StepInBackward) for each in hooks)

@@ -17,7 +17,7 @@ NUMEL_MAX = 64  # of a tensor
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value, with all that it contains, can be copied and compared."""
+    """Return whether a value, with all that it contains, can be copied and compared."""
     if isinstance(value, dict):
         return all(is_plain(each) for pair in value.items() for each in pair)
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -39,7 +39,7 @@ def copied(value: Any) -> Any:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are of the same types and have the same bits."""
+    """Return whether two values are of the same types and have the same bits."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_equal(value, other[key]) for key, value in one.items())
     if type(one) is not type(other):

@@ -36,7 +36,7 @@ _COMMON = frozenset({"defaults", "param_groups", "state", "step"})
 
 
 def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False) -> bool:
-    """Whether a tiny copy of the optimizer gives the same bits in chunks. False if it cannot be tried.
+    """Return whether a tiny copy of the optimizer gives the same bits in chunks. False if it cannot be tried.
 
     Also False if a step changes anything outside of the optimizer: in chunks it would do so several times.
 
@@ -61,7 +61,7 @@ def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a signal handler, which may interrupt any code, has raised this error."""
+    """Return whether a signal handler, which may interrupt any code, has raised this error."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers} - {None}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -17,7 +17,7 @@ __all__ = ["StateTensor", "is_movable"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
-    """Whether a value of an optimizer's state is of a kind that can leave memory: a large plain tensor.
+    """Return whether a value of an optimizer's state is of a kind that can leave memory: a large plain tensor.
 
     While a tensor is away it reads as NaN. So only tensors of floating-point or complex numbers can leave.
     """

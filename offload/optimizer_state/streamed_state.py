@@ -45,12 +45,12 @@ _HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # reference count of a value that onl
 
 
 def is_held(state: dict[Any, Any], key: Any) -> bool:
-    """Whether other code than this dictionary holds the value of a key."""
+    """Return whether other code than this dictionary holds the value of a key."""
     return sys.getrefcount(dict.__getitem__(state, key)) > _HELD_ONCE
 
 
 def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) -> bool:
-    """Whether a tensor of one parameter's state could leave memory. The state must be in memory."""
+    """Return whether a tensor of one parameter's state could leave memory. The state must be in memory."""
     if not is_movable(state[name], device, min_nbytes):
         return False
     return sys.getrefcount(state[name]) <= _HELD_ONCE and holds_alone(state[name])

@@ -44,7 +44,7 @@ class Surroundings:
         ]
 
     def has_changed(self) -> bool:
-        """Whether anything has changed since."""
+        """Return whether anything has changed since."""
         return any(set(vars(kind)) != names for kind, names in self._names) or any(
             not is_equal(get(), before) for get, _, _, before in self._values
         )

@@ -18,7 +18,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def hooks_may_hold_tensors() -> bool:
-    """Whether a saved parameter would be held until backward, by autograd or by hooks that are not the library's."""
+    """Return whether autograd, or hooks that are not the library's, would hold a saved parameter until backward."""
     hooks = innermost_hooks()
     if hooks is None:
         return True
@@ -27,7 +27,7 @@ def hooks_may_hold_tensors() -> bool:
 
 
 def needs_keep() -> bool:
-    """Whether tensors that autograd saves now need the hooks of `Keep`, and hooks are allowed."""
+    """Return whether tensors that autograd saves now need the hooks of `Keep`, and hooks are allowed."""
     return torch.is_grad_enabled() and hooks_may_hold_tensors() and hooks_forbidden_reason() is None
 
 

@@ -70,7 +70,7 @@ class MovedParameter(nn.Parameter):
 
 
 def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also_trained: bool) -> bool:
-    """Whether a parameter, of its ordinary class or moved, is of a kind that can leave memory: large and strided.
+    """Return whether a parameter is of a kind that can leave memory: large and strided. It may have either class.
 
     While a parameter is away, code that torch cannot intercept reads NaN. So only floating-point and complex parameters
     can leave.
@@ -151,7 +151,7 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _changes_object(func: Callable[..., Any]) -> bool:
-    """Whether a function that is not written in Python may change the parameter as an object, or return it."""
+    """Return whether a function that is not written in Python may change the parameter as an object, or return it."""
     name = getattr(func, "__name__", "")
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return is_in_place and not isinstance(func, FunctionType)

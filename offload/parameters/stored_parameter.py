@@ -148,11 +148,11 @@ class StoredParameter:
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Whether the parameter has no bytes of its own. The storage alone decides, so an interrupt does no harm."""
+        """Return whether the parameter has no bytes of its own. The storage decides, so an interrupt does no harm."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
-        """Whether the parameter's storage has this identity.
+        """Return whether the parameter's storage has this identity.
 
         After an interrupt, `Window.present` may still list the record under the identity of a freed storage, which a
         new storage may have reused.
@@ -160,12 +160,12 @@ class StoredParameter:
         return _storage_of(parameter) == identity
 
     def is_current_in(self, parameter: Tensor) -> bool:
-        """Whether the store is known to have the same bytes as the parameter, which is in memory."""
+        """Return whether the store is known to have the same bytes as the parameter, which is in memory."""
         is_known = not (self.is_suspect or self.is_changed or self.content.stored is None)
         return is_known and version_of_object(parameter) == self.content.version
 
     def is_in_memory(self) -> bool:
-        """Whether the parameter is in memory or no longer exists: then it is not read ahead."""
+        """Return whether the parameter is in memory or no longer exists: then it is not read ahead."""
         parameter = self.parameter()
         return parameter is None or not self.is_away_in(parameter)
 
@@ -284,7 +284,7 @@ class StoredParameter:
         self.window.placeholders.pop(placeholder_id, None)
 
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
-        """Whether the store has the parameter's present bytes. Compares them if the version counter does not decide."""
+        """Return whether the store has the parameter's present bytes. Compares them if the version does not decide."""
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:
             return False

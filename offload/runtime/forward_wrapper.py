@@ -98,7 +98,7 @@ class ForwardWrapper:
         self._also = around
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether this object wraps `module` itself, and not a module that `module` is a shallow copy of."""
+        """Return whether this object wraps `module` itself, and not a module that `module` is a shallow copy of."""
         return self._module() is module
 
     def _traced(self, module: nn.Module | None) -> Callable[..., Any]:
