@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "frozen_base.py"
 
 
+@pytest.mark.long
 def test_it_prints_a_row():
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), "--quick"], capture_output=True, text=True, timeout=300, check=False

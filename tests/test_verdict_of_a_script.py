@@ -67,25 +67,30 @@ except offload.InfeasibleLimitError as error:
     result["is_out_of_memory"] = isinstance(error, MemoryError) or hasattr(error, "offload_explanation")
 else:
     engine = handle._engine
-    engine.new_storage = told_blocks(engine.store.alignment_bytes, told)
-    hooks = [layer.register_forward_hook(came) for layer in model]
-    step()
-    for hook in hooks:
-        hook.remove()
-    engine.new_storage = None
-    result["activations"] = most[0]
+    for _ in range(8):  # until both counts are of one plan: measured steps may have replaced it
+        plan = handle.plan
+        engine.new_storage = told_blocks(engine.store.alignment_bytes, told)
+        hooks = [layer.register_forward_hook(came) for layer in model]
+        step()
+        for hook in hooks:
+            hook.remove()
+        result["activations"], most[0] = most[0], 0
+        tell_blocks(engine)
+        peak, x = Peak(), torch.randn(8192, 256)
+        with peak.watch():
+            with handle.step():
+                loss = model(x).square().mean()
+            loss.backward()
+            del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        engine.new_storage = None
+        state = [value for row in optimizer.state.values() for value in row.values()]
+        result["whole"] = peak.nbytes + sum(tensor.nbytes for tensor in [*model.parameters(), *state, x])
+        if handle.plan is plan:
+            break
 report = handle.report()
 result.update(text=str(report), html=report._repr_html_(), told=repr(handle), about=report.to_dict())
-if "error" not in result:
-    tell_blocks(handle._engine)
-    peak, x = Peak(), torch.randn(8192, 256)
-    with peak.watch():
-        with handle.step():
-            loss = model(x).square().mean()
-        loss.backward()
-        del loss
-    state = [value for row in optimizer.state.values() for value in row.values()]
-    result["whole"] = peak.nbytes + sum(tensor.nbytes for tensor in [*model.parameters(), *state, x])
 print(json.dumps(result))
 """
 
@@ -140,7 +145,7 @@ def test_a_report_begins_with_three_lines(told: tuple[str, dict[str, Any]]) -> N
     }
     planned = rf"step {amount}, predicted {amount}, without offload about {amount}{change}"
     assert re.fullmatch(f"time +{words.get(kind, planned)}", time), time
-    planned = r"(on|off) plan: \d+ of 16 tensors swapped, (none|\d+) late.*"
+    planned = r"(on|off) plan: \d+ of 16 tensors swapped, (\d+ recomputed in .* a step, )?(none|\d+) late.*"
     words = {
         "nothing to swap": "nothing to swap: all 16 tensors stay, since the step fits within memory_limit as it is",
         "by hand": r"by hand \(n_tensors=6, lb=2\): 6 of 17 tensors swapped, (none|\d+) late.*",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 TIERS = ("slab", "slab+disk", "direct")
-SEEDS = 100  # of a short run: they miss every guard (test_mutants.py), the last at the 53rd, most within the first few
+SEEDS = 60  # of a short run: they miss every guard (test_mutants.py), the last at the 53rd, most within the first few
 STEPS = 60
 PAUSE_US_MAX = 300
 THREADED_EVERY = 10
