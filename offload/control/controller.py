@@ -1,11 +1,11 @@
 """The automatic mode: profiles each signature's first step, plans, and plans again if measurements contradict the plan.
 
-The session calls `observer` at the start of each step; the step's hooks report to its result. Phases: `phase.py`.
+At the start of each step the session calls `observer`; the step's hooks report to the object that it returns.
+`phase.py` defines the phases of a signature (the shapes and kinds of a step's inputs).
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -41,35 +41,33 @@ from offload.runtime.weak import weak_callback
 
 __all__ = ["PlanController"]
 
-log = logging.getLogger("offload")
-
 _KEPT = "kept by plan"
 _MORE_HELD = "more memory is in use before a step"
 
 
 class PlanController:
-    """Chooses what each step does: profile, follow a plan, or swap on demand.
+    """Chooses what each step does: profile, try recomputation, follow a plan, or swap all and load on demand.
 
     With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses at which nodes.
 
     Parameters
     ----------
     on_recorded
-        Called with every step that has been recorded.
+        Called with the order of events of each profiled step.
     measure_link
-        Measures the link; called after each profiled step until the engine's own copies show its speed.
+        Measures the link; called after each profiled step until the speed of the engine's own copies is known.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial
-        Begins a trial step, or returns the reason why none can run.
+        Begins a trial step, which runs each recomputation recipe once and checks that its result is bit-identical. If
+        no trial can run, returns the reason.
     regions
         The compiled submodules of the model.
     on_profile
         Called with every profile before it is planned.
-    limits
-        Bounds and tolerances.
     plan_state
-        Called for each plan: chooses the state that moves, explains infeasible limits. None without a memory limit.
+        Called for each plan. With ``optimizer_state="auto"`` it chooses which optimizer state leaves memory. If the
+        limit is infeasible, it adds the explanation to the error. None without a memory limit.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class PlanController:
     # -- the beginning of a step --------------------------------------------------------------------------------------
 
     def observer(self, signature: object, model: nn.Module) -> StepObserver:
-        """Return a profiler for a signature's first step, and an executor of its plan for later ones.
+        """Return the observer of the step that begins: a profiler, an executor of a plan, a trial, or `SwapOnDemand`.
 
         Raises
         ------
@@ -123,7 +121,7 @@ class PlanController:
             self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
-            held = partial(self._held_before, signature)  # visits hundreds of tensors, so only if needed
+            held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
             state = self._state(signature)
             planned = state.planned
             if planned is None:
@@ -132,7 +130,7 @@ class PlanController:
                     return self._record(state, model, held())
                 return self._borrow(state, signature, larger, model, held)
             if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
-                return self._record(state, model, held())  # the last profile lacks temporaries; this one may have them
+                return self._record(state, model, held())  # the last profile lacks the step's temporaries
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.regions.repeat_trial(planned)
                 self.forget(signature)
@@ -176,7 +174,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step, unless an earlier one of the same signature still waits for its backward."""
+        """Profile this step, unless an earlier one still waits for its backward or the signature deviates too often."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
@@ -198,7 +196,7 @@ class PlanController:
         return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
-        """Change the phase of a planned signature if measured steps or the memory used before a step require it."""
+        """Change the phase of a planned signature if measurements, a trial, or the memory before a step require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
         if state.phase is Phase.STEADY and not (planned.executors or is_outdated):  # no measurements are left to read
@@ -271,7 +269,7 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Make malloc return large blocks if memory is limited, unless all plans keep every tensor."""
+        """Make malloc return freed large blocks at once if memory is limited, unless all plans keep every tensor."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
@@ -309,13 +307,7 @@ class PlanController:
     def forget(self, signature: object) -> None:
         """Count a deviation and discard the plan. The next step is profiled, unless `limits.deviations` is reached."""
         with self._lock:
-            state = self._state(signature)
-            state.planned = None
-            state.deviations += 1
-            if state.deviations >= self._limits.deviations:
-                if state.deviations == self._limits.deviations:
-                    log.info("steps with equal input shapes keep deviating from the profiled one: they swap on demand")
-                state.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
+            self._state(signature).deviate(self._limits.deviations)
 
     def _profilers(self) -> Iterator[Profiler]:
         return (state.profiler for state in list(self._states.values()) if state.profiler is not None)
@@ -327,7 +319,7 @@ class PlanController:
                 profiler.stop()
 
     def end_profiles(self) -> None:
-        """Stop recording every step, even an unfinished one: an optimizer is about to step, or the session ends."""
+        """Stop recording every step, even an unfinished one."""
         for profiler in self._profilers():
             profiler.stop()
 
@@ -355,7 +347,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # called before `_plan` adds state allocated since the profiled step
+        if self._on_profile is not None:  # it runs before `_plan`: add here what was allocated since the profiled step
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -384,12 +376,12 @@ class PlanController:
 
     @property
     def gives_up(self) -> bool:
-        """Whether some signature swaps on demand because its steps keep deviating."""
+        """Whether some signature follows no plan because its steps keep deviating."""
         return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
 
     @property
     def why_nothing_recomputed(self) -> str:
-        """Why no trial step could run for the signature with the most steps; empty if one has run or none was due."""
+        """Why no trial step could run for `main`, or why no compiled submodule is recomputed; else empty."""
         planned = self.main
         own = planned.recipes.reason if planned is not None and planned.recipes is not None else ""
         return own or self.regions.reason

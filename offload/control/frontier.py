@@ -2,9 +2,9 @@
 
 `Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
-While a reference step copies, it waits, so that no copy slows its computation (`plan/serial.py`). The durations of its
-nodes show how long the step takes without swapping, on this machine and at this time. The additional time of the plan's
-steps is due to swapping, and the next plan includes it.
+In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`). The durations
+of its nodes show how long the step takes without swapping, on this machine and at this time. The additional time of the
+plan's steps is attributed to swapping, and the next plan includes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TriedPlan:
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
-        that the plan predicts. It is the time by which copies slowed the computation.
+        that the plan predicts. It is taken as the time by which copies slowed the computation.
     """
 
     plan: Plan
@@ -61,8 +61,8 @@ class StepCost:
     step, computed
         Elapsed seconds of the whole step, and of all its nodes together.
     own_step
-        CPU time of the thread, plus `share` × its waits. `share` (at most 1) is the CPU time over the elapsed time of
-        its computation. Equal to `step` if the CPU time is unknown.
+        CPU time of the thread + `share` × the time that its hooks waited. `share` = CPU time / elapsed time of the
+        computation, at most 1. Equal to `step` if the CPU time is unknown.
     own_computed
         CPU time of the thread without the CPU time of hooks. Equal to `computed` if the CPU time is unknown.
     """
@@ -79,7 +79,8 @@ class StepCost:
         if own is None:
             return cls(measured.step_seconds, computed, measured.step_seconds, computed)
         own_computed = own - measured.hook_seconds
-        share = min(1.0, own_computed / computed) if computed > 0 else 1.0  # of the processor, left by other programs
+        # The fraction of the processor that other programs left to this thread.
+        share = min(1.0, own_computed / computed) if computed > 0 else 1.0
         waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
         return cls(measured.step_seconds, computed, own + share * waited, own_computed)
 
@@ -91,11 +92,12 @@ class Frontier:
     Attributes
     ----------
     limits
-        How many measurements are kept and needed.
+        Bounds and tolerances.
     references
         For each of the last reference steps: the seconds of its nodes, and its cost.
     begun
-        Number of reference steps begun since the measurement of the present plan began or began anew.
+        Number of reference steps started for the present plan, counted from its first step or from the last restart of
+        its measurement.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -103,7 +105,7 @@ class Frontier:
     recompute_byte_seconds
         Seconds by which each recomputed byte slows the computation, because operators have to be recorded.
     is_settled
-        Whether the search has ended. Then the present plan stays.
+        Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
     looks
         After the search: for each of the last reference steps, the slowdown of the plan's latest measured steps
         relative to it.
@@ -126,7 +128,7 @@ class Frontier:
     def compute_seconds(self) -> float | None:
         """Seconds of the step without swapping; None before there are enough reference steps.
 
-        The lower quartile of the reference steps, because other programs only make steps longer.
+        The lower quartile of the undisturbed reference steps, because other programs only make steps longer.
         """
         computed = [self._computed(cost) for _, cost in self.references]
         return lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
@@ -145,8 +147,8 @@ class Frontier:
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
         """Return whether other programs disturbed the measurement of the present plan.
 
-        They did if the plan's reference steps took longer than earlier ones, or if the plan's own steps differ from
-        each other by more than copies can explain.
+        They did if the median of the plan's reference steps exceeds `compute_seconds` by more than `disturbed`, or if
+        the median of the plan's own steps is more than `uneven` times the shortest.
         """
         compute = self.compute_seconds
         if compute is None or not self.begun or not steps:
@@ -177,7 +179,7 @@ class Frontier:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Return whether the plan after the search was too slow in all `looks`, by more than noise explains."""
+        """Return whether the plan after the search was too slow in all `looks`, with a margin for noise."""
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
@@ -197,7 +199,8 @@ class Frontier:
         """Return whether the step that begins is to be a reference step.
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
-        of a new plan is not a reference step: planning has already delayed it.
+        of a new plan is not a reference step: planning has already delayed it. No more are due once the present plan
+        has had one and `compute_seconds` is known.
 
         Parameters
         ----------
@@ -208,7 +211,7 @@ class Frontier:
         return not is_known and self.begun < plan_steps
 
     def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
-        """Return the durations that are not much longer than the shortest. Other programs disturbed the others."""
+        """Return the durations that are not much longer than the shortest. The others are taken as disturbed."""
         return [each for each in seconds if each <= self.limits.uneven * min(seconds)]
 
     def _are_enough(self, seconds: Sequence[float]) -> bool:
@@ -244,9 +247,10 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
 
-        If a plan kept `max_slowdown` and one that saves more did not, the next plan saves the mean of both. Otherwise
-        the slowdown is taken to grow with the bytes saved. One unlucky measurement must not end the search, so the next
-        plan saves at least 0.15 times and at most twice what the last one saved.
+        If a plan kept `max_slowdown` and one that saves more did not, the next plan saves the mean of the most bytes
+        that kept it and the next larger bytes that did not. Otherwise the slowdown is taken to be proportional to the
+        bytes saved. One unlucky measurement must not end the search, so the next plan saves 0.15 to 0.75 times what the
+        last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
@@ -275,7 +279,8 @@ class Frontier:
         """Return why to try another plan; None if the search may end.
 
         Another plan is tried if the last one was too slow, unless a plan that kept `max_slowdown` needs hardly more
-        memory. Another is also tried if the last one was so fast that a plan could save more.
+        memory. Another is also tried if the last one was so fast that a plan could save more, unless a plan that needs
+        hardly less memory was too slow.
 
         Parameters
         ----------
@@ -300,7 +305,7 @@ class Frontier:
         return None
 
     def is_new(self, plan: Plan) -> bool:
-        """Return whether the plan moves something, and differs from every judged plan in what it moves."""
+        """Return whether the plan moves tensors, and either other tensors than each judged plan or at other nodes."""
         moves = plan.swaps, plan.recomputes
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 

@@ -68,6 +68,18 @@ class SignatureState:
             log.debug("phase: %s → %s%s", self.phase.value, phase.value, f" ({why})" if why else "")
             self.phase = phase
 
+    def deviate(self, limit: int) -> None:
+        """Discard the plan: a step differed from the recorded one. After `limit` such steps none is made again."""
+        self.planned = None
+        self.deviations += 1
+        if self.deviations == limit:
+            log.info(
+                "steps with equal input shapes keep deviating from the profiled step: from now on they follow no plan "
+                "(every tensor that may be swapped is swapped out, and loaded when backward needs it)"
+            )
+        if self.deviations >= limit:
+            self.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
+
 
 def larger_plan(
     states: Mapping[object, SignatureState], signature: object, state: SignatureState, borrow_from: int

@@ -1,4 +1,6 @@
-"""Moves the gradients of an optimizer's parameters to the swap store in backward, each as soon as it is complete.
+"""Moves the gradients of an optimizer's parameters to the swap store in backward.
+
+A gradient leaves when it is complete and the next one is complete too; the last one leaves at the end of backward.
 
 The session makes one mover for each optimizer with `gradients=True`. The optimizer's step brings the gradients in,
 chunk by chunk (`gradients_in_step.py`). Any other use of a gradient sees its true bytes (`away_gradient.py`).
@@ -73,7 +75,7 @@ class GradientMover:
             raise
 
     def close(self) -> None:
-        """Bring all gradients back and leave the optimizer and its parameters alone.
+        """Bring all gradients back, and remove the hooks of the optimizer and of its parameters.
 
         Raises
         ------
@@ -125,7 +127,9 @@ class GradientMover:
                 self._leave(param)
 
     def _leave(self, param: Tensor) -> None:
-        self._mover.engine.collect()  # a gradient that was read back during its copy-out shares memory with it
+        # If a gradient was read back before its copy-out ended, the engine still holds the same memory. This drops the
+        # references of ended copies, before `holds_alone` counts them.
+        self._mover.engine.collect()
         record = record_of(param) or self._new_record(param)
         if record is None or record.tensor is None:
             return

@@ -26,7 +26,7 @@ from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Passes, Share
-from offload.optimizer_state.streamed_state import NEED_FIRST, StreamedState
+from offload.optimizer_state.streamed_state import SPILL_FIRST, StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
@@ -186,7 +186,7 @@ class StateMover:
             state.stay(key)
             return
         self.engine.collect()  # a tensor that was read back during its copy-out shares memory with it
-        self.counts.out_bytes += state.leave(key, NEED_FIRST + need)
+        self.counts.out_bytes += state.leave(key, SPILL_FIRST + need)
         self.limit_writing()
 
     def limit_writing(self) -> None:

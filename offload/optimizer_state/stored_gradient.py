@@ -20,7 +20,7 @@ from offload.torch_compat.optimizers import holds_alone
 __all__ = ["GradientError", "GradientPlace", "StoredGradient"]
 
 # Backward does not read complete gradients, so they go to disk before any saved tensor does.
-_NEED_FIRST = 1 << 40
+_SPILL_FIRST = 1 << 40
 _SCALES_MAX = 8
 
 
@@ -91,7 +91,7 @@ class StoredGradient:
         if key is None:
             return
         try:
-            stored = place.engine.swap_out(tensor, key, _NEED_FIRST)
+            stored = place.engine.swap_out(tensor, key, _SPILL_FIRST)
         except (MemoryError, OSError, _core.PinningFailed) as error:
             place.counts.failed += 1
             place.counts.failure = str(error)

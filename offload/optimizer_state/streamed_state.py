@@ -24,7 +24,7 @@ __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 State = dict[Any, Any]
 
 # Backward does not read state, so state goes to disk before any saved tensor does.
-NEED_FIRST = 1 << 40
+SPILL_FIRST = 1 << 40
 
 ASKED_BYTES = 64 << 20  # if the program has asked for more state, what it does not hold leaves again
 
@@ -261,7 +261,7 @@ class StreamedState(defaultdict[Any, State]):
             del self._asked[each]
             if each in self and not is_held(self, each):
                 self.engine.collect()
-                self.leave(each, NEED_FIRST)
+                self.leave(each, SPILL_FIRST)
                 self.engine.limit_in_flight()
 
     # -- a dictionary -------------------------------------------------------------------------------------------------

@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Content", "ParameterError", "StoredParameter"]
 
-# If host memory runs short, parameters go to disk before saved tensors do: few parameters are needed at a time.
-NEED_FIRST = 1 << 39
+# Spill priority: blocks with a larger one go to disk sooner. It exceeds that of saved tensors, because only few
+# parameters are needed at a time.
+SPILL_FIRST = 1 << 39
 
 
 class ParameterError(_core.SpillError):
-    """A moved parameter could not be read back. `parameter` is its name. Load the latest checkpoint to go on."""
+    """A moved parameter could not be read back. `parameter` is its name; empty if the model no longer exists.
+
+    To go on, load the latest checkpoint (trained parameter) or the model (frozen parameter) again.
+    """
 
     parameter: str
 
@@ -62,11 +66,11 @@ class Content:
     stored
         Where the bytes are in the store; None while new bytes are being stored in their place.
     version
-        The parameter's version counter at that moment.
+        A value of the parameter's version counter at which it had these bytes.
     layout
         A tensor of the same shape and strides, without bytes.
     placeholder, placeholder_id
-        The parameter's data while its bytes are away: a tensor of NaN. And the identity of the storage of this tensor.
+        The parameter's data while its bytes are away: a tensor of NaN; and the identity of this tensor's storage.
     """
 
     stored: _core.SwappedStorage | None
@@ -94,20 +98,20 @@ class StoredParameter:
     users
         Maps each current user of the bytes (a module's call or a running function) to its thread id.
     plain_users
-        The users during which the parameter has its ordinary class: compiled code, optimizer updates, and torch
-        functions on a trained parameter.
+        The subset of `users` for which the parameter must be an `nn.Parameter`, not a `MovedParameter`: compiled code,
+        optimizer updates, and torch functions on a trained parameter.
     is_suspect
         The bytes may have changed without a change of the parameter's version counter.
     is_lent
-        Another tensor shared a trained parameter's memory after a call, so the bytes may change later. They are checked
-        before the memory is freed.
+        After a torch function was called with this trained parameter, another tensor shared its memory and may change
+        the bytes later. So `settle` compares them with the store before it frees the memory.
     is_changed
-        An optimizer has updated the parameter.
+        An optimizer may have updated the parameter since it was stored.
     is_address_given
         The program was given the raw address (`data_ptr`), so the parameter stays in memory until the model's next
         forward.
     epoch
-        How often the program has replaced the parameter's memory (`parameter.data = …`).
+        How often `look` has found that the parameter's memory was replaced (`parameter.data = …`).
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class StoredParameter:
         key, _ = self._engine.look(plain, plain.nbytes)
         assert key is not None  # the parameter covers its whole storage
         version = version_of_object(parameter)
-        stored = self._engine.swap_out(plain, key, NEED_FIRST)
+        stored = self._engine.swap_out(plain, key, SPILL_FIRST)
         stored.add_view()
         there = torch.device("meta")
         layout = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=there)
@@ -165,7 +169,7 @@ class StoredParameter:
         return is_known and version_of_object(parameter) == self.content.version
 
     def is_in_memory(self) -> bool:
-        """Return whether the parameter is in memory or no longer exists: then it is not read ahead."""
+        """Return whether the parameter is in memory or no longer exists. In both cases it is not read ahead."""
         parameter = self.parameter()
         return parameter is None or not self.is_away_in(parameter)
 
@@ -185,7 +189,10 @@ class StoredParameter:
         self.look(parameter)
 
     def watch_gradient(self, parameter: nn.Parameter) -> None:
-        """Bring a non-contiguous trained parameter into memory when autograd gives its strides to the gradient."""
+        """Register a gradient hook that brings a non-contiguous trained parameter into memory.
+
+        `AccumulateGrad` gives a new gradient the strides of the parameter; the placeholder has other strides.
+        """
         if self._gradient_hook is not None or not requires_grad_of(parameter) or self.content.layout.is_contiguous():
             return
         mine = self.reference
@@ -199,9 +206,10 @@ class StoredParameter:
         self._gradient_hook = call_without_overrides(Tensor.register_hook, (), (parameter, bring))
 
     def begin_anew(self, parameter: nn.Parameter, values: Sequence[object]) -> bool:
-        """Give the parameter new memory with values that `copy_` is about to write, if the stored bytes cannot be read.
+        """Give the parameter new memory, filled with `values[0]`.
 
-        Returns False if `values` does not begin with a tensor of the parameter's shape.
+        Called before `parameter.copy_(…)` if the stored bytes cannot be read: `copy_` overwrites them anyway. Returns
+        False if `values` does not begin with a tensor of the parameter's shape.
         """
         layout = self.content.layout
         value = values[0] if values else None
@@ -241,7 +249,7 @@ class StoredParameter:
         set_data(parameter, self.content.placeholder)
 
     def settle(self, parameter: nn.Parameter) -> bool:
-        """Free the memory unless another tensor shares it or the store has no room.
+        """Free the memory unless another tensor shares it, or the bytes have changed and the store cannot take them.
 
         Returns True if the parameter is away or is no longer movable (it is then an ordinary parameter again). Returns
         False if it stays.
@@ -262,7 +270,7 @@ class StoredParameter:
         return True
 
     def _store_again(self, parameter: Tensor) -> bool:
-        """Make the store hold the parameter's present bytes. Returns False if the store has no room."""
+        """Make the store hold the parameter's present bytes. Returns False if the store cannot take them."""
         try:
             if unseen(self._has_stored_bytes, parameter):
                 self.content = replace(self.content, version=version_of_object(parameter))
@@ -363,7 +371,7 @@ class StoredParameter:
         stored = content.stored
         assert stored is not None  # None only while the parameter is in memory
         self.window.ahead.used(stored)
-        stored.wait_copied_out()  # before, `swap_in` returns the source of the copy, and the caller may write to it
+        stored.wait_copied_out()  # until then `swap_in` returns the source; a write to it would change what is copied
         try:
             try:
                 found: tuple[UntypedStorage, int] = stored.swap_in()
@@ -375,15 +383,12 @@ class StoredParameter:
         return found
 
     def _told(self, error: _core.SpillError) -> ParameterError:
-        parameter = self.parameter()
-        name = self._name_of(parameter) if parameter is not None else "of a model that is gone"
-        is_trained = parameter is not None and requires_grad_of(parameter)
-        what, load = ("parameter", "the latest checkpoint") if is_trained else ("frozen parameter", "the model again")
-        told = ParameterError(
-            error.errno,
-            f"the {what} {name} cannot be read back; load {load} to go on: {error.strerror}",
-            error.filename,
-        )
+        parameter, name, what = self.parameter(), "", "a parameter of a model that no longer exists cannot be read back"
+        if parameter is not None:
+            name, is_trained = self._name_of(parameter), requires_grad_of(parameter)
+            kind, load = ("parameter", "latest checkpoint") if is_trained else ("frozen parameter", "model again")
+            what = f"the {kind} {name} cannot be read back; load the {load} to go on"
+        told = ParameterError(error.errno, f"{what}: {error.strerror}", error.filename)
         told.offset, told.parameter = error.offset, name
         return told
 

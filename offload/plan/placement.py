@@ -10,10 +10,10 @@ Given the set, few choices remain:
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its last use in
   forward and after its copy-out has ended. If a node needs the memory earlier, the head of the queue is released there
   and compute waits for its copy-out.
-* Prefetches. Copy-ins run in the order of `first_backward`. Each is queued as late as possible: at the last node from
-  which it and all later copy-ins still end in time. From its prefetch node to `first_backward` it needs memory. If the
-  memory is not free at some of these nodes, the prefetch is moved to the first later node from which it is free until
-  `first_backward`.
+* Prefetches. Copy-ins run in the order of `first_backward`, the node in which backward first uses the tensor. Each is
+  queued as late as possible: at the last node from which it and all later copy-ins still end in time. From its prefetch
+  node to `first_backward` it needs memory. If the memory is not free at some of these nodes, the prefetch is moved to
+  the first later node from which it is free until `first_backward`.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 

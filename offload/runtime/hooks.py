@@ -1,7 +1,7 @@
 """The saved-tensor hooks of a step. The session decides which tensors may be swapped, the engine swaps them.
 
-A `StepHooks` serves one forward pass and the backward passes over it. Every graph node that the pass
-creates holds what its `pack` returned; backward passes that to its `unpack`.
+A `StepHooks` serves one forward pass and all backward passes over its graph. The graph stores what `pack` returns; in
+backward, autograd calls `unpack` of the same `StepHooks` with it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _REFUSALS = (MemoryError, OSError, PinningFailed)
 
 
 class HeldStorages(Protocol):
-    """Identities of storages.
+    """Identities of the storages of the model's parameters and buffers.
 
     Attributes
     ----------
     storages
-        The storages of parameters and buffers.
+        These identities.
     not_held
-        Storages that were already found not to be among them.
+        A cache of negative look-ups: identities of storages known not to be in `storages`.
     """
 
     storages: frozenset[int]
@@ -126,7 +126,7 @@ class StepHooks(HookCore):
             self._recomputation.end()
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
-        """Keep a tensor as scheduled. First call the observer: a release or a prefetch is due, or a node is timed."""
+        """Keep a tensor as scheduled. First the observer times a node, or starts due releases and prefetches."""
         self._observer.pass_by(index)
         return self.keep(tensor, index, self._observer.reason, nbytes)
 
@@ -145,7 +145,7 @@ class StepHooks(HookCore):
         return packed
 
     def pack_failed(self, error: Exception, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        """Keep a tensor whose copy-out could not begin."""
+        """Keep a tensor whose copy-out the store refused (`_REFUSALS`). Raises any other error of the copy-out."""
         try:
             packed = self._keep_after(error, tensor, index, nbytes)
         finally:
