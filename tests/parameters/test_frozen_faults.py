@@ -54,6 +54,17 @@ def test_a_read_that_goes_on_failing_names_the_parameter(kind, tmp_path):
     assert_equal(everything(moved), everything(plain))
 
 
+def test_a_parameter_that_no_longer_exists_has_no_name(tmp_path):
+    _, moved, mover = pair("direct", tmp_path)
+    train(moved, 1)
+    record = moved.first.weight._offload_stored
+    inject_fault(mover.engine.store, "read", "error", 1, errno.EIO, persistent=True)
+    del moved
+    with pytest.raises(offload.ParameterError, match="a parameter of a model that no longer exists cannot be") as told:
+        record.read(record.content)
+    assert told.value.parameter == ""
+
+
 def test_the_name_is_that_in_the_model(tmp_path):
     model = make_model()
     handle = rig.enable(model, tmp_path)
