@@ -293,7 +293,7 @@ int core_traverse(PyObject* self, visitproc visit, void* arg) {
 int core_clear(PyObject* self) {
   HookCore* const core = as_core(self);
   core->swaps = nullptr;
-  Py_CLEAR(core->observer);  // the only member that refers back to this object; pack and unpack need the others
+  Py_CLEAR(core->observer);  // may refer back to this object; pack and unpack still need the other members
   return 0;
 }
 

@@ -347,7 +347,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # it runs before `_plan`: add here what was allocated since the profiled step
+        if self._on_profile is not None:  # the listener reads `planned.held` now; `_plan` would update it later
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -369,7 +369,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The `PlannedStep` that most steps have followed. If several have, the one whose signature was used last."""
+        """The `PlannedStep` that most steps have followed. In a tie, the one whose signature was used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

@@ -190,7 +190,7 @@ class Frontier:
         self.references.clear()
 
     def search_again(self) -> None:
-        """Forget the tried plans: the present one exceeds the memory limit, or plans can now move optimizer state."""
+        """Forget the tried plans, so that the search begins again. The reference steps are kept."""
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()
@@ -247,10 +247,10 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
 
-        If a plan kept `max_slowdown` and one that saves more did not, the next plan saves the mean of the most bytes
-        that kept it and the next larger bytes that did not. Otherwise the slowdown is taken to be proportional to the
-        bytes saved. One unlucky measurement must not end the search, so the next plan saves 0.15 to 0.75 times what the
-        last one saved if this was too slow, and 1.2 to 2 times if not.
+        If a plan kept `max_slowdown` and one that saves more did not, the next plan saves the mean of two amounts: the
+        most bytes saved by a plan that kept it, and the least larger amount saved by a plan that did not. Otherwise
+        the slowdown is taken to be proportional to the bytes saved. One unlucky measurement must not end the search, so
+        the next plan saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
@@ -305,7 +305,7 @@ class Frontier:
         return None
 
     def is_new(self, plan: Plan) -> bool:
-        """Return whether the plan moves tensors, and either other tensors than each judged plan or at other nodes."""
+        """Return whether the plan moves tensors, and no judged plan moves the same tensors at the same nodes."""
         moves = plan.swaps, plan.recomputes
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 

@@ -130,7 +130,7 @@ class StoredParameter:
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
-        self._watched: tuple[int, StorageWatch] | None = None  # its storage; reserves the identity
+        self._watched: tuple[int, StorageWatch] | None = None  # identity of its storage; the watch reserves it
         self.content = unseen(self._store, parameter)
 
     def _store(self, parameter: Tensor) -> Content:
@@ -292,7 +292,7 @@ class StoredParameter:
         self.window.placeholders.pop(placeholder_id, None)
 
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
-        """Return whether the store has the parameter's present bytes. Compares them if the version does not decide."""
+        """Return whether the store has the parameter's present bytes. Compares them, unless an update is known."""
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:
             return False

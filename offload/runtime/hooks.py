@@ -126,7 +126,7 @@ class StepHooks(HookCore):
             self._recomputation.end()
 
     def pack_due(self, tensor: Tensor, index: int, nbytes: int) -> KeptTensor:
-        """Keep a tensor as scheduled. First the observer times a node, or starts due releases and prefetches."""
+        """Keep a tensor as scheduled. First the observer does what is due at this pack (`StepObserver.pass_by`)."""
         self._observer.pass_by(index)
         return self.keep(tensor, index, self._observer.reason, nbytes)
 
