@@ -1,5 +1,7 @@
 """Makes the pictures of the documentation with the tool itself: timelines, a plan, an OOM page, the doctor's table.
 
+Each is made twice, for light and dark pages.
+
     python docs/pictures.py [--out docs/pictures]
 
 Needs rich, and Chromium (or Chrome), which photographs the pages. Their figures are those of this machine.
@@ -14,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 from rich.text import Text
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -30,6 +34,8 @@ SHAPE = Shape(layers=3, width=256, heads=4, batch=12, length=256)
 STEPS = 5
 PICTURE_BYTES_MAX = 200_000
 HEIGHTS = {"profiled": 838, "planned": 838, "plan": 806, "oom": 641, "doctor": 651}  # where the interesting part ends
+# Chromium's preferredColorScheme, and the colours of a terminal.
+SCHEMES = {"light": (1, DEFAULT_TERMINAL_THEME), "dark": (0, MONOKAI)}
 LEFT_BYTES = 136 << 20  # of address space, for a step that needs more
 TERMINAL_COLUMNS = 132
 TERMINAL = """<!DOCTYPE html>
@@ -85,22 +91,25 @@ def write_oom_page(path: Path) -> None:
     raise AssertionError("the step found room where it should not")
 
 
-def write_doctor_page(path: Path) -> None:
-    """What `offload doctor` prints in a terminal, colours included."""
+def write_doctor_pages(folder: Path) -> None:
+    """What `offload doctor` prints in a light and in a dark terminal, colours included."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(TERMINAL_COLUMNS)}
     command = [sys.executable, "-m", "offload", "doctor"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=200)
     console = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(done.stdout))
-    path.write_text(console.export_html(code_format=TERMINAL), encoding="utf-8")
+    for name, (_, theme) in SCHEMES.items():
+        page = console.export_html(code_format=TERMINAL, theme=theme, clear=False)
+        (folder / f"doctor-{name}.html").write_text(page, encoding="utf-8")
 
 
-def photograph(page: Path, picture: Path, height: int) -> None:
-    """Have a headless browser open `page` and write what it shows."""
+def photograph(page: Path, picture: Path, height: int, color_scheme: int) -> None:
+    """Have a headless browser open `page` in light or dark and write what it shows."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         sys.exit("docs/pictures.py needs Chromium: apt install chromium")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--blink-settings=preferredColorScheme={color_scheme}"]
     command += [f"--screenshot={picture}", f"--window-size=1240,{height}", page.as_uri()]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
 
@@ -122,11 +131,12 @@ def main() -> int:
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
         command = [sys.executable, __file__, "--oom", str(pages / "oom.html")]
         subprocess.run(command, check=True, timeout=200, env=environment)
-        write_doctor_page(pages / "doctor.html")
+        write_doctor_pages(pages)
         write_pages(pages)
-        for stem, height in HEIGHTS.items():
-            picture = out / f"{stem}.png"
-            photograph(pages / f"{stem}.html", picture.resolve(), height)
+        for stem, name in product(HEIGHTS, SCHEMES):
+            picture = out / f"{stem}-{name}.png"
+            page = next(filter(Path.is_file, (pages / f"{stem}-{name}.html", pages / f"{stem}.html")))
+            photograph(page, picture.resolve(), HEIGHTS[stem], SCHEMES[name][0])
             print(f"{picture}: {picture.stat().st_size} bytes")
             if picture.stat().st_size > PICTURE_BYTES_MAX:
                 return 1

@@ -118,13 +118,16 @@ def test_every_reason_to_stay_is_answered():
         assert f"| `kept: {reason}` |" in text, reason
 
 
-def test_pictures_are_small_and_shown():
+def test_pictures_are_small_and_shown_in_light_and_dark():
     pictures = sorted((DOCS / "pictures").iterdir())
     assert pictures
     shown = "\n".join(path.read_text() for path in DOCS.glob("*.md"))
     for picture in pictures:
         assert picture.stat().st_size <= PICTURE_BYTES_MAX, picture
-        assert re.search(rf"\]\(pictures/{re.escape(picture.name)}(?:#only-\w+)?\)", shown), picture
+        stem, scheme = picture.stem.rsplit("-", 1)
+        other = {"light": "dark", "dark": "light"}[scheme]
+        assert picture.with_stem(f"{stem}-{other}").is_file(), "each is there for light and for dark pages"
+        assert f"](pictures/{picture.name}#only-{scheme})" in shown, picture
 
 
 def test_the_figures_of_the_pages_are_those_that_were_measured():
