@@ -162,6 +162,14 @@ def test_the_scripts_own_end_and_a_missing_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(7)")
     assert run("-m", "offload", "fit", script).returncode == 7
+    script.write_text("raise SystemExit('no data')")
+    for more in ((), ("--without-data", "--device", "12GiB,12GB/s,40TFLOP/s")):
+        done = run("-m", "offload", "fit", script, *more)
+        assert (done.returncode, done.stderr) == (1, "no data\n")
     done = run("-m", "offload", "fit", tmp_path / "none.py")
     assert done.returncode == 2
     assert "no such script" in done.stderr
+    (tmp_path / "train.ipynb").write_text("{}")
+    done = run("-m", "offload", "fit", tmp_path / "train.ipynb")
+    assert done.returncode == 2
+    assert "train.ipynb is a notebook: call offload.fit(model, make_batch) in it" in done.stderr

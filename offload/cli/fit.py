@@ -99,6 +99,11 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         return _refuse(str(error))
     if not Path(args.script).is_file():
         return _refuse(f"{args.script}: no such script; arguments after -- are passed to the script")
+    if Path(args.script).suffix == ".ipynb":
+        return _refuse(
+            f"{args.script} is a notebook: call offload.fit(model, make_batch) in it, or make a script of it: jupyter "
+            f"nbconvert --to script {args.script}"
+        )
     if args.without_data:
         if device is None:
             return _refuse("--without-data needs --device: what cannot run here cannot be timed here")
@@ -236,8 +241,8 @@ def _sized(found: _Found) -> tuple[SizedStep | Trace, list[str]]:
     if isinstance(made, SizedStep):
         return made, [
             f"Other batch sizes: the model ran forward and backward twice more, with {step.batch} items and with "
-            f"{step.batch // 2}. Its tensors, its other memory and its durations are on the line through these two; "
-            f"what the script's loss and loop need is in proportion to the batch ({is_it})."
+            f"{step.batch // 2}. Its tensors, its other memory and its durations are taken as linear, through these "
+            f"two; what the script's loss and loop need, as proportional to the batch ({is_it})."
         ]
     return in_proportion(step.trace, step.batch, step.fixed_bytes), [
         "Other batch sizes are estimated from this one: saved tensors, inputs, temporaries and durations in "

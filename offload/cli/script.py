@@ -59,8 +59,10 @@ def profile_script(
         with listen_to_profiles(listen):
             run_script(path, words, quiet=quiet)
     except SystemExit as end:
-        if not found and not waiting:
-            return exit_status(end)
+        if not found:
+            status = exit_status(end)
+            if not waiting:
+                return status
     return next(iter([*found, *waiting]), None)  # without `found`, the script has ended before its trial step
 
 
@@ -76,5 +78,8 @@ def run_script(path: str, words: Sequence[str], *, quiet: bool) -> None:
 
 
 def exit_status(end: SystemExit) -> int:
-    """Return the exit status of a script that ended itself."""
-    return end.code if isinstance(end.code, int) else int(end.code is not None)
+    """Return the exit status of a script that ended itself, and print its last words, both as `python` does."""
+    if isinstance(end.code, int) or end.code is None:
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
