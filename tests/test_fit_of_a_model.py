@@ -45,7 +45,7 @@ def test_a_model_is_as_it_was() -> None:
 def test_two_sizes_give_each_tensors_line() -> None:
     model = make()
     found = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="64MiB", batch=2048)
-    assert "on the line through these two steps" in found.notes[1]
+    assert "taken as linear, through these two" in found.notes[1]
     keep, swap = found.choices[:2]
     assert keep.largest_batch is not None
     assert swap.largest_batch is not None
@@ -86,6 +86,20 @@ def test_a_loss_of_ones_own_and_several_arguments() -> None:
 def test_mistakes(knobs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         offload.fit(nn.Linear(2, 2), lambda n: torch.randn(n, 2), **knobs)
+
+
+@pytest.mark.parametrize(
+    ("make_batch", "message"),
+    [
+        (lambda: torch.randn(8, 2), "called with a batch size .* not a function without an argument"),
+        (torch.randn(8, 2), "called with a batch size .* not a Tensor"),
+        (lambda n: torch.randn(8, 2), "same shapes for the batch sizes 8 and 4"),
+    ],
+)
+def test_batches_of_no_size_are_refused(make_batch: Any, message: str) -> None:
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match=message):
+            offload.fit(nn.Linear(2, 2, device=device), make_batch, device="1GiB,1GB/s,1TFLOP/s")
 
 
 def test_an_enabled_model_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,8 @@ def fit(
     model
         On the device on which the steps are to run; or on the meta device, if it is too large for this machine.
     make_batch
-        Called with a batch size: returns the model's input, a tuple of its arguments or a dictionary of them.
+        Called with a batch size: returns the model's input, a tuple of its arguments or a dictionary of them. The
+        shape of at least one tensor has to depend on the batch size.
     memory
         The limit, in bytes or as a string such as ``"12GiB"``. Default: the memory of the device.
     device
@@ -89,6 +91,7 @@ def fit(
         raise ValueError("offload is enabled on this model; call offload.disable(model) before offload.fit")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:
         raise ValueError(f"batch must be at least 2, since the step runs at half of it too, not {batch!r}")
+    make_batch = _checked(make_batch)
     elsewhere = None if device is None else parse_device(device)
     limit_bytes = None if memory is None else parse_bytes(memory, "memory")
     if any(each.is_meta for each in model.parameters()):
@@ -101,6 +104,39 @@ def fit(
     with watching_optimizers() as watch, _as_it_was(model, optimizer):
         steps = _measured(model, make_batch, (batch, batch // 2), loss, optimizer, watch)
     return _answer(model, steps, batch, limit_bytes, elsewhere, watch, has_optimizer=optimizer is not None)
+
+
+def _checked(make_batch: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return `make_batch` with a check that its batches have the size that it is called with."""
+    try:
+        inspect.signature(make_batch).bind(1)
+    except TypeError:
+        raise ValueError(
+            "make_batch is called with a batch size and returns the model's input; write make_batch=lambda n: "
+            f"torch.randn(n, 512), not {_kind(make_batch)}"
+        ) from None
+    except ValueError:  # Python knows no signature of some functions that are written in C
+        pass
+    seen: dict[int, list[torch.Size]] = {}
+
+    def make(items: int) -> Any:
+        made = make_batch(items)
+        leaves = tree_leaves(made)
+        if all(isinstance(each, Tensor | int | float | str | None) for each in leaves):  # others are not looked into
+            seen[items] = [each.shape for each in leaves if isinstance(each, Tensor)]
+        for other, shapes in seen.items():
+            if other != items and shapes == seen.get(items):
+                raise ValueError(
+                    f"make_batch returned tensors of the same shapes for the batch sizes {other} and {items}; it has "
+                    "to return as many items as it is asked for"
+                )
+        return made
+
+    return make
+
+
+def _kind(what: object) -> str:
+    return "a function without an argument" if callable(what) else f"a {type(what).__name__}"
 
 
 def _measured(
@@ -217,7 +253,7 @@ def _answer(
         made, note = on_device(made, elsewhere, matmul_flops(torch.device(step.device)))
         link, notes = elsewhere.link, [note]
     if line is not None:
-        notes.append("Other batch sizes: each tensor's bytes, and each duration, on the line through these two steps.")
+        notes.append("Other batch sizes: each tensor's bytes and each duration are taken as linear, through these two.")
     else:
         notes.append(
             "Other batch sizes are estimated: the two steps save different tensors, so all but parameters, gradients, "
