@@ -6,9 +6,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from test_choices import chain_of
 from test_exact import every_plan
 from test_joint_bound import drop_sets, instances
-from test_runs import chain_of
 
 from offload.plan import (
     Link,
@@ -24,8 +24,6 @@ from offload.plan import (
     unswapped_bytes,
 )
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
-
-pytest.importorskip("scipy", reason="the exact planner needs scipy")
 
 
 def slowest(trace, link, limit):
@@ -93,11 +91,16 @@ def test_a_tensor_may_be_recomputed_earlier_for_one_outside_of_its_chain():
     assert prove_joint(slowest(trace, link, 16)).bound_seconds <= 13.0 * (1 + 1e-5)
 
 
-def test_a_target_that_no_plan_reaches_is_the_bound():
+def test_it_ends_at_the_gap_that_was_asked_for():
     plan = slowest(whole(), Link(0.1, 0.1), 13)
     assert plan.step_seconds > 100
-    proof = prove_joint(plan, gap=plan.step_seconds / 8 - 1)
-    assert 8.0 * (1 - 1e-5) <= proof.bound_seconds <= 9.0
+    bounds = []
+    for gap in (20.0, 3.0, 0.5, 0.0):
+        proof = prove_joint(plan, gap=gap)
+        assert proof.gap <= gap
+        bounds.append(proof.bound_seconds)
+    assert bounds == sorted(bounds)
+    assert joint_bound(whole(), 13, plan.link) <= bounds[0] < bounds[-1] == 9.0
 
 
 def whole():

@@ -1,6 +1,6 @@
 """A mixed-integer program, built row by row and solved by HiGHS through SciPy.
 
-`exact`, `proof` and `joint_proof` build their programs with it.
+`exact` and `proof` build their programs with it.
 """
 
 from __future__ import annotations

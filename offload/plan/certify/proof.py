@@ -17,7 +17,7 @@ from offload.plan.placement import Ints, Step, SwapPlacement
 from offload.plan.simulate import Link, Swap, resident_bytes, simulate
 from offload.plan.trace import Trace
 
-__all__ = ["Proof", "add_copy_out_rows", "overfull_nodes", "prove", "stall_nodes"]
+__all__ = ["Proof", "prove"]
 
 _UNITS = 100.0  # the incumbent's step time in the program's unit of time
 _SPARE = 1e-6  # relative: the program admits plans this much slower than the incumbent, against rounding
@@ -126,17 +126,17 @@ def prove(
     swaps, best = tuple(sorted(incumbent)), simulate(trace, incumbent, link).step_seconds
     bound = min(best, max(step.compute_seconds, cut_bounds(trace, limit_bytes, link).double))
     excess = step.unswapped_bytes - limit_bytes
-    cuts = stall_nodes(trace, link, swaps, excess)
+    cuts = _stall_nodes(trace, link, swaps, excess)
     end = time.monotonic() + seconds_max
     while best > bound * (1 + gap) and time.monotonic() < end:
         indices, value = _solve_relaxation(step, excess, sorted(cuts), best, gap / 10, end - time.monotonic())
         bound = min(best, max(bound, value))
         if indices is None:
             break
-        more = overfull_nodes(step, indices, limit_bytes)
+        more = _overfull_nodes(step, indices, limit_bytes)
         found = step.place(indices, limit_bytes)
         if found is not None:
-            more |= stall_nodes(trace, link, step.swaps(found), excess)
+            more |= _stall_nodes(trace, link, step.swaps(found), excess)
             swaps, best = _faster(trace, link, step, found, swaps, best)
         if more <= cuts:
             beside = {k + side for k in cuts for side in (-1, 1)}
@@ -154,7 +154,7 @@ def _faster(
     return (step.swaps(found), seconds) if seconds < best else (swaps, best)
 
 
-def stall_nodes(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -> set[int]:
+def _stall_nodes(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -> set[int]:
     """Return the nodes over the limit that cause a plan's stalls: they wait for copy-outs, or delay a late copy-in."""
     timing = simulate(trace, swaps, link)
     first_backward = {tensor.id: tensor.first_backward for tensor in trace.tensors}
@@ -168,7 +168,7 @@ def stall_nodes(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -
     return {k for k in nodes if excess[k] > 0}
 
 
-def overfull_nodes(step: Step, indices: Iterable[int], limit_bytes: int) -> set[int]:
+def _overfull_nodes(step: Step, indices: Iterable[int], limit_bytes: int) -> set[int]:
     """Return the node with the largest excess of each run of nodes at which a set of tensors exceeds the limit."""
     headroom = step.headroom(list(indices), limit_bytes)
     below = np.flatnonzero(headroom < 0)
@@ -204,7 +204,7 @@ def _solve_relaxation(
             released[i], prefetched[i] = here
         away = {i: [(step.bytes[i] / scale, released[i]), (-step.bytes[i] / scale, prefetched[i])] for i in covering}
         program.require([term for terms in away.values() for term in terms], int(excess[k]) / scale)
-        add_copy_out_rows(program, step, k, {i: released[i] for i in covering}, swapped, (ready[k], start), unit)
+        _add_copy_out_rows(program, step, k, {i: released[i] for i in covering}, swapped, (ready[k], start), unit)
         for use in sorted({step.first_backward[i] for i in covering}):
             copied = [i for i in covering if step.first_backward[i] <= use]
             terms = [(-step.in_seconds[i] / unit, released[i]) for i in copied]
@@ -216,7 +216,7 @@ def _solve_relaxation(
     return [i for i, column in enumerate(swapped) if solution.values[column] > 0.5], solution.bound * unit
 
 
-def add_copy_out_rows(
+def _add_copy_out_rows(
     program: Program,
     step: Step,
     k: int,
