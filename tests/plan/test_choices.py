@@ -136,6 +136,13 @@ def test_a_recomputation_counts_at_its_node_once_that_is_final():
     assert choices.least_seconds(bytes([SWAPPED, DROPPED, DROPPED])) == 16.0
 
 
+def test_a_source_that_forward_still_uses_is_counted_once():
+    tensors = (SavedTensor(0, 5, 0, 0, 5, 7, 7), SavedTensor(1, 1, 1, 1, 1, 4, 4, Recompute(2.0, (0,))))
+    choices = Choices(step_of(*tensors), Link(1.0, 1.0), 6)
+    assert [tensor.id for tensor in choices.order] == [0, 1]
+    assert choices.least_seconds(bytes([KEPT, DROPPED])) == 10.0
+
+
 def test_tensors_are_decided_after_those_from_which_they_are_recomputed():
     links = {1: (3,), 2: (1,), 3: (0,)}
     tensors = [
