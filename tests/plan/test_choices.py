@@ -136,6 +136,35 @@ def test_a_recomputation_counts_at_its_node_once_that_is_final():
     assert choices.least_seconds(bytes([SWAPPED, DROPPED, DROPPED])) == 16.0
 
 
+def test_a_recomputation_is_final_only_if_those_that_start_from_it_are():
+    tensors = (
+        SavedTensor(0, 1, 0, 0, 0, 7, 7, Recompute(2.0, ())),
+        SavedTensor(1, 1, 0, 0, 0, 7, 7, Recompute(2.0, (0,))),
+        SavedTensor(2, 1, 1, 1, 1, 5, 5, Recompute(2.0, (1,))),
+        SavedTensor(3, 9, 2, 2, 2, 6, 6),
+    )
+    choices = Choices(step_of(*tensors, base_bytes=(0, 0, 0, 0, 9, 0, 0, 0)), Link(100.0, 1.0), 17)
+    choices.order.sort(key=lambda x: (-x.bytes, x.id))
+    assert [tensor.id for tensor in choices.order] == [3, 0, 1, 2]
+    assert choices.least_seconds(bytes([SWAPPED, DROPPED, DROPPED])) == 16.0, "at node 5 if the last one is dropped too"
+    assert choices.least_seconds(bytes([SWAPPED, DROPPED, DROPPED, KEPT])) == 20.0
+    assert choices.least_seconds(bytes([SWAPPED, DROPPED, DROPPED, DROPPED])) == 16.0
+
+
+def test_undecided_tensors_of_the_fullest_node_are_copied_or_recomputed():
+    tensors = (
+        SavedTensor(0, 5, 0, 0, 0, 7, 7),
+        SavedTensor(1, 4, 1, 1, 1, 6, 6, Recompute(2.0, ())),
+        SavedTensor(2, 4, 2, 2, 2, 5, 5),
+    )
+    trace = step_of(*tensors, base_bytes=(0, 0, 0, 5, 5, 0, 0, 0))
+    bounds = {limit: Choices(trace, Link(1.0, 100.0), limit).least_seconds(b"") for limit in (18, 16, 14, 10)}
+    assert bounds[18] == 8.0
+    assert bounds[16] == 8.0, "2 bytes: copied from 1 to 3 s, before node 3"
+    assert bounds[14] == 9.0, "4 bytes: half of tensor 1 is recomputed"
+    assert bounds[10] == 12.0, "8 bytes: 4 are recomputed, and node 3 waits for copies of 4 until 5 s"
+
+
 def test_a_source_that_forward_still_uses_is_counted_once():
     tensors = (SavedTensor(0, 5, 0, 0, 5, 7, 7), SavedTensor(1, 1, 1, 1, 1, 4, 4, Recompute(2.0, (0,))))
     choices = Choices(step_of(*tensors), Link(1.0, 1.0), 6)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.plan.bounds import unavoidable_bytes
 from offload.plan.placement import Ints
 from offload.plan.recompute import first_uses
-from offload.plan.simulate import Link
+from offload.plan.simulate import Link, unswapped_bytes
 from offload.plan.trace import SavedTensor, Trace
 
 __all__ = ["DROPPED", "KEPT", "SWAPPED", "Choices"]
@@ -44,6 +46,7 @@ class Choices:
         self._trace, self._link = trace, link
         self._room: Ints = limit_bytes - np.asarray(unavoidable_bytes(trace), dtype=np.int64)
         self._seconds = [node.seconds for node in trace.nodes]
+        self._fullest = int(np.argmax(unswapped_bytes(trace))) if trace.nodes else 0
         self._recipes = {x.id: x.recompute for x in trace.tensors if x.recompute is not None}
         self._made_from: dict[int, set[int]] = {x.id: set() for x in trace.tensors}
         for made, recipe in self._recipes.items():
@@ -51,6 +54,7 @@ class Choices:
                 self._made_from[source].add(made)
         self._last_first = {i: rank for rank, i in enumerate(TopologicalSorter(self._made_from).static_order())}
         self.order = [tensor for tensor in self._by_links() if len(self.options(tensor)) > 1]
+        self._by_price = sorted((x for x in self.order if x.bytes), key=lambda x: _seconds(x) / x.bytes)
 
     def _by_links(self) -> list[SavedTensor]:
         """Return the tensors in the order in which they are decided: after each, those that are recomputed from it.
@@ -82,9 +86,9 @@ class Choices:
 
         Notes
         -----
-        Undecided tensors need memory only where every plan needs it, and no time. Let u be a tensor's first use after
-        forward if the tensors chosen so far are dropped. More drops make it earlier, never later. So in every plan with
-        these choices:
+        Let u be a tensor's first use after forward if the tensors chosen so far are dropped; more drops make it
+        earlier, never later. Undecided tensors need memory only where every plan needs it, and time only by rule 6. In
+        every plan with these choices:
 
         1. A tensor is resident up to its last use in forward, and from u on. A kept one is resident in between too.
         2. The rest of the limit is the room of a node for the swapped tensors that are not in use there. If they do not
@@ -97,7 +101,11 @@ class Choices:
            later one. They have at least the bytes of all of them less the largest sum of a subset that fits.
         5. A dropped tensor is recomputed at u, if no undecided tensor can make u earlier: those that are recomputed
            from it are decided, and are kept, or swapped, or recomputed at their own u in turn.
-        6. Nodes run one after another. The step takes at least the time of all nodes and recipes.
+        6. At the fullest node, undecided tensors are away whose bytes are at least those of all that can be away there,
+           less the room. Some of these bytes are copied out before the node, behind the swapped tensors packed before
+           the first of them. The others are dropped: a fractional knapsack gives the least time to recompute them,
+           after the node and up to the last u. The best share is taken.
+        7. Nodes run one after another. The step takes at least the time of all nodes and recipes.
 
         Times are monotone: if some durations are left out, no node starts later.
         """
@@ -120,7 +128,21 @@ class Choices:
             least += self._recipes[i].seconds
         for i in self._final(dropped, choices):
             seconds[uses[i]] += self._recipes[i].seconds
-        return max(least, self._end(swapped, uses, room, seconds)) if swapped else least
+        rest = self._rest(choices, uses, int(room[self._fullest])) if room.size else None
+        return max(least, self._end(swapped, uses, room, seconds, rest)) if swapped or rest else least
+
+    def _rest(self, decided: Collection[int], uses: Mapping[int, int], room_bytes: int) -> _Rest | None:
+        """Return the undecided tensors of the fullest node; None if they all fit there."""
+        k = self._fullest
+        here = [x for x in self._by_price if x.last_forward < k < uses[x.id] and x.id not in decided]
+        away_bytes = sum(x.bytes for x in here) - room_bytes
+        if away_bytes <= 0:
+            return None
+        made = [x for x in here if x.recompute]
+        sizes = np.cumsum([0, *(x.bytes for x in made)]).astype(np.float64)
+        seconds = np.cumsum([0.0, *(_seconds(x) for x in made)])
+        last = max((uses[x.id] for x in made), default=k)
+        return _Rest(k, last, min((x.packed, x.id) for x in here), away_bytes, sizes, seconds)
 
     def _final(self, dropped: Collection[int], decided: Collection[int]) -> set[int]:
         """Return the dropped tensors whose first use the undecided tensors cannot change."""
@@ -131,9 +153,14 @@ class Choices:
         return final
 
     def _end(
-        self, swapped: Sequence[SavedTensor], uses: Mapping[int, int], room: Ints, seconds: Sequence[float]
+        self,
+        swapped: Sequence[SavedTensor],
+        uses: Mapping[int, int],
+        room: Ints,
+        seconds: Sequence[float],
+        rest: _Rest | None,
     ) -> float:
-        """Return the end of the step by rules 2 to 6 of `least_seconds`."""
+        """Return the end of the step by rules 2 to 7 of `least_seconds`."""
         link, clock = self._link, list(accumulate(seconds, initial=0.0))
         swapped = sorted(swapped, key=lambda x: (x.packed, x.id))
         by_use = sorted(swapped, key=lambda x: uses[x.id])
@@ -149,8 +176,9 @@ class Choices:
         crowded = set(over)
         out_end: dict[int, float] = {}
         back_by: dict[int, float] = {}
-        delay = channel_free = 0.0
-        for k in sorted({*over, *packs, *backs}):
+        delay = channel_free = rest_from = rest_by = 0.0
+        others = (rest.first[0], rest.node, rest.last) if rest else ()
+        for k in sorted({*over, *packs, *backs, *others}):
             now = clock[k] + delay
             here = [x for x in swapped if x.last_forward < k < uses[x.id]] if k in crowded else []
             left = int(leaving[k])
@@ -161,8 +189,13 @@ class Choices:
                     break
             for x in backs.get(k, ()):
                 now = max(now, out_end[x.id] + link.latency + x.bytes / link.in_bandwidth, back_by.get(k, 0.0))
-            delay = now - clock[k]
-            ended = clock[k + 1] + delay
+            if rest and k == rest.node:
+                now, by = rest.least(now, rest_from, link.out_bandwidth)
+                rest_by = by + clock[rest.last + 1] - clock[k]
+            ended = now + seconds[k]
+            if rest and k == rest.last:
+                ended = max(ended, rest_by)
+            delay = ended - clock[k + 1]
             if k in tight:
                 sizes: list[int] = []
                 for x in by_use:
@@ -174,7 +207,47 @@ class Choices:
             for x in packs.get(k, ()):
                 channel_free = max(ended, channel_free) + link.latency + x.bytes / link.out_bandwidth
                 out_end[x.id] = channel_free
+                if rest and (x.packed, x.id) < rest.first:
+                    rest_from = channel_free
+            if rest and k == rest.first[0]:
+                rest_from = max(rest_from, ended)
         return clock[-1] + delay
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """Undecided tensors of the fullest node, of which some must be away there.
+
+    Parameters
+    ----------
+    node, last : int
+        The fullest node, and the last node at which one of the tensors is recomputed.
+    first : tuple of int
+        Pack node and id of the tensor that is packed first.
+    away_bytes : int
+        How many bytes must be away.
+    sizes, seconds : array
+        The bytes of the cheapest tensors that can be recomputed, and the seconds of their recipes; both from 0 on.
+    """
+
+    node: int
+    last: int
+    first: tuple[int, int]
+    away_bytes: int
+    sizes: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+    def least(self, start: float, free: float, bandwidth: float) -> tuple[float, float]:
+        """Return the least start of the node, and the least sum of its start and the seconds of recomputation.
+
+        `start` is a lower bound on its start, `free` one on the start of copy-outs.
+        """
+        most = min(self.away_bytes, float(self.sizes[-1]))
+        covered = self.away_bytes - (start - free) * bandwidth  # as many bytes dropped: copies end at `start`
+        dropped = np.clip([*self.sizes, most, covered], 0.0, most)
+        copied = self.away_bytes - dropped
+        starts = np.where(copied > 0, np.maximum(start, free + copied / bandwidth), start)
+        return float(starts.min()), float((starts + np.interp(dropped, self.sizes, self.seconds)).min())
 
 
 def _tightest(nodes: Sequence[int], room: Ints, uses: Sequence[int]) -> set[int]:
@@ -206,3 +279,7 @@ def _subset_sums(sizes: tuple[int, ...]) -> Ints:
     for size in sizes:
         sums = np.unique(np.concatenate((sums, sums + size)))
     return sums
+
+
+def _seconds(tensor: SavedTensor) -> float:
+    return tensor.recompute.seconds if tensor.recompute else float("inf")
