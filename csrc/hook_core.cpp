@@ -38,7 +38,7 @@ struct Names {
 
 HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
 
-// Returns the tensor of a record. Raises autograd's error if it was changed in place.
+// Returns the tensor of a KeptTensor. Raises autograd's error if it was changed in place since it was saved.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
   if (kept->tensor == nullptr) {
@@ -133,8 +133,8 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // Returns the bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack
 // cannot describe the tensor, or its elements are not whole bytes; it may be strided nevertheless, so the caller uses
-// is_plain. `device`: where the memory is; set if DLPack describes the tensor and it has memory, also when the result
-// is −1 because of the element size.
+// is_plain. `device` (output): of the tensor's memory; set whenever DLPack describes the tensor and its data pointer is
+// not null.
 int64_t described_bytes(PyObject* tensor, std::optional<dlpack::Device>* device) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
   dlpack::Tensor found{};

@@ -61,8 +61,8 @@ class StepCost:
     step, computed
         Elapsed seconds of the whole step, and of all its nodes together.
     own_step
-        CPU time of the thread + `share` × the time that its hooks waited. `share` = CPU time / elapsed time of the
-        computation, at most 1. Equal to `step` if the CPU time is unknown.
+        CPU time of the thread + `share` × the time that its hooks waited. `share` = `own_computed` / `computed`,
+        at most 1. Equal to `step` if the CPU time is unknown.
     own_computed
         CPU time of the thread without the CPU time of hooks. Equal to `computed` if the CPU time is unknown.
     """
@@ -247,10 +247,10 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
 
-        If a plan kept `max_slowdown` and one that saves more did not, the next plan saves the mean of two amounts: the
-        most bytes saved by a plan that kept it, and the least larger amount saved by a plan that did not. Otherwise
-        the slowdown is taken to be proportional to the bytes saved. One unlucky measurement must not end the search, so
-        the next plan saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
+        Let `a` be the most bytes saved by a plan that kept `max_slowdown`. If plans that save more did not keep it, let
+        `b` be the least that one of these saves: the next plan saves (`a` + `b`) / 2. Otherwise the slowdown is taken
+        to be proportional to the bytes saved. One unlucky measurement must not end the search, so the next plan saves
+        0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
@@ -278,9 +278,10 @@ class Frontier:
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.
 
-        Another plan is tried if the last one was too slow, unless a plan that kept `max_slowdown` needs hardly more
-        memory. Another is also tried if the last one was so fast that a plan could save more, unless a plan that needs
-        hardly less memory was too slow.
+        If the last plan was too slow, another is tried, unless a plan that kept `max_slowdown` needs at most
+        `peak_step` more memory than the last one. If the last plan was much faster than allowed (`spare`) and its peak
+        is not the least possible, another is tried, unless the last plan needs at most `peak_step` more memory than one
+        that was too slow.
 
         Parameters
         ----------
@@ -320,6 +321,6 @@ class Frontier:
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return b of the line b × bytes through points (bytes, seconds) by least squares; None without bytes."""
+    """Return b of the least-squares fit seconds = b × bytes; None if no point has bytes."""
     squares = sum(size * size for size, _ in points)
     return sum(size * seconds for size, seconds in points) / squares if squares else None

@@ -45,7 +45,7 @@ class GradientMover:
     name_of
         The name of a parameter, for errors.
     mover
-        Moves the optimizer's state and makes its steps.
+        The `StateMover` of the optimizer, which runs `optimizer.step` in chunks.
     min_nbytes
         Smaller gradients stay.
     """

@@ -130,11 +130,11 @@ class StoredParameter:
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
-        self._watched: tuple[int, StorageWatch] | None = None  # identity of its storage; the watch reserves it
+        self._watched: tuple[int, StorageWatch] | None = None  # its storage's address, reserved by the watch
         self.content = unseen(self._store, parameter)
 
     def _store(self, parameter: Tensor) -> Content:
-        """Start the copy-out. The engine holds the memory until the copy-out has ended, and keeps it if it fails."""
+        """Start the copy-out. The engine holds the memory until the copy has ended, and on if the copy fails."""
         plain = alias_of(parameter)
         key, _ = self._engine.look(plain, plain.nbytes)
         assert key is not None  # the parameter covers its whole storage
@@ -152,7 +152,7 @@ class StoredParameter:
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Return whether the parameter has no bytes of its own. The storage decides, so an interrupt does no harm."""
+        """Return whether its data is the placeholder. No flag is used, so this is right even after an interrupt."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:

@@ -67,9 +67,10 @@ class Policy(Protocol):
         """Return whether the module that runs in this thread is excluded."""
 
     def holds_state(self, storage_id: int) -> bool:
-        """Return whether a storage belongs to a parameter or a buffer of the model.
+        """Return whether a storage is a parameter's or a buffer's, and keeps its memory until backward.
 
-        Always False for an FSDP model, whose parameters are gathered again for backward.
+        Recomputation asks this. Always False for an FSDP model: it frees parameters after forward and gathers them
+        again for backward.
         """
 
     def has_compiled_parts(self) -> bool:
@@ -88,8 +89,9 @@ _ON_DEMAND = SwapOnDemand()
 class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
-    `pack` and `unpack` are methods of the base class, in C++. They handle kept tensors and, as long as the step runs as
-    recorded, swapped ones (`csrc/swap_hooks.cpp`). For everything else they call `pack_due`, `pack_candidate`,
+    `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step without
+    recomputation and without `exclude`, they also handle swapped ones, as long as the step runs as recorded
+    (`csrc/swap_hooks.cpp`). In all other cases they call `pack_due`, `pack_candidate`,
     `unpack_watched`, `unpack_swapped`, `pack_failed`, `unpack_failed` and `refuse`. Before `attach` is called, tensors
     are swapped, but nothing is prefetched.
     """
