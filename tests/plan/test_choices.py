@@ -165,11 +165,36 @@ def test_undecided_tensors_of_the_fullest_node_are_copied_or_recomputed():
     assert bounds[10] == 12.0, "8 bytes: 4 are recomputed, and node 3 waits for copies of 4 until 5 s"
 
 
+def test_undecided_tensors_are_copied_behind_those_packed_before_them():
+    tensors = (SavedTensor(0, 5, 0, 0, 0, 7, 7), SavedTensor(1, 4, 1, 1, 1, 6, 6, Recompute(2.0, ())))
+    trace = step_of(*tensors, base_bytes=(0, 0, 0, 6, 0, 0, 0, 0))
+    assert Choices(trace, Link(1.0, 100.0), 15).least_seconds(bytes([SWAPPED])) == 8.0
+    least = Choices(trace, Link(1.0, 100.0), 9).least_seconds(bytes([SWAPPED]))
+    assert least == 11.5, "node 3 waits until 6 s, then a quarter of tensor 1 is recomputed"
+
+
+def test_undecided_tensors_that_are_recomputed_do_not_wait_for_copies():
+    tensors = (SavedTensor(0, 5, 0, 0, 3, 7, 7), SavedTensor(1, 4, 1, 1, 1, 6, 6, Recompute(2.0, ())))
+    choices = Choices(step_of(*tensors, base_bytes=(0, 0, 0, 1, 0, 0, 0, 0)), Link(1.0, 100.0), 9)
+    assert choices.least_seconds(bytes([SWAPPED])) == 8.5, "a quarter of tensor 1; tensor 0 is copied until 6 s"
+
+
+def test_recomputations_of_undecided_tensors_may_be_as_late_as_the_last_of_them():
+    tensors = (
+        SavedTensor(0, 9, 0, 0, 0, 6, 6),
+        SavedTensor(1, 4, 1, 1, 1, 5, 5, Recompute(2.0, ())),
+        SavedTensor(2, 4, 2, 2, 2, 7, 7, Recompute(2.0, ())),
+    )
+    choices = Choices(step_of(*tensors, base_bytes=(0, 0, 0, 13, 0, 5, 0, 0)), Link(1.0, 1.0), 17)
+    assert choices.least_seconds(bytes([SWAPPED])) == 24.0, "out until 10 s, in from 13 to 22 s, nodes 6 and 7"
+
+
 def test_a_source_that_forward_still_uses_is_counted_once():
     tensors = (SavedTensor(0, 5, 0, 0, 5, 7, 7), SavedTensor(1, 1, 1, 1, 1, 4, 4, Recompute(2.0, (0,))))
     choices = Choices(step_of(*tensors), Link(1.0, 1.0), 6)
     assert [tensor.id for tensor in choices.order] == [0, 1]
     assert choices.least_seconds(bytes([KEPT, DROPPED])) == 10.0
+    assert choices.least_seconds(bytes([SWAPPED, DROPPED])) == 10.0
 
 
 def test_tensors_are_decided_after_those_from_which_they_are_recomputed():
