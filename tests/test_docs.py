@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from example_pages import plan
 from frameworks import need
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,6 +129,26 @@ def test_pictures_are_small_and_shown_in_light_and_dark():
         other = {"light": "dark", "dark": "light"}[scheme]
         assert picture.with_stem(f"{stem}-{other}").is_file(), "each is there for light and for dark pages"
         assert f"](pictures/{picture.name}#only-{scheme})" in shown, picture
+
+
+def test_the_plan_of_a_llama_block_has_the_lines_of_explain():
+    """The text of a page is that of an earlier run: its figures may differ, not the kinds of its lines."""
+    (shown,) = re.findall(r"docs/llama_block\.py`\).*?```text\n(.*?)```", (DOCS / "recomputation.md").read_text(), re.S)
+    lines = plan(12).explain().splitlines()
+    whole = [line for line in lines if "(tensor " not in line]
+    assert len(whole) == 3
+    assert [kind(line) for line in shown.splitlines()[: len(whole)]] == [kind(line) for line in whole]
+    kinds = {kind(line) for line in lines if "(tensor " in line}
+    assert kinds == {kind(line) for line in shown.splitlines()[len(whole) :]}
+
+
+def kind(line: str) -> str:
+    """A line of `explain()` without names, figures, reasons and the parts that only some lines have."""
+    line = re.sub(r"^\S+ (?=\(tensor)|, slowed by swaps [\d.]+ m?s|; recomputing it would take .*", "", line)
+    line = re.sub(r"(?<=node )(\d+) \([^)]*\)", r"\1", line)
+    line = re.sub(r"; (?:hidden|compute waits).*|(?<=kept) since.*", "", line)
+    line = re.sub(r"[+-]?\d[\d.]*(?: (?:[KMG]iB|m?s|us)\b)?", "0", line)
+    return line.replace(" 0 node before", " 0 nodes before").replace("from 0, 0", "from 0")
 
 
 def test_the_figures_of_the_pages_are_those_that_were_measured():

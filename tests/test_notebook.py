@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from frameworks import need
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,14 @@ def notebook():
 def printed(notebook) -> str:
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return "\n".join(str(output.get("text", "")) for output in outputs)
+
+
+def labels(notebook) -> tuple[set[str], list[str]]:
+    """The rows of the report, except those that depend on a run, and how the plan's lines on the whole step begin."""
+    data = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    (report,) = [each["text/html"] for each in data if "offload-report" in each.get("text/html", "")]
+    rows = {row for row in re.findall("<th>([^<]+)</th>", report) if not re.match("kept: |recomputed|process", row)}
+    return rows, [line.split()[0] for line in printed(notebook).splitlines() if line.startswith(("step ", "peak "))]
 
 
 @pytest.mark.long
@@ -40,6 +49,8 @@ def test_every_cell_runs(notebook, tmp_path, monkeypatch):
     (report,) = [data["text/html"] for data in shown if "offload-report" in data.get("text/html", "")]
     assert re.search(r"<th>swapped</th><td>[1-9]\d* tensors", report), report
     assert re.search("<th>memory</th><td>activations .* at peak", report), report
+    if not torch.cuda.is_available():  # the saved outputs are those of a CPU
+        assert labels(notebook) == labels(nbformat.read(PATH, as_version=4)), "run python docs/notebook.py"
 
 
 def test_outputs_are_committed(notebook):
