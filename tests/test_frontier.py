@@ -3,11 +3,13 @@
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import plant as machines
 import pytest
 
+from offload.control import wanted_plan
 from offload.control.frontier import _slope
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
@@ -215,6 +217,32 @@ def test_a_neighbour_while_the_second_plan_is_measured_does_not_end_the_search(s
     assert planned.frontier.is_settled
     assert slowdown(plant, planned) <= 0.06
     assert planned.plan.peak_bytes <= 1.02 * alone.plan.peak_bytes
+
+
+def test_every_search_inside_a_step_is_bounded_by_the_time_of_a_step(monkeypatch):
+    """The first as well as the later ones, whose search is for the fastest plan with a given peak."""
+    efforts = {}
+
+    def noted(search, trace, *args, **kwargs):
+        usual = LIMITS.search_effort(sum(node.seconds for node in trace.nodes), len(trace.tensors))
+        efforts.setdefault(search, []).append(kwargs.get("effort", 1.0) / usual)
+        return search(trace, *args, **kwargs)
+
+    for search in (fastest_plan, least_memory_plan):
+        monkeypatch.setattr(wanted_plan, search.__name__, partial(noted, search))
+    for seed in range(3):
+        plant, profiled, calibrated = machine(seed)
+        machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert set(efforts) == {fastest_plan, least_memory_plan}
+    assert {effort for found in efforts.values() for effort in found} <= {0.5, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "tensors", "effort"),
+    [(0.01, 30, 0.02), (0.1, 30, 0.03), (1.0, 3000, 0.1), (1.0, 1000, 0.3), (60.0, 30, 1.0)],
+)
+def test_the_effort_of_a_search_inside_a_step(step_seconds, tensors, effort):
+    assert LIMITS.search_effort(step_seconds, tensors) == pytest.approx(effort)
 
 
 def test_memory_limit_stays_hard():

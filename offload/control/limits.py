@@ -71,6 +71,10 @@ class Limits:
         did not.
     noise
         Relative gain in time or memory that is not worth a trial step or recomputation.
+    search_share, search_seconds, search_effort_min
+        With `max_slowdown`, the share of a step that a search for a plan inside it may take; the seconds that a search
+        takes with the full effort, for up to 1,000 tensors; and the least effort, with which plans are still good. A
+        plan may need two searches, with and without recomputation; the second one is shorter.
     worth_hooks
         If the plan that the search ends with lowers the peak by less (relative), nothing is swapped instead: without
         hooks a step is as fast as plain torch's, and with them 1 to 3 % slower.
@@ -102,7 +106,15 @@ class Limits:
     spare: float = 0.6
     peak_step: float = 0.1
     noise: float = 0.01
+    search_share: float = 0.3
+    search_seconds: float = 1.0
+    search_effort_min: float = 0.02
     worth_hooks: float = 0.05
+
+    def search_effort(self, step_seconds: float, tensors: int) -> float:
+        """Return the effort of a search inside a step: at most 1, which is the usual search."""
+        usual_seconds = self.search_seconds * max(1.0, tensors / 1000)
+        return max(self.search_effort_min, min(1.0, self.search_share * step_seconds / usual_seconds))
 
 
 LIMITS = Limits()

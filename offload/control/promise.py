@@ -26,8 +26,6 @@ __all__ = ["SlowdownPromise"]
 
 log = logging.getLogger("offload")
 
-_SEARCH_SECONDS = 2.0  # usual duration of a search for a plan that may recompute; shorter steps get a shorter search
-
 
 class SlowdownPromise:
     """Keeps `max_slowdown` (the promise) for a session, with the reference steps and plans of its signatures.
@@ -171,13 +169,13 @@ class SlowdownPromise:
         make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
         if allowed is None or not self._on_cpu:
             return make(options=options, held_bytes=held_bytes)
-        # A search is to take no longer than a step.
-        effort = min(1.0, sum(node.seconds for node in trace.nodes) / _SEARCH_SECONDS)
+        effort = self._limits.search_effort(sum(node.seconds for node in trace.nodes), len(trace.tensors))
         frontier.is_settled = False
         if frontier.tried:
             least = least_feasible_limit(trace)
             peak = min(max(frontier.wanted_peak(allowed), least), options.memory_limit or sys.maxsize)
-            plan = make(options=replace(options, max_slowdown=None, memory_limit=peak), held_bytes=held_bytes)
+            wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
+            plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
             if frontier.is_new(plan):
                 return plan
             frontier.is_settled = True  # there is no plan between those that were tried
@@ -185,7 +183,7 @@ class SlowdownPromise:
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
             wanted = self._limits.exploring * allowed  # what swapping costs is not known yet
-            return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort)
+            return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
         return plan
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:

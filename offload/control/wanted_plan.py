@@ -89,4 +89,4 @@ def _plan(
     if options.max_slowdown is not None:
         return least_memory_plan(trace, link, options.max_slowdown, limit_bytes, recompute=recompute, effort=effort)
     assert limit_bytes is not None
-    return fastest_plan(trace, link, limit_bytes, recompute=recompute)
+    return fastest_plan(trace, link, limit_bytes, recompute=recompute, effort=effort)

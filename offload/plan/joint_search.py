@@ -109,21 +109,21 @@ def fastest_joint(
     best, begin_seconds = start, budget.seconds
     if guess:
         best = search.placed(search.grown(guess), best.step_seconds, budget) or best
-    if len(search.candidates) <= _ALL_SETS_MAX:
+    if len(search.candidates) <= budget.exhaustive(_ALL_SETS_MAX):
         best = search.every_set(best, budget)
     else:
         share = _PREFIX_SHARE * budget.seconds
         for order in search.orders():
             if best.step_seconds <= target_seconds * (1 + _CLOSE):
                 break
-            part = SearchBudget(share)
+            part = budget.part(share)
             best = search.prefixes(best, order, part)
             budget.seconds -= share - part.seconds
-        flips = SearchBudget(_FLIP_SHARE * budget.seconds)
+        flips = budget.part(_FLIP_SHARE * budget.seconds)
         budget.seconds -= flips.seconds
         best = search.flips(best, flips)
         budget.seconds += flips.seconds
-    polish = SearchBudget(min(budget.seconds, _POLISH_SHARE * (begin_seconds - budget.seconds)))
+    polish = budget.part(min(budget.seconds, _POLISH_SHARE * (begin_seconds - budget.seconds)))
     return best if best is start else search.polished(best, polish)
 
 
@@ -166,7 +166,7 @@ class _JointSearch:
         step = self._step(dropped, budget)
         if step is None or step.compute_seconds >= cutoff_seconds:
             return None
-        probe = SearchBudget(self._probe_seconds)
+        probe = budget.part(self._probe_seconds)
         found = fastest_placement(step, self.limit_bytes, self.target_seconds, probe, _EXHAUSTIVE_MAX)
         budget.seconds -= self._probe_seconds - probe.seconds
         return JointPlacement(dropped, step, found) if found and found.step_seconds < cutoff_seconds else None
@@ -243,7 +243,7 @@ class _JointSearch:
         """Improve the swaps of a set."""
         placements = [best.placement]
         for _ in range(2):
-            share = SearchBudget(budget.seconds / 2)
+            share = budget.part(budget.seconds / 2)
             if len(placements) == 1:
                 placements.append(improve(best.step, self.limit_bytes, best.placement, self.target_seconds, share))
             elif (found := fastest_placement(best.step, self.limit_bytes, self.target_seconds, share, 0)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,21 @@ _IDLE_MAX = 400  # consecutive changes that give no new set; then the search end
 
 @dataclass(slots=True)
 class SearchBudget:
-    """Estimated seconds that the search may still use. Estimated, not measured, so that plans are deterministic."""
+    """Estimated seconds that the search may still use. Estimated, not measured, so that plans are deterministic.
+
+    `effort`: the share of the usual search that it allows, at most 1.
+    """
 
     seconds: float
+    effort: float = 1.0
+
+    def part(self, seconds: float) -> SearchBudget:
+        """Return another budget with the same effort."""
+        return SearchBudget(seconds, self.effort)
+
+    def exhaustive(self, count_max: int) -> int:
+        """Return up to how many tensors every set is tried: `count_max` with the full effort, one less with half."""
+        return count_max + math.floor(math.log2(self.effort)) if self.effort > 0 else 0
 
     def spend(self, step: Step, swap_count: int) -> None:
         """Subtract the cost of one placement."""

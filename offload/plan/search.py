@@ -42,7 +42,7 @@ _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 
 
-def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool = True) -> Plan:
+def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool = True, effort: float = 1.0) -> Plan:
     """Return the fastest plan found within a limit.
 
     Parameters
@@ -55,6 +55,8 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
         Hard limit on the resident bytes, in bytes.
     recompute : bool, default True
         Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
+    effort : float, default 1.0
+        The share of the usual time that the search may take, from 0 to 1.
 
     Returns
     -------
@@ -84,10 +86,10 @@ def fastest_plan(trace: Trace, link: Link, limit_bytes: int, *, recompute: bool 
     target = max(bounds.double, step.compute_seconds)
     if recompute and has_recipes(trace):
         bound = joint_bound(trace, limit_bytes, link)
-        best = _fastest_joint(trace, step, limit_bytes, target, bound, bounds.double)
+        best = _fastest_joint(trace, step, limit_bytes, target, bound, bounds.double, effort)
         swaps = best.step.swaps(_prefetch_earlier(best.step, best.placement, limit_bytes))
         return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bound, recomputes=best.dropped)
-    placement = _fastest_swaps(step, limit_bytes, target, _budget_seconds(step))
+    placement = _fastest_swaps(step, limit_bytes, target, SearchBudget(effort * _budget_seconds(step), effort))
     swaps = step.swaps(_prefetch_earlier(step, placement, limit_bytes))
     return make_plan(trace, link, swaps, limit_bytes, bound_seconds=bounds.single)
 
@@ -117,7 +119,7 @@ def least_memory_plan(
     recompute : bool, default True
         Whether tensors that have a recipe may be recomputed; otherwise tensors are only swapped.
     effort : float, default 1.0
-        The share of the usual time that the search may take.
+        The share of the usual time that the search may take, from 0 to 1.
 
     Returns
     -------
@@ -143,7 +145,7 @@ def least_memory_plan(
     best = _least_memory(trace, step, allowed, recompute=recompute, effort=effort)
     plan = make_plan(trace, link, best.step.swaps(best.placement), recomputes=best.dropped if recompute else None)
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
-        plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
+        plan = fastest_plan(trace, link, limit_bytes, recompute=recompute, effort=effort)
         slowdown = plan.expected_seconds / plan.compute_seconds - 1
         warnings.warn(f"max_slowdown: {max_slowdown:.3g} is not met, memory_limit needs {slowdown:.3g}", stacklevel=2)
     return plan
@@ -232,23 +234,24 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
     floor = low
 
     def fastest(limit: int, seconds: float, joint_seconds: float) -> JointPlacement:
-        placement = _fastest_swaps(step, limit, allowed, seconds, _EXHAUSTIVE_PROBE_MAX)
+        budget = SearchBudget(effort * seconds, effort)
+        placement = _fastest_swaps(step, limit, allowed, budget, _EXHAUSTIVE_PROBE_MAX)
         found = JointPlacement(frozenset(), step, placement)
         if not recompute or found.step_seconds <= allowed:
             return found
-        budget = SearchBudget(effort * _joint_seconds(step, joint_seconds))
+        budget = SearchBudget(effort * _joint_seconds(step, joint_seconds), effort)
         return fastest_joint(trace, step.link, limit, found, allowed, budget, guess=sorted(best.dropped))
 
     for _ in range(_LIMITS_MAX):
         if high - floor <= max(1, high // 2000):
             break
         limit = floor if high - floor < 2 else (floor + high) // 2
-        found = fastest(limit, effort * _PROBE_SECONDS * weight, _JOINT_PROBE_SECONDS)
+        found = fastest(limit, _PROBE_SECONDS * weight, _JOINT_PROBE_SECONDS)
         if found.step_seconds <= allowed:
             best, high = found, limit
         else:
             floor = limit
-    share = effort * _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
+    share = _budget_seconds(step) / (len(_LOWER_LIMITS) + 1)
     for limit in (low, *(int(high - part * (high - low)) for part in _LOWER_LIMITS)):
         if limit < high:
             found = fastest(limit, share, _JOINT_LOWER_SECONDS)
@@ -258,20 +261,26 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
         return best
     placement = best.placement
     if high == low:  # no plan needs less memory: use the remaining budget to reduce the step time
-        placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(share))
+        placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(effort * share, effort))
     return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 
 
 def _fastest_swaps(
-    step: Step, limit_bytes: int, target_seconds: float, seconds: float, exhaustive_max: int = _EXHAUSTIVE_MAX
+    step: Step, limit_bytes: int, target_seconds: float, budget: SearchBudget, exhaustive_max: int = _EXHAUSTIVE_MAX
 ) -> SwapPlacement:
-    placement = fastest_placement(step, limit_bytes, target_seconds, SearchBudget(seconds), exhaustive_max)
+    placement = fastest_placement(step, limit_bytes, target_seconds, budget, exhaustive_max)
     assert placement is not None  # the limit is feasible: the set of all tensors stays within it
     return placement
 
 
 def _fastest_joint(
-    trace: Trace, step: Step, limit_bytes: int, target_seconds: float, bound_seconds: float, swap_bound_seconds: float
+    trace: Trace,
+    step: Step,
+    limit_bytes: int,
+    target_seconds: float,
+    bound_seconds: float,
+    swap_bound_seconds: float,
+    effort: float,
 ) -> JointPlacement:
     """Return the fastest placement found, with or without recomputation.
 
@@ -279,12 +288,14 @@ def _fastest_joint(
     faster than any swap-only plan can be. So the result is never slower than the swap-only plan.
     """
     seconds = _PROBE_SECONDS * max(1.0, step.count / 1000) * small_share(trace)
-    quick = _fastest_swaps(step, limit_bytes, target_seconds, seconds, _EXHAUSTIVE_PROBE_MAX)
+    budget = SearchBudget(effort * seconds, effort)
+    quick = _fastest_swaps(step, limit_bytes, target_seconds, budget, _EXHAUSTIVE_PROBE_MAX)
     best = JointPlacement(frozenset(), step, quick)
-    budget = SearchBudget(_joint_seconds(step, _JOINT_SECONDS))
+    budget = SearchBudget(effort * _joint_seconds(step, _JOINT_SECONDS), effort)
     best = fastest_joint(trace, step.link, limit_bytes, best, bound_seconds, budget)
     if best.step_seconds > swap_bound_seconds:
-        thorough = _fastest_swaps(step, limit_bytes, target_seconds, _budget_seconds(step))
+        budget = SearchBudget(effort * _budget_seconds(step), effort)
+        thorough = _fastest_swaps(step, limit_bytes, target_seconds, budget)
         if thorough.step_seconds <= best.step_seconds:
             best = JointPlacement(frozenset(), step, thorough)
     return best

@@ -29,7 +29,7 @@ def fastest_placement(
     if step.unswapped_bytes.max(initial=0) <= limit_bytes:
         return SwapPlacement(step.compute_seconds, (), (), (), ())
     target_seconds *= 1 + ROUNDING
-    small = step.count <= exhaustive_max
+    small = step.count <= budget.exhaustive(exhaustive_max)
     best: SwapPlacement | None = None
     for indices in _subsets(step.count) if small else _first_sets(step, limit_bytes):
         cutoff = best.step_seconds if best else math.inf
@@ -49,7 +49,7 @@ def fastest_placement(
     for seed in range(_STARTS):
         if best.step_seconds <= target_seconds:
             break
-        improved = improve(step, limit_bytes, start, target_seconds, SearchBudget(share), seed=seed)
+        improved = improve(step, limit_bytes, start, target_seconds, budget.part(share), seed=seed)
         best = min(best, improved, key=lambda placement: placement.step_seconds)
     return best
 
