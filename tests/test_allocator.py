@@ -161,3 +161,41 @@ def test_it_needs_no_torch_of_its_own() -> None:
     program = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
     command = [sys.executable, "-c", program, str(allocator.__file__)]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+FREED = """
+import ctypes
+from pathlib import Path
+from offload.devices import allocator
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+process = ctypes.CDLL(None)
+process.malloc.restype = ctypes.c_void_p
+process.malloc.argtypes = (ctypes.c_size_t,)
+process.free.argtypes = (ctypes.c_void_p,)
+before = resident()
+blocks = [process.malloc(64 << 10) for _ in range(1600)]
+for block in blocks:
+    ctypes.memset(block, 1, 64 << 10)
+last = process.malloc(64)
+for block in blocks:
+    process.free(block)
+kept = resident() - before
+allocator.release_free_memory()
+print(allocator.current(), kept, resident() - before)
+"""
+
+
+@needs_linux
+@pytest.mark.parametrize("preloaded", [False, pytest.param(True, marks=needs_allocator)])
+def test_free_memory_goes_back_to_the_system(preloaded: bool) -> None:
+    environment = {"PATH": "/usr/bin:/bin"}
+    environment = allocator.preload_environment(environment) if preloaded else environment
+    command = [sys.executable, "-c", FREED]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
+    name, kept, left = run.stdout.split()
+    assert int(kept) > 90 << 20  # malloc keeps it
+    if name in ("glibc", "tcmalloc"):
+        assert int(left) < 10 << 20

@@ -9,9 +9,9 @@ from pathlib import Path
 import plant as machines
 import pytest
 
-from offload.control import wanted_plan
+from offload.control import promise, wanted_plan
 from offload.control.frontier import _slope
-from offload.control.limits import LIMITS
+from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase
 from offload.plan import Link, fastest_plan, least_memory_plan
 
@@ -40,6 +40,15 @@ def machine(seed, noise=0.0, **link):
         swap_seconds=true["swap_seconds"], byte_seconds=true["byte_seconds"] * r.uniform(0, 2),
     )  # fmt: skip
     return plant, profiled, calibrated
+
+
+def kept_bytes_added(plant, profiled, times):
+    """The same machine with a step that keeps `times` its peak besides its tensors."""
+    more = times * fastest_plan(plant.trace, plant.link, sys.maxsize).peak_bytes
+    plant.trace, profiled = (
+        replace(trace, base_bytes=tuple(each + more for each in trace.base_bytes)) for trace in (plant.trace, profiled)
+    )
+    return profiled
 
 
 def slowdown(plant, planned):
@@ -90,9 +99,7 @@ def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
 def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
     """Unless `memory_limit` needs it."""
     plant, profiled, calibrated = machine(seed)
-    more = 25 * fastest_plan(plant.trace, plant.link, sys.maxsize).peak_bytes
-    rest = tuple(each + more for each in plant.trace.base_bytes)
-    plant.trace, profiled = replace(plant.trace, base_bytes=rest), replace(profiled, base_bytes=rest)
+    profiled = kept_bytes_added(plant, profiled, 6)
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     assert (planned.plan.swaps, planned.plan.recomputes, phase) == ((), (), Phase.UNHOOKED)
     kept = [each.plan for each in planned.frontier.tried if each.slowdown <= 0.05]
@@ -101,6 +108,30 @@ def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
     assert planned.plan.swaps
     assert phase is Phase.STEADY
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_where_no_plan_can_be_worth_its_hooks_there_is_no_search(seed, is_guarded, monkeypatch):
+    """And none but `memory_limit` asks for one. Without the guard, plans are tried all the same."""
+    plant, profiled, calibrated = machine(seed)
+    profiled = kept_bytes_added(plant, profiled, 25)
+    if not is_guarded:
+        monkeypatch.setattr(Limits, "is_worth_hooks", lambda *_: True)
+    planned, phase = machines.run(plant, profiled, calibrated, 5, max_slowdown=0.05)
+    moves = any(plan.swaps for plan in plant.plans.values())
+    assert (phase is Phase.UNHOOKED, moves) == (is_guarded, not is_guarded)
+    assert planned.frontier.is_settled or not is_guarded
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_what_searches_leave_goes_back_to_the_system(seed, monkeypatch):
+    released = []
+    monkeypatch.setattr(promise, "release_free_memory", lambda: released.append(True))
+    plant, profiled, calibrated = machine(seed)
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    assert len(released) == 1 + planned.replans + 1  # after the first plan, each new one, and the end of the search
 
 
 @pytest.mark.parametrize("seed", range(4))

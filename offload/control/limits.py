@@ -77,7 +77,8 @@ class Limits:
         plan may need two searches, with and without recomputation; the second one is shorter.
     worth_hooks
         If the plan that the search ends with lowers the peak by less (relative), nothing is swapped instead: without
-        hooks a step is as fast as plain torch's, and with them 1 to 3 % slower.
+        hooks a step is as fast as plain torch's, and with them 1 to 3 % slower. If no plan can lower it by so much,
+        there is no search.
     """
 
     signatures: int = 64
@@ -110,6 +111,10 @@ class Limits:
     search_seconds: float = 1.0
     search_effort_min: float = 0.02
     worth_hooks: float = 0.05
+
+    def is_worth_hooks(self, peak_bytes: int, unswapped_peak_bytes: int) -> bool:
+        """Return whether a plan with this peak saves enough memory."""
+        return peak_bytes <= (1 - self.worth_hooks) * unswapped_peak_bytes
 
     def search_effort(self, step_seconds: float, tensors: int) -> float:
         """Return the effort of a search inside a step: at most 1, which is the usual search."""

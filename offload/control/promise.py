@@ -14,6 +14,7 @@ from offload.control.own_copies import OwnCopies
 from offload.control.planned_step import PlannedStep
 from offload.control.state_plan import StatePlanner
 from offload.control.wanted_plan import wanted_plan
+from offload.devices.allocator import release_free_memory
 from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.plan.trace import Trace
@@ -158,9 +159,17 @@ class SlowdownPromise:
         InfeasibleLimitError
             No plan keeps the memory limit.
         """
-        if self._plan_state is not None:
-            return self._plan_state.plan(planned, partial(self._plan, planned))
-        return self._plan(planned, planned.trace())
+        try:
+            if self._plan_state is not None:
+                return self._plan_state.plan(planned, partial(self._plan, planned))
+            return self._plan(planned, planned.trace())
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Return free memory to the system: what the profile and the search took, and tensors of the plan before."""
+        if self._on_cpu:
+            release_free_memory()
 
     def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
         options, frontier, allowed = self._options, planned.frontier, self._options.max_slowdown
@@ -171,8 +180,12 @@ class SlowdownPromise:
             return make(options=options, held_bytes=held_bytes)
         effort = self._limits.search_effort(sum(node.seconds for node in trace.nodes), len(trace.tensors))
         frontier.is_settled = False
+        least = least_feasible_limit(trace)
+        kept = make_plan(trace, planned.link, ())
+        if options.memory_limit is None and not self._limits.is_worth_hooks(least, kept.peak_bytes):
+            frontier.is_settled = True  # no plan can be worth its hooks
+            return kept
         if frontier.tried:
-            least = least_feasible_limit(trace)
             peak = min(max(frontier.wanted_peak(allowed), least), options.memory_limit or sys.maxsize)
             wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
@@ -193,6 +206,7 @@ class SlowdownPromise:
         if plan is not planned.plan:
             planned.late = {}
             planned.follow(plan, self._options.memory_limit)
+        self._release()
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
@@ -211,7 +225,7 @@ class SlowdownPromise:
         """
         frontier, limit_bytes = planned.frontier, self._options.memory_limit
         best = frontier.best(allowed)
-        if best is not None and best.peak_bytes <= (1 - self._limits.worth_hooks) * best.unswapped_peak_bytes:
+        if best is not None and self._limits.is_worth_hooks(best.peak_bytes, best.unswapped_peak_bytes):
             return best
         state = planned.plan.state if planned.plan is not None else None
         plan = replace(make_plan(planned.trace(), planned.link, ()), state=state)

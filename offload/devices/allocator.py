@@ -121,9 +121,16 @@ def remedy(name: str) -> str:
 
 
 def release_free_memory() -> None:
-    """Make glibc's malloc return free memory to the system; does nothing with other allocators."""
-    if current() == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    """Make malloc return free memory to the system: glibc's and tcmalloc. Does nothing with other allocators.
+
+    jemalloc and mimalloc cannot: `preload_environment` turns their purging off.
+    """
+    process = ctypes.CDLL(None)
+    name = current()
+    if name == "glibc":
+        process.malloc_trim(0)
+    elif name == "tcmalloc":
+        process.MallocExtension_ReleaseFreeMemory()
 
 
 class LargeBlocks:
