@@ -10,8 +10,10 @@ from planned_rig import assert_equal, batch, enabled, train
 from planned_rig import make as make_blocks
 from torch import nn
 
+from offload.control import controller
 from offload.control.limits import LIMITS
 from offload.plan import Link
+from offload.runtime.executor import Stopwatch
 
 
 def make():
@@ -124,3 +126,19 @@ def test_without_hooks_a_recorded_step_is_watched_all_the_same(tmp_path):
         assert handle.report().bare_steps == bare > 0
     events = json.loads((tmp_path / "step.json").read_text())
     assert any("Backward" in str(event.get("name")) for event in events["traceEvents"])
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_nothing_is_prepared_to_measure_a_step_without_hooks(is_guarded, tmp_path, monkeypatch):
+    """Without the guard, each of them gets a stopwatch that nothing ever stops."""
+    made = []
+    monkeypatch.setattr(controller, "Stopwatch", lambda engine: made.append(True) or Stopwatch(engine))
+    if not is_guarded:
+        monkeypatch.setattr(controller.PlanController, "_measures", lambda *_: True)
+    model, optimizer = make()
+    with enabled(model, max_slowdown=0.05, spill_dir=tmp_path, recompute=False) as handle:
+        train(model, optimizer, [256] * 6)
+        measured, bare = len(made), handle.report().bare_steps
+        train(model, optimizer, [256] * 4)
+        assert handle.report().bare_steps == bare + 4
+    assert len(made) - measured == (0 if is_guarded else 4)

@@ -41,7 +41,6 @@ from offload.runtime.weak import weak_callback
 
 __all__ = ["PlanController"]
 
-_KEPT = "kept by plan"
 _MORE_HELD = "more memory is in use before a step"
 
 
@@ -199,7 +198,7 @@ class PlanController:
         """Change the phase of a planned signature if measurements, a trial, or the memory before a step require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
-        if state.phase is Phase.STEADY and not (planned.executors or is_outdated):  # no measurements are left to read
+        if state.phase in (Phase.STEADY, Phase.UNHOOKED) and not (planned.executors or is_outdated):  # nothing to read
             if limit_bytes is not None and planned.exceeds(limit_bytes, held()):
                 state.enter(Phase.PLANNING, _MORE_HELD)
             return
@@ -245,12 +244,13 @@ class PlanController:
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
         assert schedule is not None  # a plan has been made
         # A weak callback: a strong one would be a reference cycle, which keeps the engine until garbage collection.
-        return schedule, self._engine, self._counts, _KEPT, partial(weak_callback(self.forget), signature)
+        return schedule, self._engine, self._counts, "kept by plan", partial(weak_callback(self.forget), signature)
 
     def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
         if not self._on_cpu:
             return planned.steps <= self._limits.device_measured_steps
-        return state.phase is not Phase.STEADY or planned.steps % self._limits.steady_measured_every == 0
+        every = {Phase.STEADY: self._limits.steady_measured_every, Phase.UNHOOKED: self._limits.recheck_steps}
+        return planned.steps % every.get(state.phase, 1) == 0
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
