@@ -182,7 +182,8 @@ class SlowdownPromise:
         frontier.is_settled = False
         least = least_feasible_limit(trace)
         kept = make_plan(trace, planned.link, ())
-        if options.memory_limit is None and not self._limits.is_worth_hooks(least, kept.peak_bytes):
+        is_possible = allowed > self._limits.hooked and self._limits.is_worth_hooks(least, kept.peak_bytes)
+        if options.memory_limit is None and not is_possible:
             frontier.is_settled = True  # no plan can be worth its hooks
             return kept
         if frontier.tried:
