@@ -32,7 +32,7 @@ Books* books_of(PyObject* self) {
 // Bytes from the first to the last element; −1: a Python error.
 int64_t span_of(PyObject* tensor, int64_t itemsize) {
   const Owned shape(get(tensors.shape, tensor));
-  const Owned stride(shape ? PyObject_CallFunctionObjArgs(tensors.stride, tensor, nullptr) : nullptr);
+  const Owned stride(shape ? PyObject_CallOneArg(tensors.stride, tensor) : nullptr);
   if (!stride) return -1;
   int64_t elements = 1;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape.get()); ++i)
@@ -47,7 +47,7 @@ bool narrow(PyObject* tensor, SavedKey* key) {
   const int64_t span_nbytes = itemsize < 0 ? -1 : span_of(tensor, itemsize);
   if (span_nbytes < 0) return false;
   if (2 * span_nbytes >= key->nbytes) return true;
-  const int64_t offset = to_int(PyObject_CallFunctionObjArgs(tensors.storage_offset, tensor, nullptr));
+  const int64_t offset = to_int(PyObject_CallOneArg(tensors.storage_offset, tensor));
   key->begin = offset * itemsize;
   key->nbytes = span_nbytes;
   return offset >= 0;
@@ -90,7 +90,7 @@ bool read_key(PyObject* tuple, SavedKey* key) {
 // Prepares everything that the copy-out needs. Only before the copy starts may Python code run, and may anything fail.
 bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity, PyObject* saved) {
   SwappedState& state = swapped(saved);
-  const Owned place(PyObject_CallFunctionObjArgs(tensors.storage_address, identity.storage.get(), nullptr));
+  const Owned place(PyObject_CallOneArg(tensors.storage_address, identity.storage.get()));
   if (!place) return false;
   state.source_address = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(place.get()) +
                                                 static_cast<unsigned long long>(state.key.begin));
@@ -101,9 +101,9 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedI
   if (books->record_use && !OFFLOAD_BROKEN("record_stream on sources") &&
       !Owned(PyObject_CallFunctionObjArgs(books->record_use.get(), tensor, nullptr)))
     return false;
-  copy_out->source = Owned(PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr));
+  copy_out->source = Owned(PyObject_CallOneArg(tensors.detach, tensor));
   if (!copy_out->source) return false;
-  state.owner = Owned(PyObject_CallFunctionObjArgs(tensors.weak_reference, identity.owner.get(), nullptr));
+  state.owner = Owned(PyObject_CallOneArg(tensors.weak_reference, identity.owner.get()));
   const Owned dtype(state.owner ? get(tensors.dtype, tensor) : nullptr);
   // Created now, because nothing may fail when the copy has ended.
   if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;

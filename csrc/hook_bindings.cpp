@@ -53,13 +53,16 @@ using namespace offload;
 
 namespace {
 
-void begin_step(const py::iterable& counts) {
-  for (const py::handle each : counts) {
-    Count& count = each.cast<Count&>();
-    count.tensors_before = count.tensors;
-    count.nbytes_before = count.nbytes;
+// Counts of one session. At the beginning of a step their values are stored.
+struct CountList {
+  std::vector<std::shared_ptr<Count>> counts;
+  void begin_step() const {
+    for (const std::shared_ptr<Count>& count : counts) {
+      count->tensors_before = count->tensors;
+      count->nbytes_before = count->nbytes;
+    }
   }
-}
+};
 
 void register_counts(py::module_& module) {
   py::class_<Count, std::shared_ptr<Count>>(module, "Count")
@@ -90,7 +93,10 @@ void register_counts(py::module_& module) {
       .def("__repr__", [](const Count& count) {
         return "Count(tensors=" + std::to_string(count.tensors) + ", nbytes=" + std::to_string(count.nbytes) + ")";
       });
-  module.def("begin_step", &begin_step, py::arg("counts"));
+  py::class_<CountList>(module, "CountList")
+      .def(py::init<>())
+      .def("add", [](CountList& list, std::shared_ptr<Count> count) { list.counts.push_back(std::move(count)); })
+      .def("begin_step", &CountList::begin_step);
 }
 
 using PauseRow = std::tuple<int64_t, std::optional<int64_t>, double, double>;
@@ -145,8 +151,9 @@ void register_step(py::module_& module) {
       .def("measure", &measure_clock)
       .def_property_readonly("hook_seconds", &NodeClock::hook_seconds);
   module.def("measure_step", &measure_step);
+  py::class_<NodeBytes, std::shared_ptr<NodeBytes>>(module, "NodeBytes").def(py::init<std::vector<int64_t>>());
   py::class_<ActivationMeter, std::shared_ptr<ActivationMeter>>(module, "ActivationMeter")
-      .def(py::init([](std::vector<int64_t> bytes, py::handle resident, py::handle steps, bool is_on) {
+      .def(py::init([](std::shared_ptr<NodeBytes> bytes, py::handle resident, py::handle steps, bool is_on) {
              auto found = gauge_of(resident.ptr());
              auto begun = found != nullptr ? gauge_of(steps.ptr()) : nullptr;
              if (begun == nullptr) throw py::error_already_set();

@@ -84,7 +84,7 @@ PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
   const int is_leaf = is_true(get(tensors.is_leaf, tensor));
   if (is_leaf < 0) return nullptr;
   if (is_leaf) Py_INCREF(tensor);
-  Owned held(is_leaf ? tensor : PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr));
+  Owned held(is_leaf ? tensor : PyObject_CallOneArg(tensors.detach, tensor));
   if (!held) return nullptr;
   return make_kept(held, version, watched ? static_cast<Py_ssize_t>(index) : -1);
 }
@@ -184,7 +184,7 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
     if (nbytes < 0) return nullptr;
   }
   if (nbytes < core->min_nbytes) {
-    const int is_view = is_true(PyObject_CallFunctionObjArgs(tensors.is_view, tensor, nullptr));
+    const int is_view = is_true(PyObject_CallOneArg(tensors.is_view, tensor));
     if (is_view < 0) return nullptr;
     if (!is_view) return keep(core, tensor, index, core->small, names.small, nbytes);
   }

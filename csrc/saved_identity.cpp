@@ -14,10 +14,10 @@ PyObject* owner_of(PyObject* tensor) {
   return tensor;
 }
 
-PyObject* storage_of(PyObject* tensor) { return PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr); }
+PyObject* storage_of(PyObject* tensor) { return PyObject_CallOneArg(tensors.untyped_storage, tensor); }
 
 int64_t bytes_of(PyObject* storage) {
-  return to_int(PyObject_CallFunctionObjArgs(tensors.storage_nbytes, storage, nullptr));
+  return to_int(PyObject_CallOneArg(tensors.storage_nbytes, storage));
 }
 
 // Returns whether the owner covers its whole storage; -1: a Python error.
@@ -36,7 +36,7 @@ bool read_identities(PyObject* tensor, PyObject* owner, PyObject* storage, Saved
   const bool by_storage = OFFLOAD_BROKEN("a version is part of an identity");
   key->owner = by_address ? 0 : to_int(get(tensors.identity, owner));
   key->version = by_address || by_storage ? 0 : to_int(get(tensors.version, tensor));
-  key->storage = to_int(by_address ? PyObject_CallFunctionObjArgs(tensors.storage_address, storage, nullptr)
+  key->storage = to_int(by_address ? PyObject_CallOneArg(tensors.storage_address, storage)
                                    : get(tensors.storage_identity, storage));
   return !PyErr_Occurred();
 }

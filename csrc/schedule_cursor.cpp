@@ -12,8 +12,9 @@ PackRow& PackTable::at(size_t pack_index) {
 
 void ActivationMeter::weigh(int64_t node, int64_t more_bytes) {
   if (steps_->now != step_) is_on = false;
-  if (!is_on || node < 0 || static_cast<size_t>(node) >= kept_.size()) return;
-  peak_bytes = std::max(peak_bytes, kept_[static_cast<size_t>(node)] + stayed_bytes + resident_->now + more_bytes);
+  const std::vector<int64_t>& kept = kept_->by_node;
+  if (!is_on || node < 0 || static_cast<size_t>(node) >= kept.size()) return;
+  peak_bytes = std::max(peak_bytes, kept[static_cast<size_t>(node)] + stayed_bytes + resident_->now + more_bytes);
 }
 
 bool ScheduleCursor::is_due(int64_t next_node) const {

@@ -61,14 +61,20 @@ class PackTable {
   std::vector<PackRow> rows_;
 };
 
+// Bytes by node. The steps that follow one schedule share it.
+struct NodeBytes {
+  explicit NodeBytes(std::vector<int64_t> bytes) : by_node(std::move(bytes)) {}
+  const std::vector<int64_t> by_node;
+};
+
 // Measures the peak of the activations in memory during a step.
 class ActivationMeter {
  public:
   // `kept`: bytes that the schedule keeps, by node. `resident`: bytes that the engine has on the device. `steps`:
   // number of steps begun. If another step begins before this one ends, their bytes cannot be separated, so neither of
   // them is measured.
-  ActivationMeter(std::vector<int64_t> kept, std::shared_ptr<const Gauge> resident, std::shared_ptr<const Gauge> steps,
-                  bool on)
+  ActivationMeter(std::shared_ptr<const NodeBytes> kept, std::shared_ptr<const Gauge> resident,
+                  std::shared_ptr<const Gauge> steps, bool on)
       : is_on(on), kept_(std::move(kept)), resident_(std::move(resident)), steps_(std::move(steps)), step_(steps_->now) {}
 
   // Measures at `node`; does nothing if it is -1. `more_bytes`: bytes that are about to be swapped in.
@@ -79,7 +85,7 @@ class ActivationMeter {
   int64_t peak_bytes = 0;
 
  private:
-  const std::vector<int64_t> kept_;
+  const std::shared_ptr<const NodeBytes> kept_;
   const std::shared_ptr<const Gauge> resident_;
   const std::shared_ptr<const Gauge> steps_;
   const int64_t step_;

@@ -15,7 +15,7 @@ struct Entry {
   PyObject* object = nullptr;  // a module or a tensor: borrowed, only compared
   int64_t storage = 0;         // identity of the storage; 0: a module, or a tensor without a storage
   int64_t nbytes = 0;          // bytes of the storage
-  Owned kind;                  // a module's class or a tensor's device; null: not compared
+  Owned kind;                  // a module's class, or the device of a tensor without a storage; null: not compared
   // Addresses of the C++ tensor and of the storage's Python object, only for prefetching them into the cache.
   int64_t fields = 0;
   const void* wrapper = nullptr;
@@ -102,11 +102,11 @@ State& state_of(PyObject* self) { return reinterpret_cast<StateWatch*>(self)->st
 
 // Reads a plain tensor's storage through Python. Returns false, with the error, if it has none (a sparse tensor).
 bool read_storage(PyObject* tensor, Entry* entry) {
-  const Owned storage(PyObject_CallFunctionObjArgs(tensors.untyped_storage, tensor, nullptr));
+  const Owned storage(PyObject_CallOneArg(tensors.untyped_storage, tensor));
   if (!storage) return false;
   entry->wrapper = storage.get();
   entry->storage = to_int(get(tensors.storage_identity, storage.get()));
-  entry->nbytes = to_int(PyObject_CallFunctionObjArgs(tensors.storage_nbytes, storage.get(), nullptr));
+  entry->nbytes = to_int(PyObject_CallOneArg(tensors.storage_nbytes, storage.get()));
   return !PyErr_Occurred();
 }
 
@@ -123,7 +123,8 @@ bool meet_tensor(Trail& trail, PyObject* tensor, bool with_device) {
     PyErr_Clear();
     entry.storage = entry.nbytes = 0;
   }
-  if (with_device && !(entry.kind = Owned(get(tensors.device, tensor)))) return false;
+  // A storage never changes its device.
+  if (with_device && entry.storage == 0 && !(entry.kind = Owned(get(tensors.device, tensor)))) return false;
   return trail.meet(std::move(entry));
 }
 

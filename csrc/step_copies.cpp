@@ -33,7 +33,7 @@ bool StepCopies::add(int64_t pack_index, PyObject* storage, PyObject* source) {
   if (position >= storages_.size()) storages_.resize(position + 1);
   storages_[position] = Owned(PyWeakref_NewRef(storage, nullptr));
   if (!storages_[position] || !finds_held) return static_cast<bool>(storages_[position]);
-  Owned watch(PyObject_CallFunctionObjArgs(tensors.watch_storage, source, nullptr));
+  Owned watch(PyObject_CallOneArg(tensors.watch_storage, source));
   if (!watch) return false;
   watched_.emplace_back(pack_index, std::move(watch));
   return true;
@@ -44,7 +44,7 @@ bool StepCopies::find_held(std::set<int64_t>* held) {
   for (const auto& [pack_index, watch] : watched_) {
     const Owned storage = find(pack_index);
     if (!storage || !is_swapped_out(swapped(storage.get()))) continue;
-    const int is_gone = is_true(PyObject_CallFunctionObjArgs(tensors.storage_is_gone, watch.get(), nullptr));
+    const int is_gone = is_true(PyObject_CallOneArg(tensors.storage_is_gone, watch.get()));
     if (is_gone < 0) return false;
     if (!is_gone) held->insert(pack_index);
   }
@@ -56,7 +56,7 @@ void StepCopies::stop_watching() {
   PyObject *error, *value, *traceback;
   PyErr_Fetch(&error, &value, &traceback);
   for (const auto& [pack_index, watch] : std::exchange(watched_, {}))
-    if (!Owned(PyObject_CallFunctionObjArgs(tensors.unwatch_storage, watch.get(), nullptr))) PyErr_Clear();
+    if (!Owned(PyObject_CallOneArg(tensors.unwatch_storage, watch.get()))) PyErr_Clear();
   PyErr_Restore(error, value, traceback);
 }
 

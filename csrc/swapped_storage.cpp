@@ -51,7 +51,7 @@ int has_one_holder(int64_t storage) {
   if (tensors.storage_holders == nullptr) return 0;
   const Owned identity(PyLong_FromLongLong(storage));
   if (!identity) return -1;
-  const int64_t holders = to_int(PyObject_CallFunctionObjArgs(tensors.storage_holders, identity.get(), nullptr));
+  const int64_t holders = to_int(PyObject_CallOneArg(tensors.storage_holders, identity.get()));
   return holders < 0 ? -1 : holders == tensors.holders_alone;
 }
 
@@ -89,7 +89,7 @@ bool copied_out(PyObject* self) {
   if (!source) return true;
   if (state.views_left < state.views && !OFFLOAD_BROKEN("a source is kept while views use it")) {
     // All unpacked views must share one storage. Some already use the source, so the others get the source too.
-    state.target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, source.get(), nullptr));
+    state.target.storage = Owned(PyObject_CallOneArg(tensors.untyped_storage, source.get()));
     if (!state.target.storage) return false;
     state.begin = OFFLOAD_BROKEN("a kept source keeps the offset of its span") ? 0 : state.key.begin;
     state.stream = copy_out->stream;
@@ -122,7 +122,7 @@ bool allocate(SwappedState& state, void** address) {
   if (!size || !residue) return false;
   Owned storage(PyObject_CallFunctionObjArgs(books.new_storage.get(), size.get(), residue.get(), nullptr));
   const Owned place(
-      storage ? PyObject_CallFunctionObjArgs(tensors.storage_address, storage.get(), nullptr) : nullptr);
+      storage ? PyObject_CallOneArg(tensors.storage_address, storage.get()) : nullptr);
   if (!place) return false;
   *address = PyLong_AsVoidPtr(place.get());
   if (*address == nullptr && PyErr_Occurred()) return false;
@@ -207,7 +207,7 @@ PyObject* storage_of_target(Target& target) {
   if (!target.storage && target.block != nullptr) {
     const Owned block(to_python(target.block));
     if (!block) return nullptr;
-    target.storage = Owned(PyObject_CallFunctionObjArgs(tensors.storage_of_buffer, block.get(), nullptr));
+    target.storage = Owned(PyObject_CallOneArg(tensors.storage_of_buffer, block.get()));
   }
   return target.storage.share();
 }
@@ -241,7 +241,7 @@ bool swap_in(PyObject* self, Target* found, int64_t* begin) {
   const Lock lock(state.mutex);
   if (state.copy_out != nullptr && state.copy_out->source) {
     found->storage =
-        Owned(PyObject_CallFunctionObjArgs(tensors.untyped_storage, state.copy_out->source.get(), nullptr));
+        Owned(PyObject_CallOneArg(tensors.untyped_storage, state.copy_out->source.get()));
     if (!found->storage) return false;
     *begin = state.key.begin;
     count_view(state);

@@ -51,9 +51,9 @@ bool read_integers(PyObject* sequence, int64_t* into) {
 // Reads sizes, strides and offset through Python.
 PyObject* view_through_python(PyObject* tensor, int64_t begin) {
   const Owned shape(get(tensors.shape, tensor));
-  const Owned stride(shape ? PyObject_CallFunctionObjArgs(tensors.stride, tensor, nullptr) : nullptr);
+  const Owned stride(shape ? PyObject_CallOneArg(tensors.stride, tensor) : nullptr);
   if (!stride) return nullptr;
-  const int64_t offset = to_int(PyObject_CallFunctionObjArgs(tensors.storage_offset, tensor, nullptr));
+  const int64_t offset = to_int(PyObject_CallOneArg(tensors.storage_offset, tensor));
   const int64_t itemsize = offset < 0 ? -1 : to_int(get(tensors.itemsize, tensor));
   if (itemsize < 0) return nullptr;
   Owned made(reinterpret_cast<PyObject*>(allocate_view(PyTuple_GET_SIZE(shape.get()))));
@@ -93,8 +93,8 @@ bool read_flags(SwappedView* view, PyObject* tensor) {
   view->version = version;
   // Only complex tensors can be conjugated lazily.
   const bool may_be_conj = view->element.bits == 0 || view->element.code == dlpack::kComplex;
-  const int conj = may_be_conj ? is_true(PyObject_CallFunctionObjArgs(tensors.is_conj, tensor, nullptr)) : 0;
-  const int neg = conj < 0 ? -1 : is_true(PyObject_CallFunctionObjArgs(tensors.is_neg, tensor, nullptr));
+  const int conj = may_be_conj ? is_true(PyObject_CallOneArg(tensors.is_conj, tensor)) : 0;
+  const int neg = conj < 0 ? -1 : is_true(PyObject_CallOneArg(tensors.is_neg, tensor));
   view->is_conj = conj > 0;
   view->is_neg = neg > 0;
   return neg >= 0;
@@ -135,7 +135,7 @@ PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
   if (!made || !read_flags(as_view(made.get()), tensor)) return nullptr;
   SwappedView* const view = as_view(made.get());
   const Owned empty(empty_by_record(record.get(), view->dtype));
-  view->counter = empty ? PyObject_CallFunctionObjArgs(tensors.detach, tensor, nullptr) : nullptr;
+  view->counter = empty ? PyObject_CallOneArg(tensors.detach, tensor) : nullptr;
   if (view->counter == nullptr) return nullptr;
   if (Py_TYPE(tensors.data)->tp_descr_set(tensors.data, view->counter, empty.get()) < 0) return nullptr;
   if (!Owned(PyObject_CallMethod(record.get(), "add_view", nullptr))) return nullptr;
@@ -184,7 +184,7 @@ PyObject* empty_like(SwappedView* view, Owned& made) {
 bool raise_changed(SwappedView* view, const Owned& found) {
   Owned made;
   PyObject* const empty = empty_like(view, made);
-  const Owned kind(empty != nullptr ? PyObject_CallFunctionObjArgs(tensors.type_name, empty, nullptr) : nullptr);
+  const Owned kind(empty != nullptr ? PyObject_CallOneArg(tensors.type_name, empty) : nullptr);
   const Owned shape(kind ? tuple_of(view->sizes, dimensions(view)) : nullptr);
   const Owned expected(shape ? PyLong_FromLongLong(view->version) : nullptr);
   if (!expected) return false;
@@ -270,12 +270,12 @@ PyObject* restore(SwappedView* view) {
   const bool is_whole = dlpack::api != nullptr && target.block != nullptr && !target.storage &&
                         covers_block(view, *target.block);
   Owned tensor(is_whole ? on_block(view, target.block) : on_storage(view, target, begin));
-  if (tensor && view->is_conj) tensor = Owned(PyObject_CallFunctionObjArgs(tensors.conjugated, tensor.get(), nullptr));
-  if (tensor && view->is_neg) tensor = Owned(PyObject_CallFunctionObjArgs(tensors.negated, tensor.get(), nullptr));
+  if (tensor && view->is_conj) tensor = Owned(PyObject_CallOneArg(tensors.conjugated, tensor.get()));
+  if (tensor && view->is_neg) tensor = Owned(PyObject_CallOneArg(tensors.negated, tensor.get()));
   if (!tensor || !counter) return tensor.release();
   // The result shares the original's version counter: if backward writes to it, other nodes that saved the tensor
   // detect the change.
-  Owned restored(PyObject_CallFunctionObjArgs(tensors.detach, counter.get(), nullptr));
+  Owned restored(PyObject_CallOneArg(tensors.detach, counter.get()));
   if (!restored || Py_TYPE(tensors.data)->tp_descr_set(tensors.data, restored.get(), tensor.get()) < 0) return nullptr;
   return restored.release();
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -103,6 +103,8 @@ class PlanController:
         self._latest: PlannedStep | None = None
         self.running = RunningStep()
         self._lock = threading.RLock()
+        # A weak callback: a strong one would be a reference cycle, which keeps the engine until garbage collection.
+        self._forget = weak_callback(self.forget)
 
     # -- the beginning of a step --------------------------------------------------------------------------------------
 
@@ -164,7 +166,9 @@ class PlanController:
             return state.planned.steps % self._limits.recheck_steps == 0
 
     def _state(self, signature: object) -> SignatureState:
-        state = self._states.setdefault(signature, SignatureState())
+        state = self._states.get(signature)
+        if state is None:
+            state = self._states[signature] = SignatureState()
         self._states.move_to_end(signature)
         while len(self._states) > self._limits.signatures:
             oldest = self._states.popitem(last=False)[1]
@@ -243,8 +247,7 @@ class PlanController:
         self, signature: object, schedule: Schedule | None
     ) -> tuple[Schedule, Engine, Counts, str, Callable[[], None]]:
         assert schedule is not None  # a plan has been made
-        # A weak callback: a strong one would be a reference cycle, which keeps the engine until garbage collection.
-        return schedule, self._engine, self._counts, "kept by plan", partial(weak_callback(self.forget), signature)
+        return schedule, self._engine, self._counts, "kept by plan", partial(self._forget, signature)
 
     def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
         if not self._on_cpu:
@@ -294,12 +297,12 @@ class PlanController:
         self._counts.borrowed_steps += 1
         self._counts.unmeasured_steps += 1
         assert larger.schedule is not None
-        return ScheduleExecutor(*self._about(signature, replace(larger.schedule, borrowed=True)))
+        return ScheduleExecutor(*self._about(signature, larger.schedule.for_smaller_steps))
 
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()
         if self._on_cpu and isinstance(signature, Signature):
-            return replace(held, state=held.state + signature.input_bytes)
+            return HeldBytes(held.state + signature.input_bytes, held.gradients, held.away)
         return held
 
     # -- profiles -----------------------------------------------------------------------------------------------------
@@ -309,8 +312,8 @@ class PlanController:
         with self._lock:
             self._state(signature).deviate(self._limits.deviations)
 
-    def _profilers(self) -> Iterator[Profiler]:
-        return (state.profiler for state in list(self._states.values()) if state.profiler is not None)
+    def _profilers(self) -> list[Profiler]:
+        return [state.profiler for state in list(self._states.values()) if state.profiler is not None]
 
     def end_finished_profiles(self) -> None:
         """Stop recording steps that are over, and those whose graph was freed without a backward pass."""
@@ -324,9 +327,10 @@ class PlanController:
             profiler.stop()
 
     def _read_profiles(self) -> None:
-        for signature, state in list(self._states.items()):
-            if state.profiler is not None:
-                self._read_profile(signature, state, state.profiler)
+        if self._profilers():
+            for signature, state in list(self._states.items()):
+                if state.profiler is not None:
+                    self._read_profile(signature, state, state.profiler)
 
     def _read_profile(self, signature: object, state: SignatureState, profiler: Profiler) -> None:
         profile = profiler.profile()

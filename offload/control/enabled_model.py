@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import NoneType
 from typing import Any, Protocol
 
 import torch
@@ -322,7 +323,12 @@ class EnabledModel:
         shapes: list[tuple[int, ...]] = []
         kinds: list[object] = []
         input_bytes = 0
-        for leaf in _leaves((*args, *kwargs.values())):
+        leaves: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
+        for leaf in leaves:
+            if not isinstance(leaf, _PLAIN):
+                leaves = tree_leaves(leaves)
+                break
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 shapes.append(tuple(leaf.shape))
                 kinds.append((leaf.dtype, leaf.requires_grad))
@@ -334,13 +340,7 @@ class EnabledModel:
         return Signature(tuple(shapes), tuple(kinds), input_bytes)
 
 
-_PLAIN = Tensor | bool | None
-
-
-def _leaves(values: tuple[Any, ...]) -> Sequence[Any]:
-    """Return what `tree_leaves` returns. It is faster if every value is a tensor, a bool or None."""
-    is_plain = all(isinstance(each, _PLAIN) for each in values)
-    return values if is_plain else list(tree_leaves(values))
+_PLAIN = (Tensor, bool, NoneType)  # `tree_leaves`, which is slow, returns such values as they are
 
 
 class HookedForward(HookContext):

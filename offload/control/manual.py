@@ -110,6 +110,8 @@ class ManualController:
         self._engine = engine
         self._counts = counts
         self._on_recorded = on_recorded
+        # A weak callback: the controller keeps the last executors, which must not keep the store of a session alive.
+        self._forget = weak_callback(self.forget)
         self._recorders: OrderedDict[object, Recorder] = OrderedDict()
         self.schedules: OrderedDict[object, ManualStep] = OrderedDict()
 
@@ -134,8 +136,7 @@ class ManualController:
         self.schedules.move_to_end(signature)
         step.read_measurements(self._counts)
         step.steps += 1
-        # A weak callback: the controller keeps the last executors, which must not keep the store of a session alive.
-        about = (step.schedule, self._engine, self._counts, "n_tensors", partial(weak_callback(self.forget), signature))
+        about = (step.schedule, self._engine, self._counts, "n_tensors", partial(self._forget, signature))
         if step.steps > self._limits.manual_measured_steps and step.steps % self._limits.recheck_steps:
             self._counts.unmeasured_steps += 1
             return ScheduleExecutor(*about)

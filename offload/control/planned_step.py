@@ -202,7 +202,8 @@ class PlannedStep:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
-        more = most(self.held, held).total - self.held.total
+        known = self.held  # as in `most`, without its objects: most steps of a plan ask
+        more = max(0, held.state - known.state) + max(0, held.gradients - known.gradients) + known.away - held.away
         if self.recipes is not None:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
         return self.plan.peak_bytes + more > limit_bytes

@@ -14,6 +14,7 @@ import logging
 import os
 import stat
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ class LivePublisher:
             return
         self._look_at = now + LOOK_SECONDS
         pid = os.getpid()
-        for folder in folders():
-            if _is_watched(folder, pid) and is_private(folder):
+        for folder, watch in _watch_files(pid, os.environ.get("XDG_RUNTIME_DIR")):
+            if _is_recent(watch) and is_private(folder):
                 self._write(folder / f"{pid}-{self._number}.json", _figures(enabled))
                 return
 
@@ -81,9 +82,15 @@ class LivePublisher:
             log.debug("figures for offload top: %s", error)
 
 
-def _is_watched(folder: Path, pid: int) -> bool:
+@lru_cache(maxsize=1)
+def _watch_files(pid: int, runtime: str | None) -> list[tuple[Path, Path]]:
+    """Return the folders for exchanging figures, each with the path of its watch file; `runtime`: where they are."""
+    return [(folder, watch_file(folder, pid)) for folder in folders()]
+
+
+def _is_recent(watch: Path) -> bool:
     try:
-        renewed = watch_file(folder, pid).stat().st_mtime
+        renewed = watch.stat().st_mtime
     except OSError:
         return False
     return time.time() - renewed < RECENT_SECONDS

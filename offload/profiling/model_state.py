@@ -207,7 +207,7 @@ class HeldMemory:
         state = self._state
         state.look()
         moved_bytes, writing_bytes = self._moving()
-        away_bytes = max(0, moved_bytes - self._in_memory_max())
+        away_bytes = max(0, moved_bytes - self._in_memory_max()) if moved_bytes else 0
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes() - writing_bytes + moved_bytes
             if self._moves_in_backward():

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
-from offload._core import ActivationMeter
+from offload._core import ActivationMeter, NodeBytes
 from offload.plan import Plan
 from offload.plan.trace import Trace
 from offload.runtime.counters import Counts
@@ -37,6 +38,11 @@ class ActivationBytes:
     unswapped: tuple[int, ...]
     kept: tuple[int, ...]
     planned: tuple[int, ...] = ()
+
+    @cached_property
+    def metered(self) -> NodeBytes:
+        """`kept`, as the meter reads it."""
+        return NodeBytes(self.kept)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> ActivationBytes:
@@ -134,7 +140,7 @@ class MeteredExecutor(ScheduleExecutor):
         finds_held: bool = False,
     ) -> None:
         # The engine's gauges do not separate the activations of two steps, so the meter needs a start without any.
-        self._meter = ActivationMeter(weights.kept, engine.resident, counts.begun, engine.unswapped.now == 0)
+        self._meter = ActivationMeter(weights.metered, engine.resident, counts.begun, engine.unswapped.now == 0)
         super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
         self.held: set[int] = set()
         self.copies.finds_held = finds_held

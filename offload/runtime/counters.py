@@ -44,6 +44,9 @@ class Counts(defaultdict[str, Count]):
         self.swapped = Count()
         self.duplicates = Count()
         self.dropped = Count()  # in forward, to be recomputed
+        self._of_step = _core.CountList()
+        self._of_step.add(self.swapped)
+        self._of_step.add(self.dropped)
         self.recomputed = Count()  # in backward; a tensor that is recomputed twice counts twice
         self.recompute_seconds = 0.0
         self.prefetches = _core.Gauge()
@@ -63,6 +66,11 @@ class Counts(defaultdict[str, Count]):
         self.settled_steps = 0
         self.steps_measured: deque[StepRecord] = deque(maxlen=STEP_RECORDS_MAX)
 
+    def __missing__(self, reason: str) -> Count:
+        self[reason] = count = Count()
+        self._of_step.add(count)
+        return count
+
     @property
     def steps(self) -> int:
         """Number of steps that have begun."""
@@ -80,7 +88,7 @@ class Counts(defaultdict[str, Count]):
 
     def begin_step(self) -> None:
         """Begin a forward pass: `in_step` counts from here."""
-        _core.begin_step((self.swapped, self.dropped, *self.values()))
+        self._of_step.begin_step()
 
     def attribute_misses(self, misses: int, follows: bool | None = None) -> None:
         """Count the misses since the last call as late loads if the last step followed a schedule.

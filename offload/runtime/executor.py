@@ -210,7 +210,8 @@ class ScheduleExecutor:
         clock = stopwatch.clock if stopwatch is not None else None
         self._device_clock = clock if isinstance(clock, DeviceClock) else None
         self.cursor = ScheduleCursor(schedule.table, None if isinstance(clock, DeviceClock) else clock, meter)
-        self.cursor.decides = self._device_clock is None
+        if self._device_clock is not None:
+            self.cursor.decides = False
         self._engine = engine
         self._counts = counts
         self._deviate = deviate
@@ -221,7 +222,8 @@ class ScheduleExecutor:
         self.recompute_seconds = 0.0  # of this step
         self._node_after_pack = schedule.order.node_after_pack if schedule.plan is not None else {}
         self.copies = StepCopies(self.cursor, counts.prefetches, counts.prefetches_left)
-        self.copies.caps_in_flight = schedule.plan is None
+        if schedule.plan is None:
+            self.copies.caps_in_flight = True
         self._acted = False  # whether the current hook swaps, waits or starts a copy; if not, it counts as computation
 
     @property

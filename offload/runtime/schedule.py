@@ -10,7 +10,7 @@ every backward node, in the order observed. Node 0 begins with the step; every e
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypedDict
 
@@ -94,6 +94,15 @@ class Schedule:
             table.prefetch(node, use, index)
         table.waits_for_prefetches = self.is_serial
         return table
+
+    @property
+    def for_smaller_steps(self) -> Schedule:
+        """The same for steps with smaller inputs; new for each step if it recomputes: templates are of one size."""
+        return replace(self, borrowed=True) if self.recomputed else self._for_smaller_steps
+
+    @cached_property
+    def _for_smaller_steps(self) -> Schedule:
+        return replace(self, borrowed=True)
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:

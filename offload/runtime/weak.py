@@ -44,10 +44,7 @@ class WeakReferences(Generic[Object]):
         self._references = (*(it for it in self._references if it() is not None), weakref.ref(each))
 
     def __iter__(self) -> Iterator[Object]:
-        for reference in self._references:
-            each = reference()
-            if each is not None:
-                yield each
+        return iter([each for reference in self._references if (each := reference()) is not None])
 
 
 class _Death(weakref.ref[Any]):

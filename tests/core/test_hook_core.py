@@ -134,7 +134,7 @@ def test_a_gauge_knows_its_peak():
     assert (gauge.now, gauge.peak) == (2, 5)
     with pytest.raises(TypeError):
         gauge.add("1")
-    meter = _core.ActivationMeter((10, 20), gauge, _core.Gauge(), True)
+    meter = _core.ActivationMeter(_core.NodeBytes((10, 20)), gauge, _core.Gauge(), True)
     meter.weigh(1)
     meter.weigh(0, 100)
     meter.weigh(-1, 1000)
@@ -143,4 +143,4 @@ def test_a_gauge_knows_its_peak():
     meter.weigh(1, 200)
     assert meter.peak_bytes == 222
     with pytest.raises(TypeError, match="Gauge"):
-        _core.ActivationMeter((1,), object(), _core.Gauge(), True)
+        _core.ActivationMeter(_core.NodeBytes((1,)), object(), _core.Gauge(), True)
