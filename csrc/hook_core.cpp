@@ -41,10 +41,6 @@ HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object)
 // Returns the tensor of a KeptTensor. Raises autograd's error if it was changed in place since it was saved.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
-  if (kept->tensor == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "this saved tensor was garbage collected");
-    return nullptr;
-  }
   const Owned found(get(tensors.version, kept->tensor));
   if (!found) return nullptr;
   const int same = PyObject_RichCompareBool(found.get(), kept->version, Py_EQ);
@@ -158,6 +154,15 @@ int is_plain(PyObject* tensor) {
   return nested < 0 ? -1 : !nested;
 }
 
+// Returns whether a tensor below min_nbytes is no view, which may be of a large storage; -1: a Python error. A step that
+// follows a schedule asks torch only where earlier steps have found no such tensor of this size.
+int is_small(const HookCore& core, PyObject* tensor, int64_t index, int64_t nbytes) {
+  if (core.cursor != nullptr && core.cursor->is_small(index, nbytes)) return 1;
+  const int is_view = is_true(PyObject_CallOneArg(tensors.is_view, tensor));
+  if (is_view == 0 && core.cursor != nullptr) core.cursor->add_small(index, nbytes);
+  return is_view < 0 ? -1 : !is_view;
+}
+
 PyObject* ask(PyObject* self, PyObject* method, PyObject* tensor, int64_t index, int64_t nbytes) {
   const Owned number(PyLong_FromLongLong(index));
   const Owned size(PyLong_FromLongLong(nbytes));
@@ -184,9 +189,9 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
     if (nbytes < 0) return nullptr;
   }
   if (nbytes < core->min_nbytes) {
-    const int is_view = is_true(PyObject_CallOneArg(tensors.is_view, tensor));
-    if (is_view < 0) return nullptr;
-    if (!is_view) return keep(core, tensor, index, core->small, names.small, nbytes);
+    const int small = is_small(*core, tensor, index, nbytes);
+    if (small < 0) return nullptr;
+    if (small) return keep(core, tensor, index, core->small, names.small, nbytes);
   }
   if (core->cursor != nullptr) {
     const ScheduleCursor::Verdict verdict = core->cursor->pack(index, nbytes);

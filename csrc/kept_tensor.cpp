@@ -8,20 +8,7 @@ PyTypeObject* kept_type = nullptr;
 
 namespace {
 
-int kept_traverse(PyObject* self, visitproc visit, void* arg) {
-  auto* kept = reinterpret_cast<KeptTensor*>(self);
-  Py_VISIT(kept->tensor);
-  Py_VISIT(Py_TYPE(self));
-  return 0;
-}
-
-int kept_clear(PyObject* self) {
-  Py_CLEAR(reinterpret_cast<KeptTensor*>(self)->tensor);
-  return 0;
-}
-
 void kept_dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
   PyTypeObject* const type = Py_TYPE(self);
   auto* kept = reinterpret_cast<KeptTensor*>(self);
   Py_CLEAR(kept->tensor);
@@ -40,12 +27,9 @@ PyMemberDef kept_members[] = {{"tensor", T_OBJECT_EX, offsetof(KeptTensor, tenso
 bool add_kept_type(PyObject* module) {
   static PyType_Slot kept_slots[] = {{Py_tp_doc, const_cast<char*>("A saved tensor that is kept.")},
                                      {Py_tp_members, kept_members},
-                                     {Py_tp_traverse, slot(kept_traverse)},
-                                     {Py_tp_clear, slot(kept_clear)},
                                      {Py_tp_dealloc, slot(kept_dealloc)},
                                      {0, nullptr}};
-  static PyType_Spec kept_spec = {"offload._core.KeptTensor", sizeof(KeptTensor), 0,
-                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, kept_slots};
+  static PyType_Spec kept_spec = {"offload._core.KeptTensor", sizeof(KeptTensor), 0, Py_TPFLAGS_DEFAULT, kept_slots};
   kept_type = add_type(module, "KeptTensor", kept_spec);
   return kept_type != nullptr;
 }

@@ -7,7 +7,8 @@
 
 namespace offload {
 
-// Takes part in garbage collection; its deallocation runs no Python code.
+// Only autograd nodes hold it, which the garbage collector cannot see into, so it takes no part in garbage collection.
+// Its deallocation runs no Python code.
 struct KeptTensor {
   PyObject_HEAD
   PyObject* tensor;    // detached, or a leaf

@@ -10,6 +10,18 @@ PackRow& PackTable::at(size_t pack_index) {
   return rows_[pack_index];
 }
 
+bool PackTable::is_small(int64_t pack_index, int64_t nbytes) const {
+  const auto position = static_cast<size_t>(pack_index);
+  if (position >= small_bytes_.size() || small_bytes_[position] < 0) return false;
+  return small_bytes_[position] == nbytes || OFFLOAD_BROKEN("a small tensor has the size of earlier steps");
+}
+
+void PackTable::add_small(int64_t pack_index, int64_t nbytes) {
+  const auto position = static_cast<size_t>(pack_index);
+  if (position >= small_bytes_.size()) small_bytes_.resize(position + 1, -1);
+  small_bytes_[position] = nbytes;
+}
+
 void ActivationMeter::weigh(int64_t node, int64_t more_bytes) {
   if (steps_->now != step_) is_on = false;
   const std::vector<int64_t>& kept = kept_->by_node;

@@ -44,7 +44,7 @@ struct DueCopy {
   int64_t pack_index;
 };
 
-// A schedule compiled to rows by pack index. Immutable once it is filled.
+// A schedule compiled to rows by pack index. Once it is filled, only what is known of small tensors changes.
 class PackTable {
  public:
   // Returns the row of a pack; creates it if it does not exist.
@@ -54,11 +54,17 @@ class PackTable {
                                                                              : nullptr;
   }
 
+  // Whether the last small tensor at this pack that owned its memory had this size.
+  bool is_small(int64_t pack_index, int64_t nbytes) const;
+  // Stores the size of a small tensor that owns its memory.
+  void add_small(int64_t pack_index, int64_t nbytes);
+
   std::vector<DueCopy> releases, prefetches;  // in order
   bool waits_for_prefetches = false;          // the step waits for its prefetches, so nothing is computed meanwhile
 
  private:
   std::vector<PackRow> rows_;
+  std::vector<int64_t> small_bytes_;  // by pack index; -1: none
 };
 
 // Bytes by node. The steps that follow one schedule share it.
@@ -101,12 +107,20 @@ class ScheduleCursor {
   // else has to be done. due: the tensor is kept, and Python has to execute the releases and prefetches that are due.
   enum class Verdict : uint8_t { undecided, kept, due };
 
-  ScheduleCursor(std::shared_ptr<const PackTable> table, std::shared_ptr<NodeClock> clock,
+  ScheduleCursor(std::shared_ptr<PackTable> table, std::shared_ptr<NodeClock> clock,
                  std::shared_ptr<ActivationMeter> meter)
       : table_(std::move(table)), clock_(std::move(clock)), meter_(std::move(meter)) {}
 
   // Advances to the node that starts after this pack, if the schedule keeps a tensor of this size.
   Verdict pack(int64_t pack_index, int64_t nbytes);
+  // Whether the pack is that of a small tensor which owns its memory, as far as its size tells.
+  bool is_small(int64_t pack_index, int64_t nbytes) const {
+    return is_on_schedule && table_->is_small(pack_index, nbytes);
+  }
+  // Stores the size of a small tensor that owns its memory, for the steps that follow.
+  void add_small(int64_t pack_index, int64_t nbytes) {
+    if (is_on_schedule) table_->add_small(pack_index, nbytes);
+  }
   // Whether a kept pack is a further view of a storage that is counted already.
   bool keeps_again(int64_t pack_index) const { return row(pack_index) != nullptr && row(pack_index)->is_kept_again; }
   // Advances to the node that starts with the unpack of a kept tensor. Returns false, with nothing changed, if Python
@@ -136,7 +150,7 @@ class ScheduleCursor {
   void use(int64_t pack_index);
   const PackRow* row(int64_t pack_index) const { return is_on_schedule ? table_->find(pack_index) : nullptr; }
 
-  const std::shared_ptr<const PackTable> table_;
+  const std::shared_ptr<PackTable> table_;
   const std::shared_ptr<NodeClock> clock_;
   const std::shared_ptr<ActivationMeter> meter_;
   std::vector<bool> used_;  // by pack index

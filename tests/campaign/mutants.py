@@ -156,6 +156,9 @@ OUTSIDE |= {
         SWAPPED + "another_size_at_the_place_of_a_swapped_tensor_ends_the_schedule"
     ],
     "a kept tensor has the recorded size": [KEPT + "a_tensor_of_another_size_ends_the_schedule"],
+    "a small tensor has the size of earlier steps": [
+        "tests/core/test_hook_core.py::test_a_small_tensor_of_another_size_than_in_earlier_steps_is_looked_at"
+    ],
     "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
 }
 # Operators that are exactly those of a template; what differs is decided in Python, whose guards have a table beside

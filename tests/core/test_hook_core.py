@@ -106,6 +106,15 @@ def test_a_cursor_decides_while_nothing_waits():
     assert hooks.counts == {"kept by plan": _core.Count(2, 400)}
 
 
+def test_a_small_tensor_of_another_size_than_in_earlier_steps_is_looked_at():
+    hooks, table, large = Hooks(), _core.PackTable(), torch.zeros(50)
+    for tensor in (torch.zeros(3), torch.zeros(3), large[:2]):
+        _core.follow(hooks, Observer(), _core.ScheduleCursor(table), "kept by plan")
+        hooks.pack(tensor)
+    assert hooks.counts == {"small": _core.Count(2, 24)}
+    assert hooks.asked == [("pack", 0, 8)]
+
+
 def test_what_it_refuses():
     with pytest.raises(RuntimeError, match="__init__"):
         _core.HookCore.__new__(_core.HookCore).pack(torch.zeros(1))
