@@ -87,14 +87,19 @@ bool read_key(PyObject* tuple, SavedKey* key) {
   return !PyErr_Occurred();
 }
 
-// Prepares everything that the copy-out needs. Only before the copy starts may Python code run, and may anything fail.
-bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity, PyObject* saved) {
-  SwappedState& state = swapped(saved);
-  const Owned place(PyObject_CallOneArg(tensors.storage_address, identity.storage.get()));
+bool read_address(SwappedState& state, PyObject* storage) {
+  const Owned place(PyObject_CallOneArg(tensors.storage_address, storage));
   if (!place) return false;
   state.source_address = static_cast<uintptr_t>(PyLong_AsUnsignedLongLong(place.get()) +
                                                 static_cast<unsigned long long>(state.key.begin));
-  if (PyErr_Occurred()) return false;
+  return !PyErr_Occurred();
+}
+
+// Prepares everything that the copy-out needs. Only before the copy starts may Python code run, and may anything fail.
+bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity, PyObject* saved) {
+  SwappedState& state = swapped(saved);
+  state.source_address = identity.address;
+  if (state.source_address == 0 && !read_address(state, identity.storage.get())) return false;
   auto copy_out = std::make_shared<CopyOut>();
   if (!current_stream(*books, &copy_out->stream)) return false;
   // record_stream has no effect on memory of this stream; memory of another stream must live until the copy has ended.
@@ -107,6 +112,7 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedI
   const Owned dtype(state.owner ? get(tensors.dtype, tensor) : nullptr);
   // Created now, because nothing may fail when the copy has ended.
   if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;
+  state.dtype = dtype.get();
   copy_out->nbytes = state.key.nbytes;
   copy_out->saved = saved;
   state.copy_out = std::move(copy_out);

@@ -1,7 +1,6 @@
 #include "hook_core.h"
 
 #include <new>
-#include <optional>
 #include <utility>
 
 #include "dlpack_api.h"
@@ -129,19 +128,17 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // Returns the bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack
 // cannot describe the tensor, or its elements are not whole bytes; it may be strided nevertheless, so the caller uses
-// is_plain. `device` (output): of the tensor's memory; set whenever DLPack describes the tensor and its data pointer is
-// not null.
-int64_t described_bytes(PyObject* tensor, std::optional<dlpack::Device>* device) {
+// is_plain. `found` (output): the description; its data pointer is null if DLPack cannot describe the tensor.
+int64_t described_bytes(PyObject* tensor, dlpack::Tensor* found) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
-  dlpack::Tensor found{};
-  if (dlpack::api->describe(tensor, &found) != 0) {
+  if (dlpack::api->describe(tensor, found) != 0) {
     PyErr_Clear();
+    found->data = nullptr;
     return -1;
   }
-  if (found.data != nullptr) *device = found.device;
-  if (found.dtype.bits % 8 != 0) return -1;
-  int64_t nbytes = found.dtype.bits * found.dtype.lanes / 8;
-  for (int32_t i = 0; i < found.ndim; ++i) nbytes *= found.shape[i];
+  if (found->dtype.bits % 8 != 0) return -1;
+  int64_t nbytes = found->dtype.bits * found->dtype.lanes / 8;
+  for (int32_t i = 0; i < found->ndim; ++i) nbytes *= found->shape[i];
   return nbytes;
 }
 
@@ -176,8 +173,8 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   const int64_t index = core->packs++;
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   const bool may_move = type == tensors.tensor_type || type == tensors.parameter_type;
-  std::optional<dlpack::Device> device;
-  int64_t nbytes = may_move ? described_bytes(tensor, &device) : -1;
+  dlpack::Tensor described{};
+  int64_t nbytes = may_move ? described_bytes(tensor, &described) : -1;
   if (nbytes < 0) {
     const int plain = may_move ? is_plain(tensor) : 0;
     if (plain < 0) return nullptr;
@@ -204,8 +201,8 @@ PyObject* core_pack(PyObject* self, PyObject* tensor) {
   if (!owner) return nullptr;
   if (type == tensors.parameter_type || reinterpret_cast<PyObject*>(Py_TYPE(owner.get())) == tensors.parameter_type)
     return keep(core, tensor, index, core->parameter, names.parameter, nbytes);
-  if (core->swaps != nullptr && device) {
-    PyObject* const packed = pack_swapped(*core->swaps, tensor, std::move(owner), *device, index, nbytes);
+  if (core->swaps != nullptr && described.data != nullptr) {
+    PyObject* const packed = pack_swapped(*core->swaps, tensor, std::move(owner), described, index, nbytes);
     if (packed != nullptr || PyErr_Occurred()) return packed;
   }
   return ask(self, names.pack_candidate, tensor, index, nbytes);

@@ -39,6 +39,7 @@ struct SavedIdentity {
   SavedKey key{};
   Owned owner;    // the tensor whose version counter the saved tensor shares
   Owned storage;  // torch's storage
+  uintptr_t address = 0;  // of the first byte; 0: not known
 };
 
 // Fetches the owner and the storage of a tensor, unless they are known. Returns false if there is a Python error.

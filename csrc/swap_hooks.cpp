@@ -94,13 +94,22 @@ PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedIdentity& identity
   return view && end_pack(copies, row, true) ? view.release() : nullptr;
 }
 
-PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Device& device, int64_t pack_index,
+// Returns whether a tensor has so many bytes from its first to its last element.
+bool spans(const dlpack::Tensor& tensor, int64_t nbytes) {
+  const int64_t itemsize = tensor.dtype.bits * tensor.dtype.lanes / 8;
+  int64_t elements = 1;
+  for (int32_t i = 0; i < tensor.ndim; ++i) elements += (tensor.shape[i] - 1) * tensor.strides[i];
+  return elements * itemsize == nbytes;
+}
+
+PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Tensor& described, int64_t pack_index,
                int64_t nbytes) {
   ScheduleCursor& cursor = *hooks.copies->cursor;
   const PackRow* const row = cursor.decides && nbytes > 0 ? cursor.find(pack_index) : nullptr;
   if (row == nullptr || !row->is_swapped) return nullptr;
   if (cursor.clock() != nullptr) cursor.clock()->begin();
-  if (is_movable(*hooks.books, tensor, device) <= 0) return nullptr;
+  if (is_movable(*hooks.books, tensor, described.device) <= 0) return nullptr;
+  const bool spans_all = spans(described, nbytes);  // before anything can change the tensor's shape
   SavedIdentity identity;
   identity.owner = std::move(owner);
   PyObject* known = nullptr;
@@ -115,6 +124,9 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::De
   if (identity.key.nbytes != row->swapped_bytes && !OFFLOAD_BROKEN("a swapped storage has the recorded size"))
     return nullptr;
   if (is_free(hooks, tensor, identity.key.storage) <= 0) return nullptr;
+  // If it spans as many bytes as are copied, these begin with its first element.
+  if (spans_all && identity.key.nbytes == nbytes)
+    identity.address = reinterpret_cast<uintptr_t>(described.data) + described.byte_offset;
   return swap(hooks, tensor, identity, *row, pack_index, nbytes);
 }
 
@@ -160,11 +172,11 @@ bool prepare_swap_hooks() {
   return true;
 }
 
-PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Device& device,
+PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Tensor& described,
                        int64_t pack_index, int64_t nbytes) {
   PyObject* result = nullptr;
   const bool done =
-      without_exceptions([&] { result = pack(hooks, tensor, std::move(owner), device, pack_index, nbytes); });
+      without_exceptions([&] { result = pack(hooks, tensor, std::move(owner), described, pack_index, nbytes); });
   return done ? result : nullptr;
 }
 

@@ -27,8 +27,8 @@ struct SwapHooks {
 // Creates the names of Python attributes. Returns false if there is a Python error.
 bool prepare_swap_hooks();
 // Returns the object that the autograd node holds. Null without an error: Python has to decide. `owner`: the tensor
-// whose version counter `tensor` shares. `device`: where the tensor's memory is.
-PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Device& device,
+// whose version counter `tensor` shares. `described`: the tensor, which has memory.
+PyObject* pack_swapped(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Tensor& described,
                        int64_t pack_index, int64_t nbytes);
 // Returns the tensor. Null without an error: Python has to decide.
 PyObject* unpack_swapped(SwapHooks& hooks, PyObject* view);

@@ -70,8 +70,7 @@ bool keep_counter(SwappedState& state, Owned source) {
   if (OFFLOAD_BROKEN("a source is freed after its copy-out")) return bool(state.counter = std::move(source));
   const int final = is_final(state, source.get());
   if (final > 0) return true;
-  const Owned dtype(final < 0 ? nullptr : get(tensors.dtype, source.get()));
-  PyObject* const empty = dtype ? empty_of(*state.books, dtype.get()) : nullptr;
+  PyObject* const empty = final < 0 ? nullptr : empty_of(*state.books, state.dtype);
   const bool done = empty != nullptr && Py_TYPE(tensors.data)->tp_descr_set(tensors.data, source.get(), empty) == 0;
   state.counter = std::move(source);  // after an error it still holds its memory
   return done;

@@ -20,6 +20,7 @@ struct SwappedState {
   std::shared_ptr<Ticket> ticket;
   SavedKey key{};
   uintptr_t source_address = 0;  // address of the first byte
+  PyObject* dtype = nullptr;     // of the source; borrowed, as torch never frees a dtype
   int64_t views = 0;             // number of saved tensors on this storage
   int64_t views_left = 0;        // number of these that backward has not unpacked yet
   bool is_counted = false;       // the bytes are included in `unswapped` and `resident` of the books
