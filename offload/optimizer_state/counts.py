@@ -12,7 +12,34 @@ __all__ = ["GradientCounts", "StateCounts"]
 
 
 @dataclass
-class StateCounts:
+class _MovedCounts:
+    """Counts that the two kinds have in common; each says what they mean for it."""
+
+    optimizer: str
+    stays: str = ""
+    steps: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    held: int = 0
+    failed: int = 0
+    failure: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the bytes moved per step in each direction."""
+        steps = max(self.steps, 1)
+        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
+        return {**asdict(self), **per_step}
+
+    def _with_bytes_per_step(self, what: str) -> str:
+        moved = self.to_dict()
+        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
+        return f"{self.optimizer}: {self.tensors} {what}; per step {out} written, {back} read"
+
+
+@dataclass
+class StateCounts(_MovedCounts):
     """What has been moved of one optimizer's state.
 
     Attributes
@@ -35,34 +62,15 @@ class StateCounts:
         Tensors that stayed because writing them failed; `failure` is the latest error.
     """
 
-    optimizer: str
-    stays: str = ""
-    steps: int = 0
     whole_steps: int = 0
     whole_because: str = ""
-    tensors: int = 0
-    nbytes: int = 0
-    out_bytes: int = 0
-    in_bytes: int = 0
-    held: int = 0
-    failed: int = 0
-    failure: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and the bytes moved per step in each direction."""
-        steps = max(self.steps, 1)
-        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
-        return {**asdict(self), **per_step}
 
     def __str__(self) -> str:
         if self.stays:
             return f"{self.optimizer}: stays in memory: {self.stays}"
         if self.steps and not self.tensors:
             return f"{self.optimizer}: no tensor of its state can leave memory"
-        moved = self.to_dict()
-        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
-        what = f"{self.optimizer}: {self.tensors} tensors, {format_bytes(self.nbytes)}, leave memory between steps"
-        return f"{what}; per step {out} written, {back} read"
+        return self._with_bytes_per_step(f"tensors, {format_bytes(self.nbytes)}, leave memory between steps")
 
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""
@@ -78,7 +86,7 @@ class StateCounts:
 
 
 @dataclass
-class GradientCounts:
+class GradientCounts(_MovedCounts):
     """What has been moved of the gradients of one optimizer's parameters.
 
     Attributes
@@ -102,32 +110,13 @@ class GradientCounts:
         How often a gradient stayed because there was no room; `failure` is the latest error.
     """
 
-    optimizer: str
-    stays: str = ""
-    steps: int = 0
-    tensors: int = 0
-    nbytes: int = 0
-    out_bytes: int = 0
-    in_bytes: int = 0
-    held: int = 0
     brought: int = 0
     brought_by: str = ""
-    failed: int = 0
-    failure: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and the bytes moved per step in each direction."""
-        steps = max(self.steps, 1)
-        per_step = {"out_bytes_per_step": self.out_bytes / steps, "in_bytes_per_step": self.in_bytes / steps}
-        return {**asdict(self), **per_step}
 
     def __str__(self) -> str:
         if self.stays:
             return f"{self.optimizer}: gradients stay in memory: {self.stays}"
-        moved = self.to_dict()
-        out, back = (format_bytes(round(moved[f"{name}_bytes_per_step"])) for name in ("out", "in"))
-        what = f"{self.optimizer}: {self.tensors} gradients, {format_bytes(self.nbytes)}, in the store before the step"
-        return f"{what}; per step {out} written, {back} read"
+        return self._with_bytes_per_step(f"gradients, {format_bytes(self.nbytes)}, in the store before the step")
 
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer_state import gradients_in_step
 from offload.optimizer_state.away_gradient import AwayGradient, record_of
+from offload.optimizer_state.complete_gradients import CompleteGradients
 from offload.optimizer_state.counts import GradientCounts
 from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.state_tensor import is_movable
@@ -60,7 +61,7 @@ class GradientMover:
         self._min_nbytes = min_nbytes
         self._pid = os.getpid()
         self._complete: list[weakref.ref[Tensor]] = []  # parameters with complete gradients that autograd may hold
-        self._watched: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
+        self._gradients = CompleteGradients(self, GradientMover.complete)
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
             return
@@ -69,7 +70,7 @@ class GradientMover:
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
-            self._watch(optimizer)
+            self._gradients.watch(optimizer)
         except BaseException:
             self.close()
             raise
@@ -85,22 +86,11 @@ class GradientMover:
         optimizer = self._optimizer()
         if optimizer is not None:
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
-        for hook in (*self._hooks, *(handle for _, handle in self._watched)):
+        for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._watched.clear()
+        self._gradients.remove()
         self._complete.clear()
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        """Hook the parameters that are trained and that no hook is on yet."""
-        self._watched = [each for each in self._watched if each[0]() is not None]
-        known = {id(reference()) for reference, _ in self._watched}
-        mine = weakref.ref(self)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and id(param) not in known:
-                    handle = param.register_post_accumulate_grad_hook(_WhenComplete(mine))
-                    self._watched.append((weakref.ref(param), handle))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -170,20 +160,7 @@ class GradientMover:
         place = self._place
         place.expected, place.asked = place.asked, set()
         if self._hooks:
-            self._watch(optimizer)
-
-
-class _WhenComplete:
-    """The hook of a parameter, which does not keep the optimizer's state alive."""
-
-    def __init__(self, mover: weakref.ref[GradientMover]) -> None:
-        self._mover = mover
-
-    @opaque
-    def __call__(self, param: Tensor) -> None:
-        mover = self._mover()
-        if mover is not None:
-            untraced(mover.complete, param)
+            self._gradients.watch(optimizer)
 
 
 def _why_all_stay() -> str:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer_state.begun_step import BegunStep
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
+from offload.optimizer_state.complete_gradients import CompleteGradients
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.freed_gradient import StepInBackwardError
 from offload.optimizer_state.left_gradients import leave_gradients, params_to_step, settle_gradients
@@ -123,7 +124,7 @@ class StepInBackward:
         self._optimizer = weakref.ref(optimizer)
         self._name_of = name_of
         self._begun: BegunStep | None = None
-        self._watched: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
+        self._gradients = CompleteGradients(self, StepInBackward.update)
         self._hooks: list[RemovableHandle] = []
         try:
             self._hooks += [
@@ -131,7 +132,7 @@ class StepInBackward:
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_load_state_dict_post_hook(self._after_load_state_dict),
             ]
-            self._watch(optimizer)
+            self._gradients.watch(optimizer)
         except BaseException:  # also after an interrupt
             self.close()
             raise
@@ -143,10 +144,10 @@ class StepInBackward:
 
     def close(self) -> None:
         """Stop stepping in backward. The optimizer's next step leaves out the parameters that are already updated."""
-        for hook in (*self._hooks, *(handle for _, handle in self._watched)):
+        for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._watched.clear()
+        self._gradients.remove()
         if self._begun is not None:
             count = len(self._begun.updated)
             log.warning("%d parameters were updated in backward, and optimizer.step() was not called after it", count)
@@ -154,17 +155,6 @@ class StepInBackward:
         if optimizer is not None:
             leave_gradients(optimizer, self._begun, self._name_of)
         self._forget()
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        """Hook the parameters that are trained and that no hook is on yet."""
-        self._watched = [each for each in self._watched if each[0]() is not None]
-        known = {id(reference()) for reference, _ in self._watched}
-        mine = weakref.ref(self)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and id(param) not in known:
-                    handle = param.register_post_accumulate_grad_hook(_WhenComplete(mine))
-                    self._watched.append((weakref.ref(param), handle))
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -273,27 +263,14 @@ class StepInBackward:
         if self._hooks:
             if self._state is not None and self.mover is not None:
                 self.mover.end_step(optimizer)
-            self._watch(optimizer)
+            self._gradients.watch(optimizer)
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
         """Forget the updates made in backward: the checkpoint replaces them, also if a backward pass has failed."""
         self._forget()
-        self._watch(optimizer)
+        self._gradients.watch(optimizer)
 
     def _forget(self) -> None:
         self._begun = None
         if self._state is not None:
             self._state.end()
-
-
-class _WhenComplete:
-    """The hook of a parameter, which does not keep the optimizer's state alive."""
-
-    def __init__(self, stepper: weakref.ref[StepInBackward]) -> None:
-        self._stepper = stepper
-
-    @opaque
-    def __call__(self, param: Tensor) -> None:
-        stepper = self._stepper()
-        if stepper is not None:
-            untraced(stepper.update, param)

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 from faults.inject import inject_fault
+from optimizer_state.gradient_rig import MOVED, gradients
 from optimizer_state.state_rig import assert_equal
-from optimizer_state.test_gradients import MOVED, gradients
 from optimizer_state.test_interrupts import PRIME, Interrupt
 from optimizer_state.users_rig import On, everything, loss_of, make_model, train
 

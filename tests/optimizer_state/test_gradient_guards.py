@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 from core.store_rig import make_store
+from optimizer_state.gradient_rig import MOVED, USES, gradients
 from optimizer_state.state_rig import assert_equal
-from optimizer_state.test_gradients import MOVED, USES, gradients
 from optimizer_state.users_rig import Momentum, On, both, everything, loss_of, make_model
 from torch.optim import AdamW
 
