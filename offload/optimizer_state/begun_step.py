@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class BegunStep:
         self._in_autocast = _in_autocast(optimizer)
         self.updated: dict[Tensor, Updated | None] = {}
         self.freed_bytes = 0
+        self._interrupted: tuple[weakref.ref[Tensor], weakref.ref[Tensor], int] | None = None
 
     def steps(self, param: Tensor) -> bool:
         """Return whether the parameter was in a group of the optimizer when the step began."""
@@ -63,14 +65,26 @@ class BegunStep:
         gradient = param.grad
         assert gradient is not None
         nbytes = gradient.nbytes if gradient.layout is torch.strided else 0
-        self.updated[param] = (
-            None  # before the update: if an interrupt leaves it unclear whether it was made, it is not made twice
-        )
-        self._step.run([param])
-        freed = FreedGradient(param, gradient.dtype, gradient.device)
-        param.grad = freed
+        self.updated[param] = None  # first: where an interrupt leaves it unclear, it is not made twice
+        try:
+            self._step.run([param])
+            freed = FreedGradient(param, gradient.dtype, gradient.device)
+            param.grad = freed
+        except BaseException:
+            self._interrupted = weakref.ref(param), weakref.ref(gradient), version_of(gradient)
+            raise
         self.updated[param] = Updated(freed, version_of(param), _state_of(optimizer, param))
         self.freed_bytes += nbytes
+
+    @property
+    def has_interrupted_gradient(self) -> bool:
+        """Return whether the gradient whose update was interrupted is still there, as it was then."""
+        if self._interrupted is None:
+            return False
+        param, gradient = self._interrupted[0](), self._interrupted[1]()
+        if param is None or gradient is None or param.grad is not gradient:
+            return False
+        return version_of(gradient) == self._interrupted[2]  # zero_grad(set_to_none=False) keeps the object
 
     def check(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> None:
         """Check that `optimizer.step()` would still make the same updates.

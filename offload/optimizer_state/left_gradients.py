@@ -85,7 +85,8 @@ class _LeftGradients:
         if self.is_over:
             return
         begun = self.begun
-        if all(gone is None or not gone.is_left for gone in map(_gone, _params(optimizer))):  # a new step
+        is_left = any(gone is not None and gone.is_left for gone in map(_gone, _params(optimizer)))
+        if not is_left and (begun is None or not begun.has_interrupted_gradient):  # a new step
             if begun is not None:
                 begun.end()
         elif begun is not None:
