@@ -1,23 +1,35 @@
-"""Memory and step time of a GPT under AdamW: plain, with its state in the store, and updated in backward besides.
+"""Memory and step time of a GPT under AdamW: plain, with its state in the store, updated in backward besides, mapped.
 
     python bench/moved_state.py [--json FILE] [--tokens N …] [--rounds N] [--quick]
 
-The three train side by side in live processes, which take turns, in another order each round; a turn is a few steps and
+They train side by side in live processes, which take turns, in another order each round; a turn is a few steps and
 ends when nothing is being written any more. Each has the malloc of `offload run`. Memory is the largest resident set
 beyond that after the imports. Times and ratios are medians over rounds; a ratio is that to the plain turn of its round.
 Weights and states are compared bit by bit: exit status 1 where they differ.
+
+"mapped" has state in tensors of `torch.from_file`, as one would without offload: AdamW is the same. While memory is
+free, the system keeps all pages of such files; when it is short, it writes and drops them. So that this row does not
+depend on what else is in memory, pages are written and dropped after each step. They count in its memory.
+
+`update_seconds` are those in `optimizer.step()`; `out_seconds` and `in_seconds` those in which the store wrote and
+read, beside each other and beside computation; `copy_processor_seconds` what copying threads took of the processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
+import mmap
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "state": {"optimizer_state": True},
     "in backward": {"optimizer_state": True, "step_in_backward": True},
+    "mapped": {},
 }
+DETAILS = ("update_seconds", "out_seconds", "in_seconds", "copy_processor_seconds")  # of a step, medians over rounds
 FORMAT = "offload-state/1"
 SIZES = {
     "full": {"layers": 13, "width": 1024, "heads": 16, "length": 256},
@@ -41,6 +55,60 @@ def status_bytes(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
+def copy_processor_seconds() -> float:
+    """Of the threads that copy to the store and back."""
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text(encoding="ascii").startswith("offload-lane"):
+            found += int((task / "schedstat").read_text(encoding="ascii").split()[0])
+    return found / 1e9
+
+
+class MappedState:
+    """AdamW's state in files that are mapped into memory."""
+
+    def __init__(self, optimizer: Any, min_tensor_bytes: int) -> None:
+        import torch
+
+        from offload.options import default_spill_dir
+
+        self._mapped: list[tuple[int, Any]] = []
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            state = optimizer.state[parameter]
+            state["step"] = torch.tensor(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter)
+                if parameter.nbytes >= min_tensor_bytes:
+                    descriptor, path = tempfile.mkstemp(dir=default_spill_dir())
+                    tensor = torch.from_file(path, shared=True, size=parameter.numel(), dtype=parameter.dtype)
+                    Path(path).unlink()
+                    state[name] = tensor.view_as(parameter)
+                    self._mapped.append((descriptor, tensor))
+
+    def drop(self) -> None:
+        """Write all pages and drop them from memory."""
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        for descriptor, tensor in self._mapped:
+            os.fsync(descriptor)
+            if madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), mmap.MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), "madvise")
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors in files."""
+        return sum(tensor.nbytes for _, tensor in self._mapped)
+
+
+def copy_figures(optimizer: Any) -> dict[str, float]:
+    """What copying the state has taken so far."""
+    stats = optimizer.state.engine.store.stats()
+    return {
+        **{name: stats[name] for name in ("out_seconds", "in_seconds")},
+        "copy_processor_seconds": copy_processor_seconds(),
+    }
+
+
 def train(task: dict[str, Any]) -> None:
     """Train in this process: a turn for each line of standard input, with a line of JSON as the answer."""
     import torch
@@ -48,6 +116,7 @@ def train(task: dict[str, Any]) -> None:
 
     import offload
     import offload.session
+    from offload import units
     from offload.demo.model import VOCABULARY, ByteGPT, Shape
     from offload.devices import allocator
 
@@ -59,30 +128,39 @@ def train(task: dict[str, Any]) -> None:
     asked = KINDS[task["kind"]]
     knobs = {"n_tensors": 0, "min_tensor_bytes": task["min_tensor_bytes"], **asked}
     handle = offload.enable(model, optimizer=optimizer, **knobs) if asked else None
+    mapped = MappedState(optimizer, units.parse_bytes(task["min_tensor_bytes"])) if task["kind"] == "mapped" else None
     generator = torch.Generator().manual_seed(1)
     for _ in sys.stdin:
         begin = time.perf_counter(), time.process_time()
+        copied = copy_figures(optimizer) if handle is not None else {}
+        update_seconds = 0.0
         for _ in range(task["steps"]):
             drawn = torch.randint(VOCABULARY, (shape.batch, shape.length + 1), generator=generator)
             logits = model(drawn[:, :-1])
             functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).backward()
+            update_seconds -= time.perf_counter()
             optimizer.step()
+            update_seconds += time.perf_counter()
             optimizer.zero_grad()
+            if mapped is not None:
+                mapped.drop()
             del logits
         if handle is not None:
             optimizer.state.engine.drain()
         figures = {
-            "seconds": (time.perf_counter() - begin[0]) / task["steps"],
-            "processor_seconds": (time.process_time() - begin[1]) / task["steps"],
-            "peak_bytes": status_bytes("VmHWM") - imported,
+            "seconds": time.perf_counter() - begin[0],
+            "processor_seconds": time.process_time() - begin[1],
+            "update_seconds": update_seconds,
+            **{name: value - copied[name] for name, value in (copy_figures(optimizer) if copied else {}).items()},
         }
-        print(json.dumps(figures), flush=True)
+        per_step = {name: value / task["steps"] for name, value in figures.items()}
+        print(json.dumps({**per_step, "peak_bytes": status_bytes("VmHWM") - imported}), flush=True)
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
         for value in optimizer.state[parameter].values():
             digest.update(value.numpy().tobytes())
-    state = handle.report().optimizer_state[0].nbytes if handle is not None else 0
+    state = handle.report().optimizer_state[0].nbytes if handle is not None else mapped.nbytes if mapped else 0
     count = sum(parameter.numel() for parameter in model.parameters())
     about = {"digest": digest.hexdigest(), "state_bytes": state, "parameters": count, "malloc": allocator.current()}
     print(json.dumps(about))
@@ -162,9 +240,22 @@ def _row(kind: str, tokens: int, contestants: dict[str, Contestant], ends: dict[
         "seconds": statistics.median(own["seconds"] for own, _ in measured),
         "ratio": statistics.median(ratios["seconds"]),
         "ratios": ratios["seconds"],
+        **{name: statistics.median(own[name] for own, _ in measured) for name in DETAILS if name in turns[0]},
         "processor_ratio": statistics.median(ratios["processor_seconds"]),
         "bits_equal": ends[kind]["digest"] == ends["plain"]["digest"],
     }
+
+
+def disk_rates(size: str) -> dict[str, float]:
+    """Bytes per second that the store writes and reads, alone and at the same time, while nothing is computed."""
+    import torch
+
+    from offload import _core
+    from offload.options import default_spill_dir
+    from offload.profiling.link_measurement import measure as measure_link
+
+    store = _core.SwapStore.direct(_core.HostDriver(), default_spill_dir())
+    return asdict(measure_link(store, torch.device("cpu"), (16 if size == "full" else 1) << 20))
 
 
 def line(row: dict[str, Any]) -> str:
@@ -198,6 +289,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.set("format", FORMAT)
         results.set("machine", machine.describe())
         results.set("size", size)
+    rates = disk_rates(size)
+    if results is not None:
+        results.set("disk", rates)
+    gigabytes = {name: rates[name] / 1e9 for name in ("out", "into", "out_both", "in_both")}
+    print(
+        "disk: {out:.2f} GB/s written, {into:.2f} read; {out_both:.2f} and {in_both:.2f} together".format(**gigabytes)
+    )
     are_equal = True
     print("tokens  kind         peak MiB  less MiB  step (s)  ratio               processor")
     for tokens in args.tokens or TOKENS[size]:
