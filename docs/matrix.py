@@ -28,6 +28,7 @@ TITLES = {
     "accelerate": "accelerate",
     "optimizer_state": "Optimizer state in the store",
     "step_in_backward": "Parameters updated in backward",
+    "moved_gradients": "Gradients in the store",
     "frozen_parameters": "Frozen parameters in the store",
     "trained_parameters": "All parameters in the store",
     "torch_loops": "torch: loops, mixed precision, checkpoint, torch.func",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from frameworks import need
+from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state.loops import LOOPS, STEPS
 from optimizer_state.state_rig import assert_equal
 from torch.nn.parallel import DistributedDataParallel
@@ -24,15 +23,6 @@ def small_windows(monkeypatch):
     monkeypatch.setattr(mover, "CHUNK_BYTES", 16 << 10)
     monkeypatch.setattr(mover, "AHEAD_BYTES", 32 << 10)
     monkeypatch.setattr(mover, "BEHIND_BYTES", 16 << 10)
-
-
-def words(loop):
-    """A class's name as words."""
-    return re.sub(r"(?<=[a-z])([A-Z])", r" \1", loop.__name__).lower().replace("loop", "plain loop")
-
-
-def everything(model, optimizer):
-    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict()
 
 
 def assert_left(report, steps=STEPS):
@@ -61,25 +51,52 @@ def test_loops_of_torch(loop, tmp_path):
     ids=lambda switches: ", ".join(switches),
 )
 def test_transformers_trainer(how, switches, tmp_path):
-    need("transformers")
-    import test_transformers as rig
-
-    def train(is_moved):
-        given = {"args": rig.arguments(tmp_path, max_steps=STEPS, **switches), "train_dataset": rig.Rows()}
-        if is_moved and how == "mixin":
-            trainer = rig.OffloadUnshuffled(model=rig.make_model(), offload=ON, **given)
-        else:
-            callbacks = [rig.OffloadTrainerCallback(**ON)] if is_moved else []
-            trainer = rig.Unshuffled(model=rig.make_model(), callbacks=callbacks, **given)
-        trainer.train()
-        handle = is_moved and (trainer.offload_handle if how == "mixin" else callbacks[0].handle)
-        return trainer.model, trainer.optimizer, handle
-
-    plain, optimizer, _ = train(False)
-    model, moved, handle = train(True)
+    plain, _ = transformers_run("plain", tmp_path, None, max_steps=STEPS, **switches)
+    moved, handle = transformers_run(how, tmp_path, ON, max_steps=STEPS, **switches)
     assert_left(handle.report())
     assert handle.report().gradients[0].brought == 0
+    assert_equal(everything(moved.model, moved.optimizer), everything(plain.model, plain.optimizer))
+
+
+@pytest.mark.parametrize("how", ["mixin", pytest.param("callback", marks=pytest.mark.long)])
+def test_trl_trainer(how, tmp_path, monkeypatch):
+    need("trl")
+    import test_trl as rig
+
+    monkeypatch.setattr(rig, "ON", ON)
+    plain, moved, handle = trl_runs(how, tmp_path, max_steps=STEPS)
+    assert_left(handle.report())
+    assert_equal(everything(moved.model, moved.optimizer), everything(plain.model, plain.optimizer))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_adapters(kind):
+    plain, optimizer, _ = peft_run(kind, None, STEPS)
+    model, moved, handle = peft_run(kind, ON, STEPS)
+    assert_left(handle.report())
     assert_equal(everything(model, moved), everything(plain, optimizer))
+    handle.disable()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_accelerate(accumulated):
+    plain, optimizer, _ = accelerate_run("", None, STEPS, accumulated, max_norm=0.5)
+    model, moved, handle = accelerate_run("after prepare", ON, STEPS, accumulated, max_norm=0.5)
+    assert_left(handle.report())
+    assert_equal(everything(model, moved), everything(plain, optimizer))
+    handle.disable()
+
+
+@pytest.mark.parametrize("how", ["automatic", "manual", "accumulate_grad_batches, gradient_clip_val"])
+def test_lightning(how):
+    need("lightning.pytorch")
+    import test_lightning as rig
+
+    switches = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1} if "clip" in how else {}
+    callback = rig.OffloadCallback(**ON)
+    found = lightning_run(how, callback, steps=STEPS, **switches)
+    assert_left(callback.report())
+    assert_equal(found, lightning_run(how, steps=STEPS, **switches))
 
 
 def test_gradients_of_several_processes_stay(tmp_path):
