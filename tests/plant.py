@@ -16,7 +16,7 @@ import torch
 
 from offload.control import controller as controlling
 from offload.control.controller import PlanController
-from offload.control.limits import LIMITS, Limits
+from offload.control.limits import LIMITS
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep
 from offload.options import Options
@@ -45,8 +45,6 @@ class Plant:
         Standard deviation of the factor by which a step is slowed.
     fixed_seconds
         What a step takes more as soon as it moves anything.
-    hooked
-        Factor by which hooks slow every step, also reference steps; steps of plain torch have none.
     busy
         Factor by which a neighbour slows every step.
     """
@@ -56,7 +54,6 @@ class Plant:
     noise: float = 0.0
     seed: int = 0
     fixed_seconds: float = 0.0
-    hooked: float = 1.0
     busy: float = 1.0
     steps: list[tuple[bool, float]] = field(default_factory=list)  # whether it was a reference step, and its seconds
     plans: dict[int, Plan] = field(default_factory=dict)  # by the number of the first step that followed it
@@ -73,8 +70,7 @@ class Plant:
     def seconds(self, plan: Plan) -> float:
         """What a step of this plan takes, without noise."""
         timing = simulate(replace(plan.recomputed_trace, nodes=self._nodes(plan)), plan.swaps, self.link)
-        slowed = timing.step_seconds + self._slowed(plan) + len(plan.swaps) * self.link.swap_seconds
-        return slowed * (self.hooked if plan.swaps or plan.recomputes else 1.0)
+        return timing.step_seconds + self._slowed(plan) + len(plan.swaps) * self.link.swap_seconds
 
     def measure(self, plan: Plan, *, is_reference: bool) -> Measured:
         """Run a step."""
@@ -83,7 +79,6 @@ class Plant:
         self._drift = 0.7 * self._drift + self._random.gauss(0, 0.7 * self.noise)
         factor = self.busy * (1 + abs(self._drift + self._random.gauss(0, 0.5 * self.noise)))
         own = factor if is_reference else factor * (1 + self._slowed(plan) / self.compute_seconds)
-        own *= self.hooked if plan.swaps or plan.recomputes else 1.0
         nodes = tuple(own * node.seconds for node in self.trace.nodes)
         hooks = len(plan.swaps) * self.link.swap_seconds
         step = factor * self.seconds(plan)
@@ -153,13 +148,7 @@ def order_of(trace: Trace) -> StepOrder:
 
 
 def run(
-    plant: Plant,
-    recorded: Trace,
-    believed: Link,
-    steps: int,
-    then: Callable[[int], None] | None = None,
-    limits: Limits | None = None,
-    **options: Any,
+    plant: Plant, recorded: Trace, believed: Link, steps: int, then: Callable[[int], None] | None = None, **options: Any
 ) -> tuple[PlannedStep, Phase]:
     """Let a controller run steps on the plant.
 
@@ -173,23 +162,20 @@ def run(
         How many to run after the profiled one.
     then
         Called before each step, with its number.
-    limits
-        By default, hooks are taken to slow no step beyond what the plant says.
     options
         As `offload.enable` takes them.
     """
     defaults = dict.fromkeys(("memory_limit", "max_slowdown", "n_tensors", "lookahead_nodes"))
-    limits = limits or replace(LIMITS, hooked=plant.hooked - 1)
     wanted = Options(**{**defaults, **options}, min_tensor_bytes=1, exclude=(), host_limit=0, spill_dir="")
     regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
         wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, lambda: HeldBytes(0, 0),
-        lambda *_: "there are no operators", regions, limits=limits,
+        lambda *_: "there are no operators", regions,
     )  # fmt: skip
     members = {tensor.id: (tensor.id,) for tensor in recorded.tensors}
     none = [0] * len(recorded.nodes)
     profile = Profile(order_of(recorded), recorded, members, none, HeldBytes(0, 0), knows_temporaries=True)
-    planned = PlannedStep(limits, profile, believed, HeldBytes(0, 0))
+    planned = PlannedStep(LIMITS, profile, believed, HeldBytes(0, 0))
     state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
     model = torch.nn.Identity()
     executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor, "Stopwatch": lambda _: mock.Mock()}

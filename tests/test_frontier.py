@@ -134,36 +134,6 @@ def test_what_searches_leave_goes_back_to_the_system(seed, monkeypatch):
     assert len(released) == 1 + planned.replans + 1  # after the first plan, each new one, and the end of the search
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("allowed", [0.05, 0.1, 0.25])
-def test_what_hooks_take_of_reference_steps_too_is_no_part_of_the_zero(seed, allowed):
-    plant, profiled, calibrated = machine(seed)
-    plant.hooked = 1 + LIMITS.hooked
-    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=allowed, limits=LIMITS)
-    assert planned.frontier.is_settled
-    assert slowdown(plant, planned) <= allowed
-
-
-def test_with_a_zero_that_has_hooks_in_it_the_slowdown_is_not_kept():
-    """Without the guard, some of these machines are slower than allowed."""
-    found = []
-    for seed in range(6):
-        plant, profiled, calibrated = machine(seed)
-        plant.hooked = 1 + LIMITS.hooked
-        limits = replace(LIMITS, hooked=0.0)
-        planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, limits=limits)
-        found.append(slowdown(plant, planned))
-    assert max(found) > 0.05
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_where_hooks_alone_take_more_than_allowed_there_is_no_search(seed):
-    plant, profiled, calibrated = machine(seed)
-    planned, phase = machines.run(plant, profiled, calibrated, 8, max_slowdown=LIMITS.hooked, limits=LIMITS)
-    assert (planned.frontier.is_settled, phase) == (True, Phase.UNHOOKED)
-    assert not any(plan.swaps for plan in plant.plans.values())
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.4, 0.8])
 def test_what_a_step_takes_more_as_soon_as_it_moves_anything_breaks_no_promise(seed, share):

@@ -29,7 +29,7 @@ class TriedPlan:
     Attributes
     ----------
     slowdown
-        Slowdown relative to a step of plain torch (`Frontier.plain_seconds`): 0.05 means that a step took 5 % longer.
+        Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies slowed the computation.
@@ -126,16 +126,12 @@ class Frontier:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Seconds of the step with hooks, but without swapping; None before there are enough reference steps.
+        """Seconds of the step without swapping; None before there are enough reference steps.
 
         The lower quartile of the undisturbed reference steps, because other programs only make steps longer.
         """
         computed = [self._computed(cost) for _, cost in self.references]
         return lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
-
-    def plain_seconds(self, computed: float) -> float:
-        """Return the seconds of a step of plain torch, from those that a reference step has computed."""
-        return computed / (1 + self.limits.hooked)
 
     @property
     def is_shared(self) -> bool:
@@ -180,7 +176,7 @@ class Frontier:
         cost = StepCost.of(measured)
         self.references.append((tuple(measured.node_seconds), cost))
         if self.is_settled and steps:
-            self.looks.append(median(map(self._step, steps)) / self.plain_seconds(self._computed(cost)) - 1)
+            self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
         """Return whether the plan after the search was too slow in all `looks`, with a margin for noise."""
@@ -252,10 +248,9 @@ class Frontier:
         """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
 
         Let `a` be the most bytes saved by a plan that kept `max_slowdown`. If plans that save more did not keep it, let
-        `b` be the least that one of these saves: the next plan saves (`a` + `b`) / 2. Otherwise the slowdown beyond
-        that of hooks is taken to be proportional to the bytes saved. One unlucky measurement must not end the search,
-        so the next plan saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if
-        not.
+        `b` be the least that one of these saves: the next plan saves (`a` + `b`) / 2. Otherwise the slowdown is taken
+        to be proportional to the bytes saved. One unlucky measurement must not end the search, so the next plan saves
+        0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
@@ -265,8 +260,7 @@ class Frontier:
             saved = (max(kept) + min(more)) / 2
         else:
             low, high = (0.15, 0.75) if last.slowdown > max_slowdown else (1.2, 2.0)
-            wanted, taken = (each - self.limits.hooked for each in (self.limits.aim * max_slowdown, last.slowdown))
-            factor = wanted / taken if taken > 0 else high
+            factor = self.limits.aim * max_slowdown / last.slowdown if last.slowdown > 0 else high
             saved = last.saved_bytes * min(max(factor, low), high)
         return last.plan.unswapped_peak_bytes - int(saved)
 
@@ -278,8 +272,7 @@ class Frontier:
         taken = median(seconds)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         self.tried = [each for each in self.tried if each.plan is not plan]
-        slowdown = taken / self.plain_seconds(compute) - 1
-        self.tried.append(TriedPlan(plan, slowdown, taken - compute - explained))
+        self.tried.append(TriedPlan(plan, taken / compute - 1, taken - compute - explained))
         return self.tried[-1].slowdown
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:

@@ -63,11 +63,6 @@ class Limits:
         Other programs were busy if the latest reference steps take longer than estimated by more than `disturbed`
         (relative), or if the median of a plan's steps is more than `uneven` times the shortest. The plan is then
         measured again, at most `repeats` times.
-    hooked
-        Relative time by which reference steps are longer than steps of plain torch, because hooks run and because
-        tensors lie elsewhere in memory after the profiled step. It counts as slowdown of every plan that moves
-        something. Beside plain processes, processes whose hooks keep every tensor took 2 to 3 % longer, and 1 % longer
-        once the hooks were off.
     aim, spare
         Fractions of `max_slowdown`. Plans after the first aim at `aim`, so that noise does not break the promise. A
         plan whose slowdown is below `spare` is replaced by one that swaps more.
@@ -108,7 +103,6 @@ class Limits:
     disturbed: float = 0.15
     uneven: float = 1.4
     repeats: int = 3
-    hooked: float = 0.02
     aim: float = 0.8
     spare: float = 0.6
     peak_step: float = 0.1

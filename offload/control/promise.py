@@ -182,8 +182,7 @@ class SlowdownPromise:
         frontier.is_settled = False
         least = least_feasible_limit(trace)
         kept = make_plan(trace, planned.link, ())
-        is_possible = allowed > self._limits.hooked and self._limits.is_worth_hooks(least, kept.peak_bytes)
-        if options.memory_limit is None and not is_possible:
+        if options.memory_limit is None and not self._limits.is_worth_hooks(least, kept.peak_bytes):
             frontier.is_settled = True  # no plan can be worth its hooks
             return kept
         if frontier.tried:
