@@ -239,7 +239,7 @@ def test_why_state_is_not_moved_is_told(stays: str) -> None:
         model, optimizer = make()
         holder = optimizer.state
         found = offload.fit(model, lambda n: torch.randn(n, WIDTH), batch=64, optimizer=optimizer)
-        assert "other code holds its `state`" in str(found).replace("\n", " ")
+        assert "such as an optimizer that wraps it, holds its `state`" in str(found).replace("\n", " ")
         assert holder is optimizer.state
     assert [each.name for each in found.choices][-1] != "state moved"
 
