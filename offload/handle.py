@@ -353,7 +353,8 @@ class Session:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the repr of the handle, and its report."""
-        return f"<div><code>{escape(repr(self))}</code>{self.report()._repr_html_()}</div>"
+        report = self.report()._repr_html_()  # first: it reads the latest measurements, which the repr then has too
+        return f"<div><code>{escape(repr(self))}</code>{report}</div>"
 
     # -- used inside the package --------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def test_by_hand_and_switched_off() -> None:
     assert told[-1] == 5
 
 
-def test_what_is_no_logger() -> None:
+@pytest.mark.parametrize("target", [7, logging.getLogger("training")])
+def test_what_is_no_logger(target: object) -> None:
     with offload.enable(nn.Linear(2, 2)) as handle, pytest.raises(TypeError, match="log_to takes a SummaryWriter"):
-        handle.log_to(7)
+        handle.log_to(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from page_check import check_page
 from planned_rig import known_link, make, train  # noqa: F401
 
 import offload
+from offload.units import format_seconds
 
 CURVE = 'aria-label="Memory over the step"'
 
@@ -36,6 +38,9 @@ def test_handle_report_and_plan():
         assert len(page) < 200_000
     assert "offload.Session of Sequential" in pages[0]
     assert plan.summary().splitlines()[1].split(";")[0] in pages[2]
+    assert f", {format_seconds(plan.expected_seconds)}</span>" in pages[2]
+    (state,) = re.findall(r": (o\w+ plan: .*?)&gt;</code>", pages[0])
+    assert f"<td>{state}</td>" in pages[0], "the repr and the report agree"
 
 
 def test_a_plan_that_swaps_nothing_has_one_curve():

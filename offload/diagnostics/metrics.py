@@ -6,6 +6,7 @@ They are read when the next step begins; this takes a few look-ups.
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import Logger
 from statistics import median
 from typing import Any
 
@@ -83,7 +84,7 @@ class StepLogger:
         self._write: Callable[[dict[str, float], int], object]
         if hasattr(target, "add_scalar"):
             self._write = lambda figures, step: [target.add_scalar(*each, step) for each in figures.items()]
-        elif hasattr(target, "log"):
+        elif hasattr(target, "log") and not isinstance(target, Logger):
             if hasattr(target, "define_metric"):  # the run counts its own steps, which are not the model's
                 target.define_metric(f"{_PREFIX}*", step_metric=f"{_PREFIX}step")
             self._write = lambda figures, step: target.log({**figures, f"{_PREFIX}step": step}, commit=commit)

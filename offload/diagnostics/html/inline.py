@@ -25,16 +25,17 @@ _STYLE = """.offload-curve { max-width: 640px; font: 13px/1.5 system-ui, -apple-
 
 def curve(plan: Plan) -> str:
     """Return memory over the step as predicted, with the plan and without offload: one element of HTML."""
-    rows = [("without", "without offload", simulate(plan.trace, (), plan.link))]
+    without = simulate(plan.trace, (), plan.link)
+    rows = [("without", "without offload", without, without.step_seconds)]
     if plan.swaps or plan.recomputes:
-        rows.append(("with", "with this plan", plan.timing))
-    seconds = max(timing.step_seconds for _, _, timing in rows)
-    most = max((max(timing.resident, default=0) for _, _, timing in rows), default=0)
-    paths = "".join(f'<path class="{kind}" d="{_path(timing, seconds, most)}"/>' for kind, _, timing in rows)
+        rows.append(("with", "with this plan", plan.timing, plan.expected_seconds))
+    seconds = max(timing.step_seconds for _, _, timing, _ in rows)
+    most = max((max(timing.resident, default=0) for _, _, timing, _ in rows), default=0)
+    paths = "".join(f'<path class="{kind}" d="{_path(timing, seconds, most)}"/>' for kind, _, timing, _ in rows)
     keys = "".join(
         f'<span class="{kind}">{name}: {format_bytes(max(timing.resident, default=0))} at most, '
-        f"{format_seconds(timing.step_seconds)}</span>"
-        for kind, name, timing in rows
+        f"{format_seconds(expected)}</span>"
+        for kind, name, timing, expected in rows
     )
     picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory over the step">{paths}</svg>'
     return f'<div class="offload-curve"><style>{_STYLE}</style>\n{picture}<div>{keys}</div></div>'
