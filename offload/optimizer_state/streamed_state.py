@@ -123,8 +123,11 @@ class StreamedState(defaultdict[Any, State]):
                     continue
                 # Held by another key, an attribute or a variable, where it would read as NaN.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
-                if is_held or not holds_alone(state[name]):
-                    held += is_held or not self.engine.in_flight_bytes  # a copy-out may be what shares it
+                if not is_held and not holds_alone(state[name]):
+                    self.engine.drain()  # a copy-out shares it if it came back before the copy-out had ended
+                    is_held = not holds_alone(state[name])
+                if is_held:
+                    held += 1
                     continue
                 if each is None:
                     each = StateTensor(name, state[name])
