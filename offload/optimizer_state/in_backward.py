@@ -126,6 +126,7 @@ class StepInBackward:
         self._begun: BegunStep | None = None
         self._gradients = CompleteGradients(self, StepInBackward.update)
         self._hooks: list[RemovableHandle] = []
+        self._is_open = True
         try:
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before_step),
@@ -144,6 +145,7 @@ class StepInBackward:
 
     def close(self) -> None:
         """Stop stepping in backward. The optimizer's next step leaves out the parameters that are already updated."""
+        self._is_open = False  # first: an interrupt may leave some of the hooks, which then do nothing
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -161,7 +163,7 @@ class StepInBackward:
     def update(self, param: Tensor) -> None:
         """Update a parameter whose gradient is complete, if the step has begun with it in one of its groups."""
         optimizer = self._optimizer()
-        if optimizer is None or not self._hooks or param.grad is None:  # a hook of the program took the gradient
+        if optimizer is None or not self._is_open or param.grad is None:  # a hook of the program took the gradient
             return
         if torch.is_grad_enabled():
             raise StepInBackwardError(_GRAPH)
@@ -227,7 +229,7 @@ class StepInBackward:
         return (stepping_nothing(optimizer),), {"closure": opaque(rest_of_step)}
 
     def _finish(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        if not self._hooks:  # the closure or a hook has closed this object since the step began
+        if not self._is_open:  # the closure or a hook has closed this object since the step began
             settle_gradients(optimizer)
             step(optimizer)
             return
@@ -260,7 +262,7 @@ class StepInBackward:
         untraced(self._end_step, optimizer)
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        if self._hooks:
+        if self._is_open:
             if self._state is not None and self.mover is not None:
                 self.mover.end_step(optimizer)
             self._gradients.watch(optimizer)
