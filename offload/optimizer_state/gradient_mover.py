@@ -63,6 +63,7 @@ class GradientMover:
         self._complete: list[weakref.ref[Tensor]] = []  # parameters with complete gradients that autograd may hold
         self._gradients = CompleteGradients(self, GradientMover.complete)
         self._hooks: list[RemovableHandle] = []
+        self._is_open = True
         if self.counts.stays:
             return
         try:
@@ -86,6 +87,7 @@ class GradientMover:
         optimizer = self._optimizer()
         if optimizer is not None:
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
+        self._is_open = False  # before the hooks go: an interrupt may leave some of them, which then do nothing
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -101,7 +103,7 @@ class GradientMover:
         whether other code holds one.
         """
         # A gradient with a graph stays. So do all in a forked child: the store belongs to its parent.
-        if not self._hooks or torch.is_grad_enabled() or os.getpid() != self._pid:
+        if not self._is_open or torch.is_grad_enabled() or os.getpid() != self._pid:
             return
         self.leave()
         if not self._complete:
@@ -159,7 +161,7 @@ class GradientMover:
     def _end_step(self, optimizer: Optimizer) -> None:
         place = self._place
         place.expected, place.asked = place.asked, set()
-        if self._hooks:
+        if self._is_open:
             self._gradients.watch(optimizer)
 
 

@@ -270,7 +270,8 @@ class StepInBackward:
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
         """Forget the updates made in backward: the checkpoint replaces them, also if a backward pass has failed."""
         self._forget()
-        self._gradients.watch(optimizer)
+        if self._is_open:
+            self._gradients.watch(optimizer)
 
     def _forget(self) -> None:
         self._begun = None
