@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload.optimizer_state.freed_gradient import StepInBackwardError
     from offload.optimizer_state.stored_gradient import GradientError
     from offload.optimizer_state.streamed_state import OptimizerStateError
-    from offload.parameters.stored_parameter import ParameterError
+    from offload.parameters.content import ParameterError
     from offload.plan import InfeasibleLimitError
     from offload.session import disable, enable, materialize
 
@@ -53,7 +53,7 @@ _HOMES = {
     "GradientError": "offload.optimizer_state.stored_gradient",
     "InfeasibleLimitError": "offload.plan",
     "OptimizerStateError": "offload.optimizer_state.streamed_state",
-    "ParameterError": "offload.parameters.stored_parameter",
+    "ParameterError": "offload.parameters.content",
     "PoolExhausted": "offload._core",
     "Report": "offload.diagnostics.report",
     "Session": "offload.handle",

@@ -326,7 +326,6 @@ class ParameterMover:
                     stored = following.content.stored
                     if stored is not None and not following.is_in_memory():
                         stored.prefetch()
-                record.bring(parameter)
                 record.forget(parameter)
         self._is_open = False
         self._unwrap()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from offload import _core
 
 if TYPE_CHECKING:
-    from offload.parameters.stored_parameter import Content, StoredParameter
+    from offload.parameters.content import Content
+    from offload.parameters.stored_parameter import StoredParameter
 
 __all__ = ["ReadAhead"]
 

@@ -5,9 +5,10 @@ The bytes are written once, and again after each change by an update or by the p
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import _core
+from offload.parameters.content import Content, ParameterError
 from offload.parameters.moved_parameter import MovedParameter, is_movable
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import nan_like
@@ -33,20 +35,11 @@ from offload.torch_compat.tensors import StorageWatch, storage_identity
 if TYPE_CHECKING:
     from offload.parameters.window import Window
 
-__all__ = ["Content", "ParameterError", "StoredParameter"]
+__all__ = ["StoredParameter"]
 
 # Spill priority: blocks with a larger one go to disk sooner. It exceeds that of saved tensors, because only few
 # parameters are needed at a time.
 SPILL_FIRST = 1 << 39
-
-
-class ParameterError(_core.SpillError):
-    """A moved parameter could not be read back. `parameter` is its name; empty if the model no longer exists.
-
-    To go on, load the latest checkpoint (trained parameter) or the model (frozen parameter) again.
-    """
-
-    parameter: str
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -55,34 +48,6 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The bytes that a parameter had at one moment.
-
-    Attributes
-    ----------
-    stored
-        Where the bytes are in the store; None while new bytes are being stored in their place.
-    version
-        A value of the parameter's version counter at which it had these bytes.
-    layout
-        A tensor of the same shape and strides, without bytes.
-    placeholder, placeholder_id
-        The parameter's data while its bytes are away: a tensor of NaN; and the identity of this tensor's storage.
-    """
-
-    stored: _core.SwappedStorage | None
-    version: int
-    layout: Tensor
-    placeholder: Tensor
-    placeholder_id: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor."""
-        return self.layout.nbytes
 
 
 class StoredParameter:
@@ -173,6 +138,17 @@ class StoredParameter:
         parameter = self.parameter()
         return parameter is None or not self.is_away_in(parameter)
 
+    def _present(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a tensor that holds the parameter's memory; None if the parameter is away.
+
+        Before the tensor exists, a signal handler may move the parameter out, or change it so that it is stored again.
+        """
+        while True:
+            content = self.content
+            held = unseen(alias_of, parameter)
+            if content is self.content:
+                return None if self.is_away_in(held) else held
+
     def bring(self, parameter: nn.Parameter) -> None:
         """Bring the bytes into memory.
 
@@ -236,9 +212,9 @@ class StoredParameter:
         self.window.present[watched[0]] = self.reference
 
     def _forget_storage(self) -> None:
-        if self._watched is not None:
-            self.window.present.pop(self._watched[0], None)
-        self._watched = None
+        watched, self._watched = self._watched, None  # a signal handler may note another storage after this
+        if watched is not None:
+            self.window.present.pop(watched[0], None)
 
     def put_away(self, parameter: nn.Parameter) -> None:
         """Free the memory. The store must have the parameter's present bytes."""
@@ -307,13 +283,25 @@ class StoredParameter:
         return torch.equal(_bytes_of(before.untyped_storage()), _bytes_of(plain.untyped_storage()))
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Make the parameter, which is in memory, an ordinary parameter again."""
-        parameter.__class__ = nn.Parameter
-        if self._gradient_hook is not None:
-            self._gradient_hook.remove()
-        self._forget_storage()
-        self.window.placeholders.pop(self.content.placeholder_id, None)
-        parameter.__dict__.pop("_offload_stored", None)
+        """Bring the bytes into memory and make the parameter an ordinary one again.
+
+        Raises
+        ------
+        ParameterError
+            The bytes cannot be read; the parameter is still away.
+        """
+        user = object()
+        self.users[user] = threading.get_ident()  # a signal handler that reads the parameter does not move it out
+        try:
+            self.bring(parameter)
+            parameter.__class__ = nn.Parameter  # from here on a signal handler's reads are not intercepted
+            if self._gradient_hook is not None:
+                self._gradient_hook.remove()
+            self._forget_storage()
+            self.window.placeholders.pop(self.content.placeholder_id, None)
+            parameter.__dict__.pop("_offload_stored", None)
+        finally:
+            self.users.pop(user, None)
 
     def read(self, content: Content) -> Tensor:
         """Return a tensor with bytes from the store.
@@ -336,9 +324,10 @@ class StoredParameter:
         ParameterError
             The bytes cannot be read.
         """
-        if self.is_away_in(parameter):
+        present = self._present(parameter)
+        if present is None:
             return self.read(self.content)
-        return alias_of(parameter).clone(memory_format=torch.preserve_format)
+        return present.clone(memory_format=torch.preserve_format)
 
     def view(
         self, content: Content, epoch: int, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
@@ -360,8 +349,9 @@ class StoredParameter:
                 self.window.needed_in_backward(parameter, self)
             self.look(parameter)
             if epoch == self.epoch:
-                if not self.is_away_in(parameter):
-                    return unseen(_tensor_over, storage_of(parameter), dtype, offset, size, stride)
+                present = self._present(parameter)
+                if present is not None:
+                    return unseen(_tensor_over, storage_of(present), dtype, offset, size, stride)
                 content = self.content
         storage, begin = self.read_storage(content)
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)

@@ -4,10 +4,12 @@ import contextlib
 import functools
 
 import pytest
+from parameters import test_signal_handlers as handlers
 from parameters import test_trained_access as access
 from parameters import test_trained_faults as faults
 from parameters import test_trained_training as training
 from parameters import trained_rig
+from torch import nn
 
 import offload
 from offload.optimizer_state import in_backward
@@ -33,6 +35,20 @@ def renewed_beside(self, parameter):
     before = self.content
     self.content = unseen(self._store, parameter)
     self.window.placeholders.pop(before.placeholder_id, None)
+
+
+def looks_then_takes(self, parameter):
+    """As `StoredParameter._present`, but the memory is taken after the look."""
+    return None if self.is_away_in(parameter) else parameter
+
+
+def forgets_at_once(self, parameter):
+    """As `StoredParameter.forget`, which a signal handler may interrupt anywhere."""
+    self.bring(parameter)
+    parameter.__class__ = nn.Parameter
+    self._forget_storage()
+    self.window.placeholders.pop(self.content.placeholder_id, None)
+    parameter.__dict__.pop("_offload_stored", None)
 
 
 def trusts_the_version(self, parameter):
@@ -94,6 +110,14 @@ GUARDS = {
         lambda folder: faults.test_a_read_that_goes_on_failing_is_told_and_a_checkpoint_goes_on(
             "error", 1, "chunks", folder
         ),
+    ),
+    "what backward reads cannot leave after the look": (
+        [(stored_parameter.StoredParameter, "_present", looks_then_takes)],
+        functools.partial(handlers.test_lines_that_move_parameters, "view"),
+    ),
+    "a parameter that is to stay cannot leave again": (
+        [(stored_parameter.StoredParameter, "forget", forgets_at_once)],
+        functools.partial(handlers.test_lines_that_end_moving, handlers.Trained),
     ),
     "trained parameters stay unless all are asked for": (
         [(mover, "is_movable", lambda *_, **__: True), (stored_parameter, "is_movable", lambda *_, **__: True)],

@@ -91,26 +91,6 @@ def test_an_interrupt_at_any_line(call, way, stride, tmp_path):
     assert count > 1
 
 
-@pytest.mark.parametrize("call", ["step", "read"])
-@pytest.mark.parametrize("stride", [151 * PRIME, pytest.param(PRIME, marks=pytest.mark.long)])
-def test_a_signal_handler_that_reads_at_any_line(call, stride, tmp_path):
-    """As one that writes a checkpoint does."""
-    before, after, *_ = values_of(call)
-    plain = Run()
-    plain.train(1)
-    CALLS[call](plain)
-
-    def read(run):
-        for found, *known in zip(weights(run), before[0], after, strict=True):
-            assert any(torch.equal(found, each) for each in known)
-
-    count = 0
-    for run in walk(call, "in backward", stride, read, tmp_path):
-        count += 1
-        assert_equal(weights(run), weights(plain))
-    assert count > 1
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("way", ["in backward", "chunks"])
