@@ -151,8 +151,9 @@ int is_plain(PyObject* tensor) {
   return nested < 0 ? -1 : !nested;
 }
 
-// Returns whether a tensor below min_nbytes is no view, which may be of a large storage; -1: a Python error. A step that
-// follows a schedule asks torch only where earlier steps have found no such tensor of this size.
+// Returns whether a tensor below min_nbytes owns its memory; -1: a Python error. (The storage of a view may be large
+// and worth swapping.) A step that follows a schedule does not ask torch if the last such tensor at this index had the
+// same size.
 int is_small(const HookCore& core, PyObject* tensor, int64_t index, int64_t nbytes) {
   if (core.cursor != nullptr && core.cursor->is_small(index, nbytes)) return 1;
   const int is_view = is_true(PyObject_CallOneArg(tensors.is_view, tensor));

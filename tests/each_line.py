@@ -44,13 +44,12 @@ class AtLine:
 
 
 def times(counts, times_per_line, under="", function=None):
-    """Yield for each line some of the times that it ran: the first and random others.
+    """Yield for each line some of the times that it ran, chosen at random.
 
     Of the lines in a file or folder of the package, and of one function if its name is given.
     """
     chosen = random.Random(0)
     for place, count in sorted(counts.items()):
         if place[0].startswith(str(PACKAGE / under)) and function in (None, place[1]):
-            others = {chosen.randint(1, count) for _ in range(times_per_line - 1)}
-            for nth in sorted({1, *others}):
+            for nth in chosen.sample(range(1, count + 1), min(count, times_per_line)):
                 yield place, nth

@@ -65,8 +65,9 @@ class PlanController:
     on_profile
         Called with every profile before it is planned.
     plan_state
-        Called for each plan. With ``optimizer_state="auto"`` it chooses which optimizer state leaves memory. If the
-        limit is infeasible, it adds the explanation to the error. None without a memory limit.
+        Called for each plan. With ``optimizer_state="auto"`` it chooses which optimizer state leaves memory. If no
+        plan keeps the limit, it adds to the error how much memory optimizer state takes, and how much can be freed.
+        None without a memory limit.
     """
 
     def __init__(

@@ -3,8 +3,10 @@
 `Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`). The durations
-of its nodes show how long the step takes without swapping, on this machine and at this time. The additional time of the
-plan's steps is attributed to swapping, and the next plan includes it.
+of its nodes show how long the step takes without swapping, on this machine and at this time. If the plan's steps
+take longer than that, and longer than the recomputation, waits and hooks that the plan predicts, the rest is taken as
+the time by which copies and recording slow the computation. `learn` derives a cost per moved byte from it, which the
+next plan uses.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ class Frontier:
     tried
         Plans that have been judged, in the order of judging.
     recompute_byte_seconds
-        Seconds by which each recomputed byte slows the computation, because operators have to be recorded.
+        Seconds by which each recomputed byte is assumed to slow the computation, because operators have to be recorded.
+        `learn` sets it to the measured cost per moved byte, swapped or recomputed, if the last plan recomputed.
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
     looks

@@ -126,7 +126,7 @@ class GradientMover:
         if record is None or record.tensor is None:
             return
         if not holds_alone(record.tensor):  # changes through the other tensor would be lost
-            self.counts.held += not self._mover.engine.in_flight_bytes  # else it may be a copy-out that shares it
+            self.counts.held += not self._mover.engine.in_flight_bytes  # a copy-out may be the other holder
             return
         record.leave()
         self._mover.limit_writing()

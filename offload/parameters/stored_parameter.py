@@ -1,6 +1,7 @@
 """One moved parameter. Its object stays in the model. Its bytes are in the store, and in memory while they are used.
 
-The bytes are written once, and again after each change by an update or by the program. `Window` decides when.
+The bytes are written when the parameter first leaves memory, and again if they have changed when it leaves. `Window`
+decides when it leaves.
 """
 
 from __future__ import annotations
@@ -95,11 +96,12 @@ class StoredParameter:
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
-        self._watched: tuple[int, StorageWatch] | None = None  # its storage's address, reserved by the watch
+        # Its storage's identity, which no other storage can have while the watch exists.
+        self._watched: tuple[int, StorageWatch] | None = None
         self.content = unseen(self._store, parameter)
 
     def _store(self, parameter: Tensor) -> Content:
-        """Start the copy-out. The engine holds the memory until the copy has ended, and on if the copy fails."""
+        """Start the copy-out. The engine holds the memory until the copy has ended. If the copy fails, it keeps it."""
         plain = alias_of(parameter)
         key, _ = self._engine.look(plain, plain.nbytes)
         assert key is not None  # the parameter covers its whole storage
@@ -141,7 +143,8 @@ class StoredParameter:
     def _present(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a tensor that holds the parameter's memory; None if the parameter is away.
 
-        Before the tensor exists, a signal handler may move the parameter out, or change it so that it is stored again.
+        A signal handler may move the parameter out before the tensor exists. If the handler also changed the parameter,
+        the tensor may be an old placeholder, which `is_away_in` does not recognize. Then another tensor is made.
         """
         while True:
             content = self.content
@@ -268,7 +271,10 @@ class StoredParameter:
         self.window.placeholders.pop(placeholder_id, None)
 
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
-        """Return whether the store has the parameter's present bytes. Compares them, unless an update is known."""
+        """Return whether the store has the parameter's present bytes.
+
+        They are compared, unless an optimizer or the program has probably changed them, or the store has none.
+        """
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:
             return False

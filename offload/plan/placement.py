@@ -343,7 +343,8 @@ class Step:
 def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
     """For each tensor in turn, reserve memory at consecutive nodes, backwards from the node before its use.
 
-    This ends at a node without room, or when `first` is reached. Returns the first reserved node of each tensor.
+    This ends at a node without room, or when `first` is reached. Returns the first reserved node of each
+    tensor, or the node of its use if none was reserved.
     """
     free_bytes, nodes = free.tolist(), []
     for low, k, needed in zip(first, use, count, strict=True):

@@ -27,7 +27,7 @@ from offload.torch_compat.tensors import raise_changed, version_of
 # The object that a graph node holds instead of a saved tensor.
 Packed = KeptTensor | SwappedView
 
-# Errors of a copy-out after which the tensor is kept; they include PoolExhausted and SpillError.
+# Errors of a copy-out after which the tensor is kept. PoolExhausted is a MemoryError, SpillError an OSError.
 _REFUSALS = (MemoryError, OSError, PinningFailed)
 
 
@@ -89,10 +89,11 @@ _ON_DEMAND = SwapOnDemand()
 class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
-    `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step without
-    recomputation and without `exclude`, they also handle swapped ones, as long as the step runs as recorded
-    (`csrc/swap_hooks.cpp`). In all other cases they call `pack_due`, `pack_candidate`,
-    `unpack_watched`, `unpack_swapped`, `pack_failed`, `unpack_failed` and `refuse`. Before `attach` is called, tensors
+    `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that
+    follows a schedule, without recomputation and without `exclude`, they also handle swapped ones, as long as the step
+    runs as recorded (`csrc/swap_hooks.cpp`). For other tensors they call `pack_due`, `pack_candidate`, `unpack_watched`
+    or `unpack_swapped`. They call `pack_failed` or `unpack_failed` if a swap by C++ fails, and `refuse` if a kept
+    tensor was changed in place. Before `attach` is called, tensors
     are swapped, but nothing is prefetched.
     """
 
@@ -117,7 +118,7 @@ class StepHooks(HookCore):
         if self._recomputation is not None:
             self._recomputation.begin(self.policy)
         policy = self.policy
-        # Recomputation and `exclude` need Python for every swapped tensor; without them C++ handles swaps.
+        # Recomputation and `exclude` need Python for every swapped tensor. Without them C++ follows a schedule alone.
         is_plain = observer.recomputation is None and not policy.options.exclude
         copies = observer.copies if is_plain else None
         follow(self, observer, observer.cursor, observer.reason, copies, policy.state)
@@ -167,7 +168,7 @@ class StepHooks(HookCore):
         return self.keep(tensor, index, "host limit", nbytes)
 
     def unpack_failed(self, error: Exception) -> None:
-        """Raise the error of a swap-in or a recomputation; if memory ran out, add a note that explains it."""
+        """Raise the error of a swap-in by C++; if memory ran out, add a note that explains it."""
         try:
             raise error
         except (MemoryError, RuntimeError):
