@@ -4,8 +4,8 @@
 
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`). The durations
 of its nodes show how long the step takes without swapping, on this machine and at this time. If the plan's steps
-take longer than that, and longer than the recomputation, waits and hooks that the plan predicts, the rest is taken as
-the time by which copies and recording slow the computation. `learn` derives a cost per moved byte from it, which the
+take longer than that plus the recomputation, waits and hooks that the plan predicts, the rest is taken as the time by
+which copies and recording slow the computation. `learn` derives a cost per moved byte from it, which the
 next plan uses.
 """
 

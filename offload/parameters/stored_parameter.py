@@ -101,7 +101,7 @@ class StoredParameter:
         self.content = unseen(self._store, parameter)
 
     def _store(self, parameter: Tensor) -> Content:
-        """Start the copy-out. The engine holds the memory until the copy has ended. If the copy fails, it keeps it."""
+        """Start the copy-out. The engine holds the memory until the copy has ended. If it fails, the memory stays."""
         plain = alias_of(parameter)
         key, _ = self._engine.look(plain, plain.nbytes)
         assert key is not None  # the parameter covers its whole storage
