@@ -15,7 +15,7 @@ INPUT_BYTES_A_ROW = 32 * 4  # which were there before anybody watched; the targe
 @pytest.fixture(autouse=True)
 def known_link(monkeypatch):
     """Plans do not depend on how busy this machine's disk is."""
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: LINK)
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: LINK)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ def make():
 @pytest.fixture(autouse=True)
 def costly_swaps(monkeypatch):
     """A link over which no swap is worth its time; what this machine really takes leads to no other plan."""
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: Link(1e3, 1e3, 10.0))
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: Link(1e3, 1e3, 10.0))
     monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, replans=0))
 
 

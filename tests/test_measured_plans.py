@@ -66,7 +66,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
     assert _without_slowing((1.0, 3.0), 100.0) == (0.5, 1.5)
     assert _without_slowing((0.0,), 1.0) == (0.0,)
     model, optimizer = make()
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: replace(LINK, byte_seconds=1e-9))
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: replace(LINK, byte_seconds=1e-9))
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         train(model, optimizer, [512] * 6)
         plan = handle.plan
@@ -85,7 +85,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
 
 def test_a_faster_link_gives_memory_back(tmp_path, monkeypatch):
     """What the slow link forbade within the slowdown, the faster one allows."""
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: Link(1e3, 1e3))
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: Link(1e3, 1e3))
     monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: Link(1e12, 1e12))
     model, optimizer = make()
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path, recompute=False) as handle:

@@ -104,7 +104,7 @@ class Moving:
         self._make_engine = session.make_engine
         for module in (session, enabled_model):
             monkeypatch.setattr(module, "make_engine", self.make_engine)
-        monkeypatch.setattr(handle, "measure_link", lambda device, options: Link(1e12, 1e12))
+        monkeypatch.setattr(handle, "measure_link", lambda *_: Link(1e12, 1e12))
         for module in (refusals, enabled_model):
             monkeypatch.setattr(module, "devices_of", lambda model: {self.place})
         monkeypatch.setattr(enabled_model, "first_device", lambda model: self.place)

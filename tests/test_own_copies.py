@@ -127,7 +127,7 @@ def throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_steps_correct_a_calibration_that_was_too_fast(throttled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: Link(1e12, 1e12))
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: Link(1e12, 1e12))
     _, plain_peak = plain_run([512] * 4)
     model, optimizer = make()
     options = {"memory_limit": int(0.7 * plain_peak), "min_tensor_bytes": 1, "recompute": False}
@@ -166,7 +166,7 @@ def test_later_shapes_use_own_copies_instead_of_another_calibration(
 ) -> None:
     measured = []
 
-    def measure(device: torch.device, options: Any) -> Link:
+    def measure(device: torch.device, *_: Any) -> Link:
         measured.append(device)
         return Link(2e7, 2e7)
 

@@ -42,7 +42,7 @@ def trials(monkeypatch):
     """The trials that have begun; `trials.about` is what the next ones are given."""
     begun = Begun()
     monkeypatch.setattr("offload.handle.make_trial", begun.make)
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: begun.link)
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: begun.link)
     return begun
 
 

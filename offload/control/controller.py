@@ -54,7 +54,8 @@ class PlanController:
     on_recorded
         Called with the order of events of each profiled step.
     measure_link
-        Measures the link; called after each profiled step until the speed of the engine's own copies is known.
+        Measures the link within this many bytes of the device, if given. Called after each profiled step until the
+        speed of the engine's own copies is known.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial
@@ -76,7 +77,7 @@ class PlanController:
         engine: Engine,
         counts: Counts,
         on_recorded: Callable[[StepOrder], None],
-        measure_link: Callable[[], Link],
+        measure_link: Callable[[int | None], Link],
         held: HeldBefore,
         make_trial: MakeTrial,
         regions: CompiledRegions,
@@ -343,7 +344,9 @@ class PlanController:
         if self._link is not None and self._copies.are_known:
             link = self._copies.link(self._link)
         else:
-            self._link = link = self._measure_link()
+            limit_bytes = self._options.memory_limit
+            room_bytes = limit_bytes and max(0, limit_bytes - self._held_before(signature).total)
+            self._link = link = self._measure_link(room_bytes)
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))
             if profile.trace.tensors:

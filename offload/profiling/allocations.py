@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationProfile
+from offload.torch_compat.autograd import call_in_backward
+from offload.torch_compat.overrides import unseen
 
 log = logging.getLogger("offload")
 
@@ -42,14 +45,21 @@ class StepAllocations:
 
     def __init__(self, device: torch.device) -> None:
         self.complete = False
+        self._device = device
         self._profile = AllocationProfile(device)
         self._other_threads = False
         self._events: list[Event] = []
 
     def begin(self) -> None:
-        """Start recording the allocations of this thread."""
+        """Start recording the allocations of this thread, and those of backward passes that it starts.
+
+        On an accelerator backward runs in a thread of autograd's own, where allocations are reported inside a span
+        only. A span is begun there now, because backward allocates memory before it unpacks the first tensor.
+        """
         if not self._profile.start():
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
+        elif self._device.type != "cpu":
+            unseen(call_in_backward, self._device, partial(self.node, 0))
 
     def node(self, number: int) -> None:
         """Record that a node begins."""

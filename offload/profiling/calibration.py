@@ -26,7 +26,7 @@ from offload.devices.device import device_of
 from offload.devices.processor_use import used_by_others
 from offload.options import Options, free_disk_bytes
 from offload.plan import Link
-from offload.profiling.link_measurement import BLOCK_BYTES_MIN, measure
+from offload.profiling.link_measurement import BLOCK_BYTES_MIN, BLOCKS_AT_A_TIME, measure
 from offload.runtime.stores import make_store, throttle
 
 __all__ = ["Calibration", "calibrate", "forget_disturbed", "measure_link"]
@@ -140,12 +140,14 @@ def calibrate(
     *,
     fresh: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
+    room_bytes: int | None = None,
 ) -> Calibration:
     """Measure how fast `store` copies out of `device` and back, or return a cached result of the last 15 minutes.
 
     Blocks of up to 16 MiB are copied through the engine, at most two in flight per direction: first in each direction
     alone, then in both at once. Blocks are smaller if 16 MiB is more than an eighth of the host limit or, without a
-    GPU, of the free disk space. Takes about a second. `store.stats()` counts these copies too.
+    GPU, of the free disk space, or if four of them need more than `room_bytes`. Takes about a second. `store.stats()`
+    counts these copies too.
 
     Parameters
     ----------
@@ -162,6 +164,8 @@ def calibrate(
         Folder of the cached results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. If it
         cannot be written, the next process measures again. A result is not written if other programs used more than
         10 % of the CPU time during the measurement, or if the system does not report their use.
+    room_bytes
+        How much memory of `device` the measurement may use. Default: what 16 MiB blocks need.
 
     Returns
     -------
@@ -183,7 +187,7 @@ def calibrate(
     >>> found.tier
     'disk'
     """
-    block_bytes = _block_bytes(store, spill_dir)
+    block_bytes = _block_bytes(store, spill_dir, room_bytes)
     key = _machine_key(store, device, spill_dir, block_bytes)
     path = _cache_path(key, cache_dir)
     if not fresh:
@@ -191,7 +195,7 @@ def calibrate(
         if cached is not None:
             return cached
     with used_by_others() as others:
-        rates = measure(store, device, block_bytes)
+        rates = measure(store, device, block_bytes, room_bytes)
     found = Calibration(
         device=device_of(device).name(),
         tier="disk" if _is_direct(store) else "pinned RAM",
@@ -214,12 +218,16 @@ def calibrate(
     return found
 
 
-def measure_link(device: torch.device, options: Options) -> Link:
-    """Measure the link for the plans of a session with these options. Raises the same errors as `calibrate`."""
+def measure_link(device: torch.device, options: Options, room_bytes: int | None = None) -> Link:
+    """Measure the link for the plans of a session with these options. Raises the same errors as `calibrate`.
+
+    The measurement uses at most `room_bytes` of the device's memory, if given.
+    """
     # The store is a separate one: no other code uses it, and its copies do not appear in the report.
     # Copies between GPU and host take no CPU time from the computation.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
-    return calibrate(make_store(device, options), device, options.spill_dir).link(slows=slows)
+    found = calibrate(make_store(device, options), device, options.spill_dir, room_bytes=room_bytes)
+    return found.link(slows=slows)
 
 
 def forget_disturbed() -> None:
@@ -239,9 +247,13 @@ def _is_direct(store: _core.SwapStore) -> bool:
     return store.alignment_bytes > 1
 
 
-def _block_bytes(store: _core.SwapStore, spill_dir: str) -> int:
+def _block_bytes(store: _core.SwapStore, spill_dir: str, room_bytes: int | None) -> int:
     room = free_disk_bytes(spill_dir) if _is_direct(store) else int(store.stats()["pool_max_bytes"])
-    return max(min(BLOCK_BYTES_MAX, room // 8 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN), BLOCK_BYTES_MIN)
+    nbytes = max(min(BLOCK_BYTES_MAX, room // 8 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN), BLOCK_BYTES_MIN)
+    # Halved, so that a little more or less room gives the same size, and with it the same cached result.
+    while room_bytes is not None and nbytes * BLOCKS_AT_A_TIME > room_bytes and nbytes > BLOCK_BYTES_MIN:
+        nbytes = max(nbytes // 2 // BLOCK_BYTES_MIN * BLOCK_BYTES_MIN, BLOCK_BYTES_MIN)
+    return nbytes
 
 
 # -- cache ------------------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from offload import _core
 from offload._core import SwappedStorage
 from offload.runtime.engine import Engine
 
-__all__ = ["LinkRates", "lower_quartile", "measure", "upper_quartile"]
+__all__ = ["BLOCKS_AT_A_TIME", "BLOCK_BYTES_MIN", "LinkRates", "lower_quartile", "measure", "upper_quartile"]
 
 BLOCK_BYTES_MIN = 4096
 COPIES_IN_FLIGHT = 2  # per direction
+BLOCKS_AT_A_TIME = 2 * COPIES_IN_FLIGHT  # on the device
 ROUNDS = 6
 ROUNDS_MIN = 2  # however slow the link is: two tell whether its speed changes
 ROUND_SECONDS = 0.05  # short, so that the rounds show how the speed varies
@@ -60,8 +61,10 @@ class LinkRates:
     spread: float
 
 
-def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> LinkRates:
+def measure(store: _core.SwapStore, device: torch.device, block_bytes: int, room_bytes: int | None = None) -> LinkRates:
     """Copy blocks of at most `block_bytes` out of `device` and back: each direction alone, then both.
+
+    First, up to 32 blocks of a page are copied; fewer if they are more than `room_bytes`.
 
     Raises
     ------
@@ -73,7 +76,8 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int) -> L
     deadline = time.perf_counter() + SECONDS_MAX
     engine = Engine(store, device)
     try:
-        latency = _small_copy_seconds(engine)
+        pages = SMALL_COPIES if room_bytes is None else min(SMALL_COPIES, max(1, room_bytes // BLOCK_BYTES_MIN))
+        latency = _small_copy_seconds(engine, pages)
         traffic = _Traffic(engine, _affordable(engine, block_bytes))
         rates: list[tuple[float, ...]] = []
         while len(rates) < ROUNDS_MIN or (len(rates) < ROUNDS and time.perf_counter() < deadline - 3 * ROUND_SECONDS):
@@ -141,11 +145,11 @@ def _await_all(slots: list[SwappedStorage], has_ended: Callable[[SwappedStorage]
             time.sleep(0)
 
 
-def _small_copy_seconds(engine: Engine) -> float:
-    """Return the time per copy of one page if many are queued, in the slower direction."""
+def _small_copy_seconds(engine: Engine, count: int) -> float:
+    """Return the time per copy of one page if `count` copies are queued, in the slower direction."""
     outs, ins = [], []
     for _ in range(ROUNDS):
-        sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(SMALL_COPIES)]
+        sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(count)]
         begun = time.perf_counter()
         slots = [_out(engine, source) for source in sources]
         _await_all(slots, _has_left)
@@ -159,7 +163,7 @@ def _small_copy_seconds(engine: Engine) -> float:
         ins.append(time.perf_counter() - begun)
         for slot in slots:
             slot.record.swap_in()
-    return max(statistics.median(outs), statistics.median(ins)) / SMALL_COPIES
+    return max(statistics.median(outs), statistics.median(ins)) / count
 
 
 def _affordable(engine: Engine, block_bytes: int) -> int:

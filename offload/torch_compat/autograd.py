@@ -15,6 +15,7 @@ from offload.torch_compat.dispatch import mode_count
 
 __all__ = [
     "call_at_end_of_backward",
+    "call_in_backward",
     "checkpoint_is_innermost",
     "current_node",
     "hooks_forbidden_reason",
@@ -35,6 +36,17 @@ _is_traced: Callable[[], bool] = torch._C._is_tracing
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that is running in this thread ends."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def call_in_backward(device: torch.device, function: Callable[[], None]) -> None:
+    """Call `function` in the thread in which autograd runs backward passes over tensors on `device`.
+
+    For the CPU it is the calling thread, for an accelerator a thread of autograd's own.
+    """
+    with torch.enable_grad():
+        leaf = torch.zeros((), device=device, requires_grad=True)
+        leaf.register_hook(lambda _: function())
+        leaf.clone().backward()  # type: ignore[no-untyped-call]
 
 
 def innermost_hooks(*, while_tracing: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -21,7 +21,7 @@ SLOW = Link(2e6, 2e6)
 @pytest.fixture(autouse=True)
 def rig(monkeypatch):
     """Plans are made for a link so slow that recomputation pays, whatever this machine's disk does."""
-    monkeypatch.setattr("offload.handle.measure_link", lambda device, options: SLOW)
+    monkeypatch.setattr("offload.handle.measure_link", lambda *_: SLOW)
     monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: link)
     torch._dynamo.reset()
     with warnings.catch_warnings():

@@ -36,7 +36,7 @@ ROWS = {
     ],
     "models": ["tests/twin/inside/test_models.py", "tests/twin/inside/test_recomputation.py"],
     "training": [f"tests/twin/inside/test_{name}.py" for name in ("training", "edges", "optimizer_state")],
-    "limit": ["tests/twin/inside/test_memory_limit.py"],
+    "limit": [f"tests/twin/inside/test_{name}.py" for name in ("memory_limit", "memory_of_a_loss")],
     "processes": ["tests/twin/inside/test_processes.py"],
 }
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
