@@ -70,7 +70,7 @@ def planned(limit):
     torch.manual_seed(0)
     model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU()))).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False, "optimizer_state": "auto"}
+    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False}
     handle = offload.enable(model, **knobs) if limit else None
     peaks = []
     try:
@@ -91,7 +91,7 @@ def planned(limit):
     return [*(parameter.detach().cpu() for parameter in model.parameters()), *state], max(peaks[3:]), plan
 
 
-@pytest.mark.parametrize("room", [0.0, 0.5])
+@pytest.mark.parametrize("room", [0.0, 0.5, pytest.param(0.25, marks=pytest.mark.long), 0.8])
 def test_state_that_a_plan_moves(room):
     expected, plain_peak, _ = planned(None)
     with pytest.raises(offload.InfeasibleLimitError) as refused:
@@ -104,4 +104,4 @@ def test_state_that_a_plan_moves(room):
     assert all(map(torch.equal, found, expected))
     assert plan.state.moved or room
     assert plan.peak_bytes <= limit
-    assert peak < plain_peak
+    assert peak <= limit
