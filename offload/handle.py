@@ -396,5 +396,5 @@ def _session_on(
         model, device, options, engine, link, on_recorded, make_trial, listener, oom.tell_at, LIMITS, states
     )
     if parameters is not None and made.held is not None:
-        made.held.count_parameters(parameters.bytes_in_memory_max)
+        made.held.count_parameters(parameters.bytes_in_memory_max, parameters.bytes_copied_max)
     return made

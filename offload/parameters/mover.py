@@ -301,9 +301,12 @@ class ParameterMover:
     def bytes_in_memory_max(self) -> int:
         """Return how many bytes of parameters that leave may be in memory at a time while the model runs."""
         present = self.window.nbytes()
-        largest = self._largest_bytes
+        return min(self.counts.nbytes, max(present, self._largest_bytes) + self.bytes_copied_max())
+
+    def bytes_copied_max(self) -> int:
+        """Return how many of these bytes may be read ahead or still be written at a time."""
         behind = self.engine.in_flight_bytes_max if self.counts.trained else 0  # updates that are being written
-        return min(self.counts.nbytes, max(present, largest) + max(self._ahead_bytes, largest) + behind)
+        return min(self.counts.nbytes, max(self._ahead_bytes, self._largest_bytes) + behind)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -155,6 +155,7 @@ class HeldMemory:
         self._moving: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._in_memory_max: Callable[[], int] = int
         self._parameters: Callable[[], int] = int
+        self._parameters_copied: Callable[[], int] = int
         self._moves_in_backward: Callable[[], bool] = bool
         self._found: Callable[[torch.optim.Optimizer], None] | None = None
         _listen(self)
@@ -183,12 +184,19 @@ class HeldMemory:
         """
         self._moving, self._in_memory_max, self._moves_in_backward = nbytes, in_memory_max, in_backward
 
-    def count_parameters(self, nbytes: Callable[[], int]) -> None:
-        """Register a function whose result `look` adds: bytes of moved parameters in memory while the model runs.
+    def count_parameters(self, in_memory_max: Callable[[], int], copied_max: Callable[[], int]) -> None:
+        """Register what tells `look` how much moved parameters need while the model runs.
 
-        On an accelerator only if state moves in backward: else they are among what is allocated.
+        Parameters
+        ----------
+        in_memory_max
+            Returns the most bytes of them that are in memory at a time.
+        copied_max
+            Returns how many of these bytes are read before their use or written after it. On an accelerator only these
+            are added, because the others are among the allocations of the profiled step; but all are added if
+            parameters are updated in backward, because what an update allocates is not counted in that step.
         """
-        self._parameters = nbytes
+        self._parameters, self._parameters_copied = in_memory_max, copied_max
 
     def on_found(self, call: Callable[[torch.optim.Optimizer], None]) -> None:
         """Register a function that is called with each optimizer of the model before its first step."""
@@ -210,8 +218,7 @@ class HeldMemory:
         away_bytes = max(0, moved_bytes - self._in_memory_max()) if moved_bytes else 0
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes() - writing_bytes + moved_bytes
-            if self._moves_in_backward():
-                allocated_bytes += self._parameters()
+            allocated_bytes += self._parameters() if self._moves_in_backward() else self._parameters_copied()
             return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes, away_bytes)
         states = [list(dict.values(each.state)) for each in self._optimizers]  # swapped-out state stays so
         counted, self._counted = self._counted, -1  # as in `ModelState.look`

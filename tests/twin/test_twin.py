@@ -35,7 +35,9 @@ ROWS = {
         f"tests/twin/inside/test_{name}.py" for name in ("clock", "virtual_steps", "backend", "order", "operators")
     ],
     "models": ["tests/twin/inside/test_models.py", "tests/twin/inside/test_recomputation.py"],
-    "training": [f"tests/twin/inside/test_{name}.py" for name in ("training", "edges", "optimizer_state")],
+    "training": [
+        f"tests/twin/inside/test_{name}.py" for name in ("training", "edges", "optimizer_state", "moved_parameters")
+    ],
     "limit": [f"tests/twin/inside/test_{name}.py" for name in ("memory_limit", "memory_of_a_loss")],
     "processes": ["tests/twin/inside/test_processes.py"],
 }
