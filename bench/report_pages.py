@@ -52,6 +52,15 @@ NOTES = {
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }
+ABOUT = """Memory and step time of training with `offload`, beside training without it (*plain*) and beside other ways
+to save memory. A factor is relative to plain training: 0.50 × memory is half of its memory, 1.05 × time is a step
+that takes 5 % longer. The ways are explained [below](#the-ways)."""
+WAYS = """* *offload, default*: `offload.enable(model)`. It aims at steps at most 5 % slower.
+* *offload, least memory*: the smallest `memory_limit` for which there is a plan.
+* *Checkpoint per block*: `torch.utils.checkpoint` around each block. It keeps none of the tensors inside a block, and
+  runs the block again in backward.
+* *Selective checkpointing*: the same, but results of matrix products, convolutions and attention are kept.
+* *Disk hooks of PyTorch's tutorial*: hooks that write every saved tensor to a file and read it back."""
 HOW = """Each way trains the same model on the same data, from the same seed, with the same malloc (tcmalloc), in its
 own process. Its steps alternate with plain steps in a second process. The losses and gradients of every step are
 compared bit for bit."""
@@ -120,12 +129,12 @@ def by_network(points: Sequence[Point]) -> dict[str, dict[str, tuple[float, floa
 def summary(tables: Sequence[Table], held: Mapping[str, list[Table]], pictures: Set[str]) -> str:
     """The page that people read: where offload loses, one chart, one table."""
     points = points_of(tables, "networks")
-    lines = ["# Benchmarks\n", f"{losses(tables, points)}\n", f"{gains(points)}\n"]
+    lines = ["# Benchmarks\n", f"{ABOUT}\n", f"{losses(tables, points)}\n", f"{gains(points)}\n"]
     if "summary" in pictures:
         words = "Memory and step time of three ways on every network, relative to plain training"
         lines += [*chart(words, "benchmarks/summary"), ""]
     lines += [*big_table(points), "", f"*{machines(held['networks'])}.* {UNITS}\n"]
-    lines += ["## How it is measured\n", f"{HOW}\n", "## Everything else\n"]
+    lines += ["## The ways\n", f"{WAYS}\n", "## How it is measured\n", f"{HOW}\n", "## Everything else\n"]
     for name, (title, words) in APPENDICES.items():
         if held[name]:
             lines.append(f"* [{title}](benchmarks/{name}.md): {words}.")
@@ -135,54 +144,122 @@ def summary(tables: Sequence[Table], held: Mapping[str, list[Table]], pictures: 
 
 def losses(tables: Sequence[Table], points: Sequence[Point]) -> str:
     """Say where offload is worse than something else, or than it should be."""
-    said = ["**Where offload loses.**"]
+    said = []
     if not any(table.machine.get("device") and not table.machine.get("rehearsal") for table in tables):
-        said.append("No GPU has run these benchmarks yet; all figures are from CPUs or marked as simulated.")
-    late = [(point, "") for point in points] + [(point, " (small)") for point in points_of(tables, "small")]
+        said.append("No GPU has run these benchmarks yet. All figures are from CPUs or marked as simulated.")
+    late = {
+        "": [each for each in points if is_late(each)],
+        " with short steps ([small sizes](benchmarks/small.md))": [
+            each for each in points_of(tables, "small") if is_late(each)
+        ],
+    }
     over = [
-        f"{point.network}{size} {point.step - 1:.0%}".replace("%", " %")
-        for point, size in late
-        if point.way == DEFAULT and point.step > 1 + PROMISED + ROUNDING
+        f"on {listed([f'{each.network} ({percent(each.step)})' for each in found])}{size}"
+        for size, found in late.items()
+        if found
     ]
     if over:
-        said.append(f"The default plan aims at steps at most 5 % slower, and misses that on {listed(over)}.")
+        said.append(f"With default settings, steps are more than 5 % slower {'; '.join(over)}.")
     ahead = [point for point in points if point.mark == PEER_BETTER and point.memory < SAVES_NOTHING]
     for way in dict.fromkeys(point.way for point in ahead):
-        said.append(beaten(way, [point for point in ahead if point.way == way]))
+        said += beaten(way, [point for point in ahead if point.way == way], points)
     missed = [row for table in tables if table.page == "targets" for row in table.rows if row.mark == NOT_REACHED]
     if missed:
         judged = [row for table in tables if table.title.startswith("Targets") for row in table.rows]
         targets = [row for row in judged if row.cells[-1] != "–"]
         own = [row for row in targets if row in missed]
-        said.append(f"{len(own)} of {len(targets)} [targets](benchmarks/targets.md) are missed.")
-    return " ".join(said)
+        said.append(f"{len(own)} of the {len(targets)} [targets of this project](benchmarks/targets.md) are missed.")
+    return "\n".join(["**Where offload loses**\n", *(f"* {sentence}" for sentence in said)])
 
 
-def beaten(way: str, better: Sequence[Point]) -> str:
-    """A sentence on one alternative that no setting of offload matches on some networks."""
-    names = listed([f"{point.network} ({point.memory:.2f} × memory, {point.step:.2f} × time)" for point in better])
-    return f"No setting of offload matches {FULL_NAMES.get(way, way)} on {names}."
+def is_late(point: Point) -> bool:
+    """Whether the default exceeds the slowdown that it aims at."""
+    return point.way == DEFAULT and point.step > 1 + PROMISED + ROUNDING
+
+
+def percent(step: float) -> str:
+    """How much longer a step takes than plain's."""
+    return f"{step - 1:.0%}".replace("%", " %")
+
+
+def beaten(way: str, better: Sequence[Point], points: Sequence[Point]) -> Iterator[str]:
+    """Sentences on one alternative that no setting of offload matches on some networks."""
+    name = FULL_NAMES.get(way, way)
+    close = {point.network: alike for point in better if (alike := as_good_rounded(point, points))}
+    clear = [f"{point.network} ({size(point)})" for point in better if point.network not in close]
+    if clear:
+        yield f"No setting of offload needs as little memory *and* as little time as {name} on {listed(clear)}."
+    for point in better:
+        if own := close.get(point.network):
+            setting = SHOWN.get(own.way, own.way)
+            yield (
+                f"No setting of offload is as fast as {name} on {point.network}, by a difference that rounding hides: "
+                f"it takes {point.step:.4f} × the time at {point.memory:.2f} × the memory, *{setting}* "
+                f"{own.step:.4f} × at {own.memory:.2f} ×."
+            )
+
+
+def as_good_rounded(peer: Point, points: Sequence[Point]) -> Point | None:
+    """The setting of offload of least memory that is as good as `peer` in the digits that the pages show."""
+    own = [
+        point
+        for point in points
+        if point.network == peer.network
+        and point.way.startswith("offload")
+        and round(point.memory, 2) <= round(peer.memory, 2)
+        and round(point.step, 2) <= round(peer.step, 2)
+    ]
+    return min(own, key=lambda point: point.memory, default=None)
+
+
+def size(point: Point) -> str:
+    """Memory and step time in words."""
+    return f"{point.memory:.2f} × memory, {point.step:.2f} × time"
 
 
 def gains(points: Sequence[Point]) -> str:
     """Say what offload does on the networks of the table."""
-    found = by_network(points).values()
-    own = [ways[DEFAULT] for ways in found if DEFAULT in ways]
-    pairs = [ways for ways in found if CHECKPOINT in ways]
+    found = by_network(points)
+    own = [ways[DEFAULT] for ways in found.values() if DEFAULT in ways]
     if not own:
         return "No network has been measured."
-    wins = sum(
-        any(way.startswith("offload") and all(a <= b for a, b in zip(point, ways[CHECKPOINT], strict=True))
-            for way, point in ways.items())
-        for ways in pairs
-    )  # fmt: skip
     memory, step = zip(*own, strict=True)
-    return (
-        f"**What it gains.** With default settings, training needs {min(memory):.2f} to {max(memory):.2f} × the "
-        f"memory of plain training, at {min(step):.2f} to {max(step):.2f} × the step time. "
-        f"On {wins} of {len(pairs)} networks, a setting of offload needs less memory *and* less time than "
-        "checkpointing every block."
-    )
+    said = [
+        f"With default settings, training needs {min(memory):.2f} to {max(memory):.2f} × the memory of plain training, "
+        f"at {min(step):.2f} to {max(step):.2f} × the step time."
+    ]
+    pairs = [network for network, ways in found.items() if CHECKPOINT in ways]
+    wins = {network: won for network in pairs if (won := ahead_of_checkpointing(network, points))}
+    if wins:
+        named: dict[str, list[str]] = {}
+        for network, point in wins.items():
+            shown = SHOWN.get(point.way, "")
+            words = f"with *{shown}*" if shown else f"with {code_of(point.way)} ({size(point)})"
+            named.setdefault(words, []).append(network)
+        each = listed([f"{words} on {listed(networks)}" for words, networks in named.items()])
+        said.append(
+            f"On {len(wins)} of {len(pairs)} networks, a setting of offload needs less memory *and* less time than "
+            f"checkpointing every block: {each}."
+        )
+    return "\n".join(["**What it gains**\n", *(f"* {sentence}" for sentence in said)])
+
+
+def ahead_of_checkpointing(network: str, points: Sequence[Point]) -> Point | None:
+    """A setting of offload that is better than checkpointing in memory and time: one of the table, or another."""
+    own = {point.way: point for point in points if point.network == network}
+    peer = own[CHECKPOINT]
+    won = [
+        point
+        for way, point in own.items()
+        if way.startswith("offload") and point.memory <= peer.memory and point.step <= peer.step
+    ]
+    return next((point for way in SHOWN for point in won if point.way == way), next(iter(won), None))
+
+
+def code_of(way: str) -> str:
+    """A setting as arguments of `enable`: "offload, n_tensors −1, lb 4" is `n_tensors=-1, lb=4`."""
+    words = way.removeprefix("offload, ").replace("−", "-").split(", ")
+    return f"`{', '.join('='.join(word.split(' ', 1)) for word in words)}`"
 
 
 def big_table(points: Sequence[Point]) -> Iterator[str]:
