@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,13 @@ COUNTED = [
     "steps of the long runs",
     "rounds under sanitizers",
 ]
+NOT_COMPARED = {
+    "without gradient": "not differentiable on this device",
+    "varying": "some samples vary without the engine too",
+    "nothing comparable": "nothing to compare",
+}
 NOT_RUN = "not run"
+RECORDED = ("date", "commit", "processor", "processors", "python", "torch", "device")
 
 
 @dataclass(frozen=True)
@@ -103,10 +109,20 @@ def run_share(label: str, is_long: bool) -> int:
     about = json.loads(counted.read_text())
     counted.unlink()
     about |= {"part": name, "shares": shares, "long": is_long, "seconds": round(time.monotonic() - began)}
+    about["machine"] = {key: value for key, value in described().items() if key in RECORDED}
     parts = read().get("parts", {})
     parts = {label: held for label, held in parts.items() if held["part"] != name or held["shares"] == shares}
     write({"parts": parts | {label: about}})
     return status
+
+
+def described() -> dict:
+    """Return machine, versions, date and commit, as results of benchmarks record them."""
+    if str(ROOT / "bench") not in sys.path:
+        sys.path.insert(0, str(ROOT / "bench"))
+    import machine
+
+    return machine.describe()
 
 
 def read() -> dict:
@@ -138,6 +154,8 @@ def figures(parts: dict[str, dict]) -> dict[str, str]:
         outcomes = databases.get(database, Counter())
         equal, compared = outcomes["bit-equal"], outcomes["bit-equal"] + outcomes["FAILED"]
         found[database] = f"{equal:,} of {compared:,}" if compared else NOT_RUN
+        for words, outcome in NOT_COMPARED.items():
+            found[f"{database}: {words}"] = number(outcomes[outcome]) if compared else NOT_RUN
     mutants = parts.get("mutants", {}).get("mutants")
     caught = sum(bool(mutant["caught"]) for mutant in mutants or [])
     found["mutants"] = f"{caught} of {len(mutants)}" if mutants else NOT_RUN
@@ -152,34 +170,49 @@ def number(value: object) -> str:
 
 INTRODUCTION = """# Reliability
 
-Six claims, and how each is tested. All tests run without a GPU: on the CPU, on a simulated accelerator and on a
-simulated CUDA driver. **Nothing here has run on a GPU yet.** Number of tests that failed in these runs: {failed}.
+offload moves tensors while a model trains. A mistake in it could change results, or make training hang. This page makes
+six claims. For each claim it says how it is tested, and how much was run.
+
+All tests run without a GPU: on the CPU, on a simulated accelerator and on a simulated CUDA driver. **Nothing here has
+run on a GPU yet.** In the runs that this page reports, {passed} tests passed and {failed} failed. The runs are from
+{days} and took {hours} hours in total. {where} [Each part with its date](#run-it-again) is listed below.
 """
 CLAIMS = (
     (
         "Losses and gradients do not change in a single bit",
-        "Each case is trained with and without offload, and all results are compared with `torch.equal`.",
+        "Each case is trained with and without offload, and all results are compared with `torch.equal`. An operator "
+        "is not compared if it has no gradient on the CPU, nor with inputs for which its results vary without offload "
+        "too.",
         (
             (
                 "test cases of autograd's behaviour (views, in-place changes, double backward, threads, …), each with "
                 "up to six combinations of storage and timing of the copies",
                 "scenarios",
             ),
-            ("operators of PyTorch's own test database that are bit-equal, of those that can be compared", "operators"),
-            ("modules of PyTorch's own test database that are bit-equal, of those that can be compared", "modules"),
-            ("random operations on saved tensors, compared with a dictionary of copies", "events of the stateful test"),
+            ("operators of PyTorch's own test database that are bit-equal, of those that were compared", "operators"),
+            ("operators not compared, because they have no gradient on the CPU", "operators: without gradient"),
+            ("operators not compared with some of their inputs, because the results vary", "operators: varying"),
+            ("operators without any input that can be compared", "operators: nothing comparable"),
+            ("modules of PyTorch's own test database that are bit-equal, of those that were compared", "modules"),
+            (
+                "random operations on saved tensors; each tensor that comes back is compared with a copy that was made "
+                "when it was saved",
+                "events of the stateful test",
+            ),
         ),
     ),
     (
         "No copy reads or overwrites memory at the wrong time",
         "Random programs save, prefetch, use and free tensors, and a random scheduler decides which copy runs next. "
-        "One in ten also runs with threads and random delays. Every byte is compared. For each run on the simulated "
-        "accelerator, the log of its operations is given to PyTorch's own CUDA sanitizer, which reports two accesses "
-        "to the same memory if no event orders them. A multi-threaded stress program runs under the thread, address "
-        "and undefined-behaviour sanitizers.",
+        "Each program runs three times: with pinned memory, with pinned memory and disk, and with disk only. One in "
+        "ten runs six times more: with real threads, and with threads that wait for random times. Every byte that "
+        "comes back is compared. For each run on the simulated accelerator, the log of its operations is given to "
+        "PyTorch's own CUDA sanitizer, which reports two accesses to the same memory if no event orders them. In "
+        "addition, a stress program with many threads runs under the thread, address and undefined-behaviour "
+        "sanitizers of the compiler.",
         (
             ("random programs", "seeds: seeds"),
-            ("runs of these programs: with pinned memory, with pinned memory and disk, with disk only", "seeds: walks"),
+            ("runs of these programs: nine for one in ten, three for the others", "seeds: walks"),
             ("operations that the CUDA sanitizer has judged", "seeds: operations"),
             ("runs with a wrong byte, a leak or a report of the sanitizer", "seeds: failed"),
             ("rounds of the stress program", "rounds under sanitizers"),
@@ -190,16 +223,16 @@ CLAIMS = (
         "Reads, writes and allocations are made to fail: once or permanently, with an error, a short transfer or a "
         "flipped bit. Training must then go on with correct results, or raise an error that names the cause.",
         (
-            ("faults injected into autograd's test cases and the store", "faults injected"),
-            ("faults injected into the random programs", "seeds: faults"),
+            ("failures injected into autograd's test cases and into the code that stores tensors", "faults injected"),
+            ("failures injected into the random programs of claim 2", "seeds: faults"),
             (
                 "tests in which a process reaches a real limit of the system: a full disk, file size, address space, "
                 "locked memory",
                 "real limits met",
             ),
             (
-                "tensors that eight threads swapped without a deadlock while the pinned memory had room for only one "
-                "tensor",
+                "tensors that eight threads swapped out and in, without a deadlock, while the pinned memory had room "
+                "for one tensor only",
                 "blocks through a memory of one",
             ),
         ),
@@ -216,25 +249,31 @@ CLAIMS = (
     ),
     (
         "Nothing accumulates over time",
-        "After every test case, the engine must hold nothing: no tensors, no copies under way, no memory, no space in "
-        "the spill file. In long runs, the second half must need no more memory than the first.",
+        "After every test case, offload must hold nothing: no tensors, no unfinished copies, no memory, no space in "
+        "its file on disk. In long runs, the second half must need no more memory than the first.",
         (
             ("training steps of the long runs", "steps of the long runs"),
-            ("forward passes that were thrown away without a backward", "forwards abandoned"),
+            ("forward passes whose results were discarded without a backward", "forwards abandoned"),
         ),
     ),
     (
-        "The tests notice when a guard is missing",
-        "Each wait, check and lock that protects the claims above is removed on purpose, one at a time. At least one "
-        "test must then fail. [The list](#guards-removed-on-purpose) is below.",
+        "The tests notice when a safeguard is missing",
+        "A *guard* is a wait, a check or a lock on which the claims above rely. Each guard is removed on purpose, one "
+        "at a time. At least one test must then fail. [The list](#guards-removed-on-purpose) is below.",
         (("guards whose removal a test noticed, of those removed", "mutants"),),
     ),
 )
 RERUN = """## Run it again
 
 `python tests/reliability.py` runs all parts in the short form that CI uses, or in full with `--long`, and writes this
-page.
+page. The table shows the newest run of each part. *Time* is that of the run on the machine named; *size* is *full* for
+`--long`.
 """
+GUARDS = """Each row names guards, by what they ensure, and the tests that failed when one of them was removed. The
+tests are in `tests/`. *Bounce*: the buffer between file and device. *Slot*: the record of one swapped block of bytes.
+*Extent*: a range of bytes in the spill file, the file on disk. *Slice*: a part of a block; a block is copied slice by
+slice. *Spill* and *fill*: a copy to and from that file. *Ticket*: the handle of one swapped tensor. *Lane*: a thread
+that copies. `DESIGN.md` explains the other terms."""
 
 
 def claims(found: dict[str, str]) -> Iterator[str]:
@@ -248,33 +287,61 @@ def claims(found: dict[str, str]) -> Iterator[str]:
 def page(parts: dict[str, dict]) -> str:
     """Return the Markdown page."""
     found = figures(parts)
-    lines = [INTRODUCTION.format(failed=found["failed"]), *claims(found), RERUN]
-    lines += ["| part | tests passed | failed | time | size |", "|---|---:|---:|---:|---|"]
+    lines = [introduction(parts, found), *claims(found), RERUN]
+    lines += ["| part | passed | failed | time | size | date |", "|---|---:|---:|---:|---|---|"]
     for name, part in PARTS.items():
         held = [about for about in parts.values() if about["part"] == name]
         if not held:
-            lines.append(f"| {part.what} | {NOT_RUN} | | | |")
+            lines.append(f"| {part.what} | {NOT_RUN} | | | | |")
             continue
         passed = sum(sum(about.get("passed", {}).values()) for about in held)
         failed, seconds = (sum(about[key] for about in held) for key in ("failed", "seconds"))
         size = "full" if all(about["long"] for about in held) else "CI"
         minutes, passed_words = max(1, round(seconds / 60)), number(passed) if passed else "–"
-        lines.append(f"| {part.what} | {passed_words} | {failed} | {minutes} min | {size} |")
+        lines.append(f"| {part.what} | {passed_words} | {failed} | {minutes} min | {size} | {days(held)} |")
     lines += ["", "## Guards removed on purpose", ""]
     mutants = parts.get("mutants", {}).get("mutants")
     if not mutants:
         return "\n".join([*lines, NOT_RUN.capitalize() + ".", ""])
-    lines += [
-        "Each row names a guard, by what it ensures, and the tests that failed without it. The tests are in `tests/`. "
-        "*Bounce*: the buffer between file and device. *Slot*: the store's record of one swapped block. *Extent*: a "
-        "range of bytes in the spill file. *Slice*: a part of a block, copied at a time. `DESIGN.md` explains the "
-        "other terms.",
-        "",
-        "| guard | noticed by |",
-        "|---|---|",
-    ]
-    lines += [f"| {mutant['name']} | {noticed_by(mutant)} |" for mutant in mutants]
+    lines += [GUARDS, "", "| guards | noticed by |", "|---|---|"]
+    grouped: dict[str, list[str]] = {}
+    for mutant in mutants:
+        grouped.setdefault(noticed_by(mutant), []).append(mutant["name"])
+    lines += [f"| {'; '.join(guards)} | {tests} |" for tests, guards in grouped.items()]
     return "\n".join([*lines, ""])
+
+
+def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
+    """Return the first paragraphs: totals, dates and machines of the runs."""
+    held = list(parts.values())
+    if not held:
+        return f"# Reliability\n\n{NOT_RUN.capitalize()}.\n"
+    machines = dict.fromkeys(words for about in held if (words := machine_of(about)))
+    unnamed = sum(not machine_of(about) for about in held)
+    where = [f"Machine: {'; '.join(machines)}."] if machines else []
+    if unnamed:
+        where.append(f"{unnamed} of {len(held)} runs are from before runs recorded their machine.")
+    return INTRODUCTION.format(
+        passed=number(sum(sum(about.get("passed", {}).values()) for about in held)),
+        failed=found["failed"],
+        days=days(held),
+        hours=f"{sum(about['seconds'] for about in held) / 3600:.1f}",
+        where=" ".join(where),
+    )
+
+
+def days(held: Sequence[dict]) -> str:
+    """Return the first and the last day of these runs."""
+    found = sorted({about["machine"]["date"][:10] for about in held})
+    return " to ".join(dict.fromkeys([*found[:1], *found[-1:]])) or NOT_RUN
+
+
+def machine_of(about: dict) -> str:
+    """Return the machine and the versions of a run, as text; empty if the run did not record them."""
+    held = about["machine"]
+    if "processor" not in held:
+        return ""
+    return f"{held['processor']}, {held['processors']} cores, Python {held['python']}, torch {held['torch']}"
 
 
 def noticed_by(mutant: dict) -> str:
