@@ -21,11 +21,11 @@ from offload.control.enabled_model import EnabledModel
 from offload.control.limits import LIMITS
 from offload.control.manual import ManualController
 from offload.control.trial import make_trial
-from offload.devices.memory import peak_bytes, record_out_of_memory
+from offload.devices.memory import record_out_of_memory
 from offload.diagnostics import oom
 from offload.diagnostics.assessment import wish
 from offload.diagnostics.live import LivePublisher
-from offload.diagnostics.metrics import StepLogger
+from offload.diagnostics.metrics import StepLogger, StepMetrics, in_words
 from offload.diagnostics.report import Feed, Report
 from offload.diagnostics.session_report import make_report, make_verdict, recorded_trace, tier
 from offload.diagnostics.step_recording import StepRecording
@@ -41,7 +41,6 @@ from offload.runtime.engine import Engine
 from offload.runtime.schedule import StepOrder
 from offload.runtime.weak import run_pending_callbacks
 from offload.torch_compat.compiled import untraced
-from offload.units import format_bytes, format_seconds
 
 __all__ = ["Session"]
 
@@ -69,6 +68,7 @@ class Session:
         self._feeds: list[Feed] = []
         self._remarks: list[str] = []
         self._told_of_plan = False
+        self._progress = StepMetrics()
         self._recording: StepRecording | None = None
         self._states = states
         self._enabled = EnabledModel(
@@ -98,8 +98,7 @@ class Session:
         """Return the report on the tensors that have been swapped since `enable`, and on those kept and why."""
         run_pending_callbacks()
         self._states.look()
-        states = self._states
-        moved = (states.counts, states.backward_counts, states.gradient_counts)
+        moved = (self._states.counts, self._states.backward_counts, self._states.gradient_counts)
         return make_report(self._enabled, self._feeds, self._remarks, *moved)
 
     @property
@@ -127,7 +126,9 @@ class Session:
         return recorded_trace(self._controller)
 
     def postfix(self) -> dict[str, str]:
-        """Return values for a progress bar: peak memory so far, bytes swapped out and seconds stalled since `enable`.
+        """Return values for a progress bar: peak memory so far; the latest step's swapped bytes, stall and slowdown.
+
+        Swapped bytes and stall are means if several steps were taken since the last call. Slowdown: once it is known.
 
         Examples
         --------
@@ -136,31 +137,28 @@ class Session:
         >>> sorted(handle.postfix())  # for tqdm: bar.set_postfix(handle.postfix())
         ['peak', 'stalled', 'swapped']
         """
-        return {
-            "peak": format_bytes(peak_bytes(self._on_device.device)),
-            "swapped": format_bytes(self._on_device.counts.swapped.nbytes),
-            "stalled": format_seconds(self._on_device.engine.store.stats()["stall_seconds"]),
-        }
+        return in_words(self._progress.read(self._enabled))
 
     def log_to(self, target: Any, *, commit: bool = False) -> None:
-        """Log figures of each step from now on: memory at the peak, memory saved, time stalled, slowdown.
+        """Log figures of each step from now on: memory at the peak, saved and swapped, time stalled, slowdown.
 
-        They are logged when the next step begins, as far as they are known: ``offload/peak_mib`` and
-        ``offload/stalled_ms``, ``offload/saved_mib`` with a plan, ``offload/slowdown_percent`` once steps are measured.
+        They are logged when the next step begins, as far as they are known: ``offload/peak_mib``, ``swapped_mib`` and
+        ``stalled_ms``, ``saved_mib`` with a plan, ``slowdown_percent`` once steps are measured. If logging raises an
+        exception, it ends that step, and no further step is logged to this target.
 
         Parameters
         ----------
         target
-            A ``SummaryWriter`` of TensorBoard, a run of W&B, or a function that is called with the figures by name and
-            the number of the step.
+            TensorBoard's ``SummaryWriter``, a run of W&B, or a function of the figures by name and the step's number.
         commit
-            For W&B. False: the figures are sent with your loop's next ``run.log``. True: they are sent at once; use it
-            if your loop logs nothing.
+            For W&B. False: the figures go with your loop's next ``run.log``. True, if it logs nothing: they go at once.
 
         Raises
         ------
         TypeError
             `target` is not one of these.
+        ValueError
+            Offload is disabled on this model.
 
         Examples
         --------
@@ -170,8 +168,10 @@ class Session:
         ...     handle.log_to(lambda figures, step: print(step, sorted(figures)))
         ...     for _ in range(2):
         ...         model(torch.ones(2, 4)).sum().backward()
-        1 ['offload/peak_mib', 'offload/stalled_ms']
+        1 ['offload/peak_mib', 'offload/stalled_ms', 'offload/swapped_mib']
         """
+        if not self._enabled.is_enabled:
+            raise ValueError("log_to: offload is disabled on this model; call offload.enable first")
         self._enabled.step_listeners.append(StepLogger(target, commit=commit))
 
     @contextmanager

@@ -1,5 +1,7 @@
 """`offload.enable`: on and off, the true no-op, what the report counts."""
 
+import re
+
 import pytest
 import torch
 from forked_python import run_python
@@ -200,10 +202,22 @@ def test_the_postfix_of_a_progress_bar():
         assert handle.postfix()["swapped"] == "0 B"
         step(model)
         postfix = handle.postfix()
-    assert set(postfix) == {"peak", "swapped", "stalled"}
-    assert postfix["swapped"] == "16.00 KiB"
+        assert handle.postfix() == postfix, "the latest step, as long as there is no other"
+        for _ in range(3):
+            step(model)
+        later = handle.postfix()
+    assert {"peak", "swapped", "stalled"} <= set(postfix) <= {"peak", "swapped", "stalled", "slowdown"}
+    assert postfix["swapped"] == later["swapped"] == "16.00 KiB", "of one step, not the sum of four"
     assert postfix["peak"].endswith("iB")
     assert postfix["stalled"].endswith("s")
+
+
+def test_the_postfix_has_the_slowdown_once_it_is_known():
+    model = Net()
+    with offload.enable(model, "smallest", min_tensor_bytes=1) as handle:
+        for _ in range(12):
+            step(model)
+        assert re.fullmatch(r"[+-]\d+\.\d %", handle.postfix()["slowdown"])
 
 
 def test_the_plan_says_when_there_will_be_one():

@@ -15,7 +15,13 @@ from torch import nn
 
 import offload
 
-NAMES = {"offload/peak_mib", "offload/saved_mib", "offload/stalled_ms", "offload/slowdown_percent"}
+NAMES = {
+    "offload/peak_mib",
+    "offload/saved_mib",
+    "offload/swapped_mib",
+    "offload/stalled_ms",
+    "offload/slowdown_percent",
+}
 
 
 class Run:
@@ -58,6 +64,11 @@ def test_a_function_gets_every_step_but_the_one_under_way(handle: Any) -> None:
     stalled = sum(figures["offload/stalled_ms"] for _, figures in told) / 1e3
     assert 0 < stalled <= handle.report().store["stall_seconds"]
     assert last["offload/peak_mib"] > 0
+    swapped = sum(figures["offload/swapped_mib"] for _, figures in told)
+    train(handle, 1)  # the step under way is logged now
+    swapped += told[-1][1]["offload/swapped_mib"]
+    assert len(told) == 8
+    assert 0 < swapped * (1 << 20) <= handle.report().swapped.nbytes
 
 
 def test_a_run_of_weights_and_biases(handle: Any) -> None:
@@ -140,3 +151,39 @@ def test_by_hand_and_switched_off() -> None:
 def test_what_is_no_logger(target: object) -> None:
     with offload.enable(nn.Linear(2, 2)) as handle, pytest.raises(TypeError, match="log_to takes a SummaryWriter"):
         handle.log_to(target)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_logger_that_raises_ends_one_step_and_is_dropped(handle: Any, error: type[BaseException]) -> None:
+    told: list[int] = []
+    tried: list[int] = []
+
+    def full(figures: dict[str, float], step: int) -> None:
+        tried.append(step)
+        if step == 2:
+            raise error("no space left on the device of the logger")
+
+    handle.log_to(full)
+    handle.log_to(lambda figures, step: told.append(step))
+    train(handle, 2)
+    with pytest.raises(error, match="no space left on the device of the logger"):
+        train(handle, 1)
+    reference, _ = make()
+    reference.load_state_dict(handle.model.state_dict())
+    for model in (handle.model, reference):
+        model.zero_grad(set_to_none=True)
+        for number in range(3):
+            x, y = batch(256, number)
+            nn.functional.cross_entropy(model(x), y).backward()
+    gradients = [[parameter.grad for parameter in model.parameters()] for model in (handle.model, reference)]
+    assert all(torch.equal(mine, its) for mine, its in zip(*gradients, strict=True))
+    assert tried == [1, 2], "nothing more is logged there"
+    assert told == [1, 3, 4, 5], "the other one gets every step but the one that failed"
+    assert handle.report().swapped.tensors > 0
+
+
+def test_a_disabled_handle_refuses_a_logger() -> None:
+    with offload.enable(nn.Linear(2, 2)) as handle:
+        pass
+    with pytest.raises(ValueError, match=r"log_to: offload is disabled on this model; call offload\.enable first"):
+        handle.log_to(print)

@@ -308,7 +308,7 @@ class EnabledModel:
             here.state.look()
             if len(here.state.devices) > 1:
                 self._tell_where(set(here.state.devices))
-        for tell in self.step_listeners:
+        for tell in tuple(self.step_listeners):  # one may remove itself
             tell(self)
 
     def _note_compiled(self, order: StepOrder) -> None:

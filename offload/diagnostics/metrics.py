@@ -1,4 +1,4 @@
-"""The figures of a step for loggers: TensorBoard, W&B, and the metric logging of frameworks.
+"""The figures of a step for loggers: TensorBoard, W&B, progress bars, and the metric logging of frameworks.
 
 They are read when the next step begins; this takes a few look-ups.
 """
@@ -14,11 +14,15 @@ from offload.control.controller import PlanController
 from offload.control.enabled_model import EnabledModel
 from offload.control.planned_step import PlannedStep
 from offload.devices.memory import peak_bytes
+from offload.units import format_bytes, format_seconds
 
-__all__ = ["StepLogger", "StepMetrics"]
+__all__ = ["FIGURES", "StepLogger", "StepMetrics", "in_words"]
 
 _MIB = 1 << 20
 _PREFIX = "offload/"
+FIGURES = tuple(
+    f"{_PREFIX}{name}" for name in ("peak_mib", "saved_mib", "swapped_mib", "stalled_ms", "slowdown_percent")
+)
 
 
 class StepMetrics:
@@ -26,13 +30,16 @@ class StepMetrics:
 
     `read` returns these figures, as far as they are known: ``peak_mib``, the peak of memory so far, of torch's tensors
     on a GPU and of the process on the CPU; ``saved_mib``, by how much the plan lowers the peak of a step;
-    ``stalled_ms``, how long each step since the last call waited for copies, on average; ``slowdown_percent``, the
-    slowdown of the last measured steps relative to their computation.
+    ``swapped_mib`` and ``stalled_ms``, how much each step since the last call swapped out and how long it waited for
+    copies, on average, or the values of that call if no step is over since; ``slowdown_percent``, the slowdown of the
+    last measured steps relative to their computation.
     """
 
     def __init__(self) -> None:
         self._steps = 0
         self._stalled_seconds = 0.0
+        self._swapped_bytes = 0
+        self._of_latest: dict[str, float] = {}
 
     def read(self, enabled: EnabledModel, *, is_step_begun: bool = False) -> dict[str, float]:
         """Return the figures by name, each beginning with ``offload/``.
@@ -46,12 +53,14 @@ class StepMetrics:
         """
         here = enabled.on_device
         steps = here.counts.steps - is_step_begun
-        stalled = here.engine.store.stats()["stall_seconds"]
-        waited, over = stalled - self._stalled_seconds, steps - self._steps
-        self._steps, self._stalled_seconds = steps, stalled
-        found = {"peak_mib": peak_bytes(here.device) / _MIB}
-        if over > 0 and waited >= 0:  # otherwise the model was moved to another device
-            found["stalled_ms"] = 1e3 * waited / over
+        stalled, swapped = here.engine.store.stats()["stall_seconds"], here.counts.swapped.nbytes
+        over, waited, left = steps - self._steps, stalled - self._stalled_seconds, swapped - self._swapped_bytes
+        self._steps, self._stalled_seconds, self._swapped_bytes = steps, stalled, swapped
+        if min(over, waited, left) < 0:  # the model was moved to another device, whose figures begin at 0
+            self._of_latest = {}
+        elif over > 0:
+            self._of_latest = {"swapped_mib": left / _MIB / over, "stalled_ms": 1e3 * waited / over}
+        found = {"peak_mib": peak_bytes(here.device) / _MIB, **self._of_latest}
         main = here.controller.main
         if isinstance(here.controller, PlanController):
             plan = main.plan if isinstance(main, PlannedStep) else None
@@ -63,8 +72,23 @@ class StepMetrics:
         return {f"{_PREFIX}{name}": value for name, value in found.items()}
 
 
+def in_words(figures: dict[str, float]) -> dict[str, str]:
+    """Return figures of `StepMetrics.read` as values for a progress bar."""
+    known = {name.removeprefix(_PREFIX): value for name, value in figures.items()}
+    shown = {
+        "peak": format_bytes(round(known["peak_mib"] * _MIB)),
+        "swapped": format_bytes(round(known.get("swapped_mib", 0) * _MIB)),
+        "stalled": format_seconds(known.get("stalled_ms", 0) / 1e3),
+    }
+    if "slowdown_percent" in known:
+        shown["slowdown"] = f"{known['slowdown_percent']:+.1f} %"
+    return shown
+
+
 class StepLogger:
     """Logs the figures of each step when the next one begins.
+
+    An exception of the target passes on, like that of a forward hook. Nothing more is logged there.
 
     Parameters
     ----------
@@ -100,8 +124,13 @@ class StepLogger:
         """Log the previous step, when a step has begun."""
         step = enabled.on_device.counts.steps - 1
         figures = self._metrics.read(enabled, is_step_begun=True)
-        if step > 0:
+        if step <= 0:
+            return
+        try:
             self._write(figures, step)
+        except BaseException:  # also an interrupt
+            enabled.step_listeners.remove(self)
+            raise
 
 
 def _slowdown(main: Any) -> float | None:

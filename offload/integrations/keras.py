@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import keras
 from torch import nn
 
+from offload.diagnostics.metrics import FIGURES
 from offload.handle import Session
 from offload.integrations.switch import CallWrapper, Switched, nothing_around
 from offload.options import check_optimizer_state
@@ -28,6 +30,10 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
 
     Parameters
     ----------
+    log
+        Whether to add figures to the logs of each epoch, under the names of `Session.log_to`. They are then in the
+        history, in the progress bar, and in the logs of callbacks that stand behind this one, such as TensorBoard. What
+        is not known yet is nan. Default: the history contains what it contains without offload.
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
         `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
@@ -62,8 +68,9 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     True
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, log: bool = False, **options: Any) -> None:
         super().__init__()
+        self._logs = log
         if keras.backend.backend() != "torch":
             raise RuntimeError(
                 f"offload works with PyTorch, and Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=torch in "
@@ -102,6 +109,11 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
             self._wrappers.append(CallWrapper(model, "evaluate", nothing_around, self.undo))
             self._fit = weakref.ref(fit)
             call_when_dead(fit, partial(_undo_if_alive, weakref.ref(self), weakref.ref(handle)))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the figures to the epoch's logs."""
+        if self._logs and logs is not None:
+            logs |= dict.fromkeys(FIGURES, math.nan) | self._switch.metrics()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Disable offload."""

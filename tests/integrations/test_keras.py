@@ -83,6 +83,23 @@ def test_the_same_weights_losses_and_metrics(accumulation):
     assert_plain(swapped)
 
 
+def test_figures_are_in_the_epochs_logs_if_asked_for():
+    plain, swapped = make_model(), make_model()
+    expected = fit(plain)
+    rows = []
+    behind = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: rows.append(dict(logs)))
+    history = fit(swapped, all_on(log=True), behind)
+    figures = {name: values for name, values in history.items() if name.startswith("offload/")}
+    assert {name: values for name, values in history.items() if name not in figures} == expected
+    known = {"peak_mib", "saved_mib", "swapped_mib", "stalled_ms", "slowdown_percent"}
+    assert set(figures) == {f"offload/{name}" for name in known}
+    assert {len(values) for values in figures.values()} == {3}, "each epoch has each figure"
+    assert all(value > 0 for name in ("peak_mib", "swapped_mib") for value in figures[f"offload/{name}"])
+    assert np.isnan(figures["offload/saved_mib"]).all(), "n_tensors has no plan"
+    assert [row["offload/swapped_mib"] for row in rows] == figures["offload/swapped_mib"]
+    assert_same(swapped, plain)
+
+
 def test_a_ragged_last_batch():
     plain, swapped = make_model(), make_model()
     callback = all_on()
