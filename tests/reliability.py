@@ -175,7 +175,7 @@ six claims. For each claim it says how it is tested, and how much was run.
 
 All tests run without a GPU: on the CPU, on a simulated accelerator and on a simulated CUDA driver. **Nothing here has
 run on a GPU yet.** In the runs that this page reports, {passed} tests passed and {failed} failed. The runs are from
-{days} and took {hours} hours in total. {where} [Each part with its date](#run-it-again) is listed below.
+{days} and took {hours} hours in total. {where}{sizes} [Each part with its date](#run-it-again) is listed below.
 """
 CLAIMS = (
     (
@@ -266,8 +266,7 @@ CLAIMS = (
 RERUN = """## Run it again
 
 `python tests/reliability.py` runs all parts in the short form that CI uses, or in full with `--long`, and writes this
-page. The table shows the newest run of each part. *Time* is that of the run on the machine named; *size* is *full* for
-`--long`.
+page. The table shows the newest run of each part. *Size*: *full* is `--long`, *CI* the short form.
 """
 GUARDS = """Each row names guards, by what they ensure, and the tests that failed when one of them was removed. The
 tests are in `tests/`. *Bounce*: the buffer between file and device. *Slot*: the record of one swapped block of bytes.
@@ -317,6 +316,7 @@ def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
     if not held:
         return f"# Reliability\n\n{NOT_RUN.capitalize()}.\n"
     machines = dict.fromkeys(words for about in held if (words := machine_of(about)))
+    short = [part.what for name, part in PARTS.items() if not all(is_full(about, name) for about in held)]
     unnamed = sum(not machine_of(about) for about in held)
     where = [f"Machine: {'; '.join(machines)}."] if machines else []
     if unnamed:
@@ -327,7 +327,13 @@ def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
         days=days(held),
         hours=f"{sum(about['seconds'] for about in held) / 3600:.1f}",
         where=" ".join(where),
+        sizes=f" All parts ran in full, except in the short form of CI: {'; '.join(short)}." if short else "",
     )
+
+
+def is_full(about: dict, name: str) -> bool:
+    """Return whether a run is of another part, or ran in full."""
+    return about["part"] != name or about["long"]
 
 
 def days(held: Sequence[dict]) -> str:
