@@ -71,7 +71,7 @@ def where(machine: Mapping[str, Any]) -> str:
 def demo_numbers() -> str:
     """Return the three numbers of the front page, as HTML."""
     tiles = [
-        (f"{ratio('peak_bytes'):.2f} ×", f"the memory: {words('peak_bytes')}"),
+        (f"{ratio('peak_bytes'):.2f} ×", f"the memory, model and optimizer included: {words('peak_bytes')}"),
         (f"{ratio('seconds'):.2f} ×", f"the step time: {words('seconds')}"),
         ("0 bits" if demo_steps()["bits_equal"] else "SOME BITS", "differ in all losses and gradients"),
     ]
@@ -102,14 +102,24 @@ def demo_caption() -> str:
     """Say what the numbers and the picture of the front page show."""
     memory, steps = demo_memory(), demo_steps()
     size = f"{memory['runs'][0]['parameters'] / 1e6:.0f} M parameters"
+    before, after = (run["peak"] for run in picture_runs())
     busy = ", while other programs ran" if is_busy(memory["machine"]) else ""
     return (
         f"*The model of `offload demo`, a GPT with {size}, with default settings; tensors are swapped to disk. "
-        "The numbers: memory is the peak of all tensors, model and optimizer included; time is that of forward and "
-        "backward. Steps with and without offload alternated "
-        f"({where(steps['machine'])}). The picture leaves out the memory of model and optimizer{busy} "
-        f"({where(memory['machine'])}).*"
+        "The numbers above the picture: memory is the peak of all tensors; time is that of forward and backward. Steps "
+        f"with and without offload alternated ({where(steps['machine'])}). The picture is another measurement{busy}, "
+        "and leaves out model and optimizer, which stay in memory with and without offload: "
+        f"{after:.0f} MiB instead of {before:.0f} MiB, {after / before:.2f} × ({where(memory['machine'])}).*"
     )
+
+
+def picture_runs() -> list[dict[str, Any]]:
+    """Return name, peak and curve in MiB of the two runs of the picture, the plain one first."""
+    runs = []
+    for run in demo_memory()["runs"]:
+        curve = [(100 * share, used / 2**20) for share, used in run["last_step"]]
+        runs.append({"curve": curve, "peak": max(used for _, used in curve)})
+    return runs
 
 
 def is_busy(machine: Mapping[str, Any]) -> bool:
@@ -119,10 +129,13 @@ def is_busy(machine: Mapping[str, Any]) -> bool:
 
 def demo_sentence() -> str:
     """Say in the README what was measured with the demo's model."""
+    before, after = (run["peak"] for run in picture_runs())
     return (
         f"The model of `offload demo` with default settings, swapping to disk ({where(demo_steps()['machine'])}): "
-        f"**{ratio('peak_bytes'):.2f} × the memory** ({words('peak_bytes')}), **{ratio('seconds'):.2f} × the step "
-        f"time** ({words('seconds')}), and **not one bit of difference** in losses and gradients."
+        f"**{ratio('peak_bytes'):.2f} × the memory**, model and optimizer included ({words('peak_bytes')}), "
+        f"**{ratio('seconds'):.2f} × the step time** ({words('seconds')}), and **not one bit of difference** in losses "
+        "and gradients. The picture leaves out model and optimizer, which stay in memory: "
+        f"{after:.0f} MiB instead of {before:.0f} MiB, {after / before:.2f} × (another measurement of the same model)."
     )
 
 
@@ -146,16 +159,15 @@ def draw_demo(colors: Mapping[str, str]) -> Any:
 
     figure, axes = pyplot.subplots(figsize=(8.6, 3.5), layout="constrained")
     kinds = (("without offload", "plain"), ("with offload", "ours"))
-    for run, (name, color) in zip(demo_memory()["runs"], kinds, strict=True):
-        across = [100 * share for share, _ in run["last_step"]]
-        up = [used / 2**20 for _, used in run["last_step"]]
+    for run, (name, color) in zip(picture_runs(), kinds, strict=True):
+        across, up = zip(*run["curve"], strict=True)
         axes.plot(across, up, color=colors[color], linewidth=1.8, drawstyle="steps-post")
         axes.fill_between(across, up, color=colors[color], alpha=0.15, step="post", linewidth=0)
         top = (across[up.index(max(up))] if color == "plain" else 50, max(up))  # the lower one has room in the middle
         text = f"{name}: {max(up):.0f} MiB at most"
         style = {"color": colors[color], "ha": "center", "fontsize": 11, "fontweight": "bold"}
         axes.annotate(text, top, (0, 5), textcoords="offset points", **style)
-    axes.set(xlabel="one training step, from start (0 %) to end (100 %)", ylabel="MiB in use")
+    axes.set(xlabel="one training step, from start (0 %) to end (100 %)", ylabel="MiB, without model and optimizer")
     axes.set_xlim(0, 100)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
     return figure

@@ -1,16 +1,33 @@
 """Writes docs/quickstart.ipynb, which says in cells what docs/quickstart.md says on a page, with the cells' outputs.
 
 python docs/notebook.py
+
+Its first cell installs the project from the address of the repository, which is `repo_url` in mkdocs.yml.
 """
 
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
+from mkdocs.config import load_config
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+CONFIG = Path(__file__).resolve().parent.parent / "mkdocs.yml"
+INSTALL = """REPOSITORY = <address>
+
+try:
+    import offload
+except ImportError as missing:
+    if not REPOSITORY:
+        raise RuntimeError(
+            "offload is not installed, and this notebook knows no address to install it from: write the address of its "
+            'repository into REPOSITORY, in the first line of this cell, such as "https://github.com/NAME/offload". '
+            'Or run pip install ".[cli]" in a checkout, and then this cell again'
+        ) from missing
+    %pip install -q "offload[cli] @ git+{REPOSITORY}\""""
 CELLS = [
     (
         "text",
@@ -19,18 +36,10 @@ CELLS = [
 A model whose saved tensors do not fit in memory trains as before, with one line more. This notebook runs on a machine
 without a GPU too; with one, change nothing.
 
-The first cell installs the project where it is missing. `ADDRESS` says from where: a folder with a checkout, or `git+`
-and the address of its repository.""",
+The first cell installs the project if it is missing, from the address in `REPOSITORY`. This takes a minute or two: it
+compiles a C++17 extension.""",
     ),
-    (
-        "code",
-        """ADDRESS = ".."
-
-try:
-    import offload
-except ImportError:
-    %pip install -q tqdm rich {ADDRESS}""",
-    ),
+    ("code", INSTALL),
     (
         "code",
         """import torch
@@ -112,9 +121,13 @@ the tensors of the failed step; this call frees them. The model stays enabled.""
 
 
 def notebook() -> nbformat.NotebookNode:
-    """The notebook, without outputs."""
+    """The notebook, without outputs. Until mkdocs.yml has the repository's address, it asks for one."""
+    address = json.dumps(load_config(str(CONFIG)).repo_url or "")
     make = {"text": new_markdown_cell, "code": new_code_cell}
-    cells = [make[kind](source, id=f"cell-{number}") for number, (kind, source) in enumerate(CELLS, start=1)]
+    cells = [
+        make[kind](source.replace("<address>", address), id=f"cell-{number}")
+        for number, (kind, source) in enumerate(CELLS, start=1)
+    ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
 

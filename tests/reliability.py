@@ -327,7 +327,7 @@ def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
         days=days(held),
         hours=f"{sum(about['seconds'] for about in held) / 3600:.1f}",
         where=" ".join(where),
-        sizes=f" All parts ran in full, except in the short form of CI: {'; '.join(short)}." if short else "",
+        sizes=f" In the short form of CI: *{'*, *'.join(short)}*. All other parts ran in full." if short else "",
     )
 
 

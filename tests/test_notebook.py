@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -63,10 +65,41 @@ def test_outputs_are_committed(notebook):
     assert PATH.stat().st_size < 2 << 20
 
 
-def test_it_is_what_its_script_writes(notebook):
+@pytest.fixture(name="module")
+def module_fixture():
+    need("nbclient")
+    need("mkdocs")
     specification = importlib.util.spec_from_file_location("docs_notebook", ROOT / "docs" / "notebook.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
+    return module
+
+
+def test_it_is_what_its_script_writes(notebook, module, monkeypatch):
+    monkeypatch.delenv("OFFLOAD_REPO_URL", raising=False)
     made = module.notebook()
     assert [(cell.id, cell.source) for cell in notebook.cells] == [(cell.id, cell.source) for cell in made.cells]
     assert notebook.metadata.kernelspec == made.metadata.kernelspec
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/offload"])
+def test_the_first_cell_installs_from_the_address_of_the_site_or_asks_for_one(module, address, monkeypatch):
+    monkeypatch.setenv("OFFLOAD_REPO_URL", address)
+    cell = next(cell for cell in module.notebook().cells if cell.cell_type == "code")
+    code = f"""
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+
+sys.modules["offload"] = None  # as if it was not installed
+shell = InteractiveShell.instance()
+shell.register_magic_function(lambda line: print("pip", line), "line", "pip")
+shell.run_cell({cell.source!r}).raise_error()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if address:
+        assert run.stdout == 'pip install -q "offload[cli] @ git+https://example.org/offload"\n', run.stderr
+    else:
+        assert run.returncode != 0
+        assert "RuntimeError: offload is not installed, and this notebook knows no address" in run.stderr
+        assert "write the address of its repository into REPOSITORY, in the first line of this cell" in run.stderr
+        assert "pip" not in run.stdout.splitlines()
