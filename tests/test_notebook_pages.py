@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
+import pytest
 from page_check import check_page
 from planned_rig import known_link, make, train  # noqa: F401
 
@@ -41,6 +43,28 @@ def test_handle_report_and_plan():
     assert f", {format_seconds(plan.expected_seconds)}</span>" in pages[2]
     (state,) = re.findall(r": (o\w+ plan: .*?)&gt;</code>", pages[0])
     assert f"<td>{state}</td>" in pages[0], "the repr and the report agree"
+
+
+def test_the_curve_of_a_report_has_the_times_of_the_report():
+    """The profiled step was slow: the plan's own time without offload is not that of measured steps."""
+    model, optimizer = make()
+    with offload.enable(model, "smallest", min_tensor_bytes="4KiB") as handle:
+        train(model, optimizer, [256] * 12)
+        report = handle.report()
+    slow = replace(report, verdict=replace(report.verdict, compute_seconds=report.plan.compute_seconds / 3))
+    page = check(slow._repr_html_())
+    (said,) = re.findall(r"without offload (about [^(,]+?)(?: \(|,|\n|<)", page)
+    (legend,) = re.findall(r"without offload: .*? at most, (.*?)</span>", page)
+    assert legend == said
+    (planned,) = re.findall(r"predicted ([^(,<]+?)[,<(]", slow.verdict.time())
+    assert f" at most, {planned}</span>" in page
+    ends = [
+        float(points.split("L")[-1].split(",")[0]) for points in re.findall(r'<path class="w\w+" d="M(.*?)Z"', page)
+    ]
+    ratio = slow.verdict.compute_seconds / report.plan.expected_seconds
+    assert ends == [pytest.approx(640 * ratio, abs=0.1), pytest.approx(640, abs=0.1)], "drawn as long as it says"
+    (own,) = re.findall(r"without offload: .*? at most, (.*?)</span>", report.plan._repr_html_())
+    assert own == format_seconds(report.plan.compute_seconds), "a plan by itself knows no measured step"
 
 
 def test_a_plan_that_swaps_nothing_has_one_curve():

@@ -258,7 +258,7 @@ class Report:
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the verdict with bars, folded details, a memory curve. It loads nothing."""
         page = report_page.render(self.verdict, self.rows(), self.notes)
-        return page if self.plan is None else f"<div>{page}\n{inline.curve(self.plan)}</div>"
+        return page if self.plan is None else f"<div>{page}\n{inline.curve(self.plan, self.verdict)}</div>"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the details: name and text."""

@@ -160,7 +160,7 @@ class Verdict:
         if self.kind == "off":
             return "as without offload"
         measured, predicted, compute = self.step_seconds, self.step_seconds_planned, self.compute_seconds
-        words = alike_seconds([measured, predicted, compute])
+        words = self.seconds_in_words()
         if measured is not None:
             parts = [f"step {words(measured)}"]
             parts += [f"predicted {words(predicted)}"] if predicted is not None else []
@@ -173,6 +173,10 @@ class Verdict:
             change = _change(known, compute) if known is not None else ""
             parts.append(f"without offload about {words(compute)}{change}")
         return ", ".join(parts) or "no planned step has been measured yet"
+
+    def seconds_in_words(self) -> Callable[[float], str]:
+        """Return the function that formats the three times of a step alike."""
+        return alike_seconds([self.step_seconds, self.step_seconds_planned, self.compute_seconds])
 
     def state(self) -> str:
         """Return the line on the state: whether steps are as planned, and what is wrong if not."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from offload.diagnostics.verdict import Verdict
 from offload.plan import Plan, Timing, simulate
 from offload.units import format_bytes, format_seconds
 
@@ -23,19 +24,30 @@ _STYLE = """.offload-curve { max-width: 640px; font: 13px/1.5 system-ui, -apple-
 .offload-curve pre { white-space: pre-wrap; margin: 4px 0; background: transparent; color: inherit; }"""
 
 
-def curve(plan: Plan) -> str:
-    """Return memory over the step as predicted, with the plan and without offload: one element of HTML."""
+def curve(plan: Plan, verdict: Verdict | None = None) -> str:
+    """Return memory over the step as predicted, with the plan and without offload: one element of HTML.
+
+    With the verdict of a report, the step time without offload is that of measured steps, as the report says it: the
+    profiled step, which the plan was made from, may have computed slower or faster.
+    """
     without = simulate(plan.trace, (), plan.link)
     rows = [("without", "without offload", without, without.step_seconds)]
+    in_words, about = format_seconds, ""
+    if verdict is not None and verdict.compute_seconds:
+        rows = [("without", "without offload", without, verdict.compute_seconds)]
+        in_words, about = verdict.seconds_in_words(), "about "
     if plan.swaps or plan.recomputes:
         rows.append(("with", "with this plan", plan.timing, plan.expected_seconds))
-    seconds = max(timing.step_seconds for _, _, timing, _ in rows)
+    longest = max(seconds for *_, seconds in rows)
     most = max((max(timing.resident, default=0) for _, _, timing, _ in rows), default=0)
-    paths = "".join(f'<path class="{kind}" d="{_path(timing, seconds, most)}"/>' for kind, _, timing, _ in rows)
+    paths = "".join(
+        f'<path class="{kind}" d="{_path(timing, _WIDTH * seconds / (longest or 1), most)}"/>'
+        for kind, _, timing, seconds in rows
+    )
     keys = "".join(
         f'<span class="{kind}">{name}: {format_bytes(max(timing.resident, default=0))} at most, '
-        f"{format_seconds(expected)}</span>"
-        for kind, name, timing, expected in rows
+        f"{about if kind == 'without' else ''}{in_words(seconds)}</span>"
+        for kind, name, timing, seconds in rows
     )
     picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Memory over the step">{paths}</svg>'
     return f'<div class="offload-curve"><style>{_STYLE}</style>\n{picture}<div>{keys}</div></div>'
@@ -48,15 +60,15 @@ def render_plan(plan: Plan) -> str:
     return f'<div class="offload-plan"><pre>{summary}</pre>{curve(plan)}{folded}</div>'
 
 
-def _path(timing: Timing, seconds: float, most: int) -> str:
-    """Return the area below the bytes resident from each node's beginning to the next one's."""
+def _path(timing: Timing, width: float, most: int) -> str:
+    """Return the area below the bytes resident from each node's beginning to the next one's; the step is `width`."""
     ends: Sequence[float] = [*timing.ready[1:], timing.step_seconds]
     corners = [(0.0, 0)]
     for begin, end, nbytes in zip(timing.ready, ends, timing.resident, strict=True):
         corners += [(begin, nbytes), (end, nbytes)]
     corners.append((corners[-1][0], 0))
     points = (
-        f"{_WIDTH * at / (seconds or 1):.1f},{_HEIGHT - (_HEIGHT - 4) * nbytes / (most or 1):.1f}"
+        f"{width * at / (timing.step_seconds or 1):.1f},{_HEIGHT - (_HEIGHT - 4) * nbytes / (most or 1):.1f}"
         for at, nbytes in corners
     )
     return "M" + "L".join(points) + "Z"
