@@ -6,13 +6,17 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offload.control.profile_listener import RecordedStep
 
 __all__ = ["exit_status", "profile_script", "run_script"]
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PROFILES_MAX = 8  # profiled steps before the trial step is over; after these, the trial step is not awaited
 
@@ -67,14 +71,32 @@ def profile_script(
 
 
 def run_script(path: str, words: Sequence[str], *, quiet: bool) -> None:
-    """Run a script as `python` does, with its arguments; see `profile_script`."""
+    """Run a script as `python` does, with its arguments; see `profile_script`.
+
+    The traceback of an exception that ends the program begins with the script, as that of `python` does.
+    """
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [path, *words], str(Path(path).resolve().parent)
     try:
         with redirect_stdout(sys.stderr) if quiet else nullcontext():
             runpy.run_path(path, run_name="__main__")
+    except BaseException:
+        sys.excepthook = partial(_show_from, path, sys.excepthook)
+        raise
     finally:
         sys.argv, sys.path[0] = before
+
+
+def _show_from(
+    path: str, show: _ExceptHook, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Show an exception without the frames above the script's first one, which started it."""
+    inside = traceback
+    while inside is not None and inside.tb_frame.f_code.co_filename != path:
+        inside = inside.tb_next
+    if inside is None and not isinstance(error, SyntaxError):  # that of the script itself has no frame
+        inside = traceback
+    show(kind, error.with_traceback(inside), inside)
 
 
 def exit_status(end: SystemExit) -> int:

@@ -6,7 +6,7 @@ fit light and dark pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from offload.diagnostics.verdict import Verdict
@@ -32,7 +32,8 @@ def curve(plan: Plan, verdict: Verdict | None = None) -> str:
     """
     without = simulate(plan.trace, (), plan.link)
     rows = [("without", "without offload", without, without.step_seconds)]
-    in_words, about = format_seconds, ""
+    in_words: Callable[[float], str] = format_seconds
+    about = ""
     if verdict is not None and verdict.compute_seconds:
         rows = [("without", "without offload", without, verdict.compute_seconds)]
         in_words, about = verdict.seconds_in_words(), "about "
