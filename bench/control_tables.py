@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from table import NETWORKS, NOT_REACHED, Row, Table
+from table import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table
 
 from offload.units import format_bytes, format_seconds
 
@@ -35,7 +35,7 @@ def settling_tables(content: Mapping[str, Any]) -> Iterator[Table]:
 
 def same_script_table(content: Mapping[str, Any]) -> Table:
     """How much memory varies between runs of the same script."""
-    columns = ["runs", "bits", "memory", "spread of memory", "memory over plain", "step over plain", "kept", ""]
+    columns = ["runs", GRADIENTS, "memory", "spread of memory", "memory over plain", "step over plain", "kept", ""]
     groups = {
         "alone": [run for run in content["runs"] if not run["beside"]],
         "beside another program": [run for run in content["runs"] if run["beside"]],
@@ -51,7 +51,7 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
         mark = "" if apart <= SPREAD_MAX and kept == len(runs) else NOT_REACHED
         cells = [
             f"{len(runs)} {name}" if name != "all" else f"all {len(runs)}",
-            "equal" if all(run["bits_equal"] for run in runs) else "DIFFER",
+            EQUAL if all(run["bits_equal"] for run in runs) else UNEQUAL,
             f"{format_bytes(min(peaks))}–{format_bytes(max(peaks))}",
             f"{apart:.0%}",
             f"{median(run['peak_bytes'] / run['plain_peak_bytes'] for run in runs):.2f} ×",

@@ -179,7 +179,7 @@ def is_late(point: Point) -> bool:
 
 def percent(step: float) -> str:
     """How much longer a step takes than plain's."""
-    return f"{step - 1:.0%}".replace("%", " %")
+    return f"{step - 1:.0%}".replace("%", "&nbsp;%")
 
 
 def beaten(way: str, better: Sequence[Point], points: Sequence[Point]) -> Iterator[str]:
@@ -214,7 +214,7 @@ def as_good_rounded(peer: Point, points: Sequence[Point]) -> Point | None:
 
 def size(point: Point) -> str:
     """Memory and step time in words."""
-    return f"{point.memory:.2f} × memory, {point.step:.2f} × time"
+    return f"{point.memory:.2f}&nbsp;× memory, {point.step:.2f}&nbsp;× time"
 
 
 def gains(points: Sequence[Point]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from control_tables import same_script_table, settling_tables
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
-from table import NOT_REACHED, PEER_BETTER, Row, Table
+from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table
 
 from offload.units import format_bytes, format_seconds
 
@@ -235,7 +235,7 @@ def predictions_table(content: Mapping[str, Any]) -> Table:
     """Plans that ran: predicted beside measured."""
     columns = [
         "network, goal",
-        "bits",
+        GRADIENTS,
         "peak measured",
         "peak predicted",
         "peak without swaps",
@@ -248,7 +248,7 @@ def predictions_table(content: Mapping[str, Any]) -> Table:
         name = f"{row['family']}, {row['wish']}"
         peaks = [row[f"{each}_peak_bytes"] for each in ("measured", "predicted", "unswapped")]
         seconds = [row[f"{each}_seconds"] for each in ("measured", "predicted", "plain")]
-        cells = ["equal" if row["bits_equal"] else "DIFFER", *map(format_bytes, peaks), *map(format_seconds, seconds)]
+        cells = [EQUAL if row["bits_equal"] else UNEQUAL, *map(format_bytes, peaks), *map(format_seconds, seconds)]
         rows.append(Row(f"prediction / {name}", [name, *cells]))
     note = "A plan predicts its peak and its step time. Peaks count tensors, not the resident set."
     return Table("Predicted and measured", columns, rows, content["machine"], note=note, page="targets")
@@ -256,14 +256,22 @@ def predictions_table(content: Mapping[str, Any]) -> Table:
 
 def slowdown_table(content: Mapping[str, Any]) -> Table:
     """Whether `max_slowdown` was kept, network by network."""
-    columns = ["network, max_slowdown", "bits", "plain step", "step over plain", "spread", "kept", "memory over plain"]
+    columns = [
+        "network, max_slowdown",
+        GRADIENTS,
+        "plain step",
+        "step over plain",
+        "spread",
+        "kept",
+        "memory over plain",
+    ]
     rows = []
     for row in content["rows"]:
         lower, upper = row["ratio_spread"]
         name = f"{row['family']}, {row['max_slowdown']:.0%}"
         mark = "" if row["kept"] else NOT_REACHED
         cells = [
-            "equal" if row["bits_equal"] else "DIFFER",
+            EQUAL if row["bits_equal"] else UNEQUAL,
             format_seconds(row["plain_seconds"]),
             f"{row['ratio']:.2f} ×",
             f"{lower:.2f}–{upper:.2f}",
@@ -276,14 +284,14 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
 
 def sweep_table(content: Mapping[str, Any]) -> Table:
     """What `max_slowdown` chose, beside the plans of a sweep over memory limits."""
-    columns = ["network", "bits", "plain step", "max_slowdown chose", "least growth within it", "sweep", ""]
+    columns = ["network", GRADIENTS, "plain step", "max_slowdown chose", "least growth within it", "sweep", ""]
     rows = []
     for row in content["rows"]:
         chosen, best = row["chosen"], least_kept(row)
         is_far = best is not None and chosen["growth"] > SHARE_FRONTIER * best["growth"]
         mark = NOT_REACHED if is_far or not is_kept(chosen, row) else ""
         cells = [
-            "equal" if row["bits_equal"] else "DIFFER",
+            EQUAL if row["bits_equal"] else UNEQUAL,
             format_seconds(row["plain_seconds"]),
             f"{chosen['growth']:.2f} × at {chosen['ratio']:.2f} ×",
             "none" if best is None else f"{best['growth']:.2f} × at {best['ratio']:.2f} ×",
@@ -314,7 +322,7 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
     """Steps within one limit, by swapping alone and with recomputation, over links of several speeds."""
     columns = [
         "network, link",
-        "bits",
+        GRADIENTS,
         "plain step",
         "swapping alone",
         "with recomputation",
@@ -332,7 +340,7 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
         seconds = row["seconds"]
         plain = seconds["plain"]["median"]
         cells = [
-            "equal" if row["bits_equal"] else "DIFFER",
+            EQUAL if row["bits_equal"] else UNEQUAL,
             format_seconds(plain),
             f"{1 + row['slowdown_swap']:.2f} ×",
             f"{1 + row['slowdown_joint']:.2f} ×",

@@ -268,7 +268,7 @@ RERUN = """## Run it again
 `python tests/reliability.py` runs all parts in the short form that CI uses, or in full with `--long`, and writes this
 page. The table shows the newest run of each part. *Size*: *full* is `--long`, *CI* the short form.
 """
-GUARDS = """Each row names guards, by what they ensure, and the tests that failed when one of them was removed. The
+GUARDS = """Each item names guards, by what they ensure, and the tests that failed when one of them was removed. The
 tests are in `tests/`. *Bounce*: the buffer between file and device. *Slot*: the record of one swapped block of bytes.
 *Extent*: a range of bytes in the spill file, the file on disk. *Slice*: a part of a block; a block is copied slice by
 slice. *Spill* and *fill*: a copy to and from that file. *Ticket*: the handle of one swapped tensor. *Lane*: a thread
@@ -302,11 +302,11 @@ def page(parts: dict[str, dict]) -> str:
     mutants = parts.get("mutants", {}).get("mutants")
     if not mutants:
         return "\n".join([*lines, NOT_RUN.capitalize() + ".", ""])
-    lines += [GUARDS, "", "| guards | noticed by |", "|---|---|"]
+    lines += [GUARDS, ""]
     grouped: dict[str, list[str]] = {}
     for mutant in mutants:
         grouped.setdefault(noticed_by(mutant), []).append(mutant["name"])
-    lines += [f"| {'; '.join(guards)} | {tests} |" for tests, guards in grouped.items()]
+    lines += [f"* {'; '.join(guards)}: {tests}" for tests, guards in grouped.items()]
     return "\n".join([*lines, ""])
 
 

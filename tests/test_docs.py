@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import Browser, find_browser
 from example_pages import plan
 from frameworks import need
 
@@ -181,6 +182,29 @@ def test_search_finds_in_pages_that_are_opened_from_a_folder(site):
     page = (site / "benchmarks" / "networks.html").as_uri() + "?q=checkpoint"
     ran = subprocess.run([*command, page], capture_output=True, text=True, timeout=200, check=True)
     assert re.search(r"[1-9]\d* matching documents", ran.stdout)
+
+
+# The table itself scrolls, so a page does not show it: what is wider than its place.
+TOO_WIDE = """[...document.querySelectorAll(".md-typeset table:not([class])")]
+  .map(table => [table.closest(".md-typeset__scrollwrap") || table.parentElement, table])
+  .filter(([place, table]) => place.scrollWidth > place.clientWidth + 1)
+  .map(([place, table]) => `${table.rows[0].innerText}: ${place.scrollWidth} > ${place.clientWidth}`)"""
+
+
+@pytest.mark.long
+def test_no_table_is_wider_than_its_page(site, tmp_path):
+    program = find_browser()
+    if program is None:
+        pytest.skip("needs Chromium")
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) > 20
+    with Browser(program, tmp_path) as browser:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+        found = {}
+        for page in pages:
+            browser.open(page)
+            found[page.name] = browser.run(TOO_WIDE)
+    assert {name: tables for name, tables in found.items() if tables} == {}
 
 
 @pytest.mark.parametrize("address", [None, "https://git.example/us/offload"])
