@@ -43,7 +43,7 @@ NOT_COMPARED = {
     "nothing comparable": "nothing to compare",
 }
 NOT_RUN = "not run"
-RECORDED = ("date", "commit", "processor", "processors", "python", "torch", "device")
+RECORDED = ("date", "processor", "processors", "python", "torch", "device")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def run_share(label: str, is_long: bool) -> int:
 
 
 def described() -> dict:
-    """Return machine, versions, date and commit, as results of benchmarks record them."""
+    """Return machine, versions and date, as results of benchmarks record them."""
     if str(ROOT / "bench") not in sys.path:
         sys.path.insert(0, str(ROOT / "bench"))
     import machine
