@@ -54,8 +54,8 @@ class PlanController:
     on_recorded
         Called with the order of events of each profiled step.
     measure_link
-        Measures the link within this many bytes of the device, if given. Called after each profiled step until the
-        speed of the engine's own copies is known.
+        Measures the link. Its argument is how many bytes of the device the measurement may use; None: no limit. Called
+        after each profiled step until the speed of the engine's own copies is known.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial

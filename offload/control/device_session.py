@@ -71,7 +71,7 @@ class DeviceSession:
         device: torch.device,
         options: Options,
         engine: Engine,
-        link: Callable[[], Link],
+        link: Callable[[int | None], Link],
         on_recorded: Callable[[StepOrder], None],
         make_trial: MakeTrial,
         on_profile: ProfileListener | None,

@@ -5,8 +5,8 @@
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`). The durations
 of its nodes show how long the step takes without swapping, on this machine and at this time. If the plan's steps
 take longer than that plus the recomputation, waits and hooks that the plan predicts, the rest is taken as the time by
-which copies and recording slow the computation. `learn` derives a cost per moved byte from it, which the
-next plan uses.
+which the computation is slowed by copies and, if the plan recomputes, by recording operators.
+`learn` derives a cost per moved byte from it, which the next plan uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class TriedPlan:
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
-        that the plan predicts. It is taken as the time by which copies slowed the computation.
+        that the plan predicts. It is taken as the time by which copies and the recording of operators
+        slowed the computation.
     """
 
     plan: Plan

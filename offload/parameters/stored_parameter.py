@@ -143,8 +143,9 @@ class StoredParameter:
     def _present(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a tensor that holds the parameter's memory; None if the parameter is away.
 
-        A signal handler may move the parameter out before the tensor exists. If the handler also changed the parameter,
-        the tensor may be an old placeholder, which `is_away_in` does not recognize. Then another tensor is made.
+        A signal handler may run at any point of the loop. If it changed the parameter and moved it out again,
+        `self.content` has been replaced, and `held` may still be the old placeholder, which `is_away_in` does not
+        recognize. Then `held` is made again.
         """
         while True:
             content = self.content

@@ -10,10 +10,11 @@ Given the set, few choices remain:
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its last use in
   forward and after its copy-out has ended. If a node needs the memory earlier, the head of the queue is released there
   and compute waits for its copy-out.
-* Prefetches. Copy-ins run in the order of `first_backward`, the node in which backward first uses the tensor. Each is
-  queued as late as possible: at the last node from which it and all later copy-ins still end in time. From its prefetch
-  node to `first_backward` it needs memory. If the memory is not free at some of these nodes, the prefetch is moved to
-  the first later node from which it is free until `first_backward`.
+* Prefetches. They are chosen as if copy-ins ran in the order of `first_backward`, the node in which backward first
+  uses the tensor. Each is queued as late as possible: at the last node from which it and all later copy-ins still end
+  in time. From its prefetch node to `first_backward` it needs memory. If the memory is not free at some of these
+  nodes, the prefetch is moved to the first later node from which it is free until `first_backward`; then a tensor
+  that is used later may be copied in before it.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
@@ -272,7 +273,7 @@ class Step:
         safety_factor: float,
         not_before: Mapping[int, int],
     ) -> dict[int, int]:
-        """Return the prefetch of each tensor, in copy-in order."""
+        """Return the prefetch of each tensor; `indices` are in the order of `first_backward`."""
         at = np.asarray(indices, dtype=np.int64)
         released = np.asarray([release[i] for i in indices], dtype=np.int64)
         free = headroom - self._bytes_by_node(self._release_min[at], released, self._bytes[at])

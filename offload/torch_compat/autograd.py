@@ -45,7 +45,7 @@ def call_in_backward(device: torch.device, function: Callable[[], None]) -> None
     """
     with torch.enable_grad():
         leaf = torch.zeros((), device=device, requires_grad=True)
-        leaf.register_hook(lambda _: function())
+        leaf.register_hook(lambda _: function())  # type: ignore[no-untyped-call]
         leaf.clone().backward()  # type: ignore[no-untyped-call]
 
 
