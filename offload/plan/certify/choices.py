@@ -77,9 +77,9 @@ class Choices:
         swaps = (SWAPPED,) if tensor.bytes and tensor.last_forward + 1 < tensor.first_backward else ()
         return (KEPT, *swaps, *((DROPPED,) if tensor.recompute else ()))
 
-    def dropped(self, chosen: bytes) -> set[int]:
-        """Return the ids of the tensors that are dropped."""
-        return {tensor.id for tensor, choice in zip(self.order, chosen, strict=False) if choice == DROPPED}
+    def ids(self, chosen: bytes, choice: int) -> set[int]:
+        """Return the ids of the tensors for which this choice is made."""
+        return {tensor.id for tensor, each in zip(self.order, chosen, strict=False) if each == choice}
 
     def least_seconds(self, chosen: bytes) -> float:
         """Return a lower bound on the step time of every plan within the limit with these choices; infinite if none.

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from offload.plan.bounds import check_limit
-from offload.plan.certify.choices import Choices
+from offload.plan.certify.choices import DROPPED, SWAPPED, Choices
+from offload.plan.certify.exact_placement import exact_placement
 from offload.plan.joint_bounds import joint_bound
 from offload.plan.placement import Step
 from offload.plan.recompute import recomputed
@@ -75,8 +76,9 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     -----
     This is a branch and bound over what a plan does with each tensor: keep, swap or drop it. `Choices.least_seconds`
     bounds all plans with the same choices for the first tensors. The choices with the least bound are extended by the
-    next tensor, until none are left whose bound is below the incumbent. At any time every plan that is faster than the
-    incumbent has the choices of one row that is left. So the least of the rows' bounds is a valid bound.
+    next tensor, until none are left whose bound is below the incumbent. If all tensors are decided, `exact_placement`
+    finds the fastest plan with these choices. At any time every plan that is faster than the incumbent has the choices
+    of one row that is left. So the least of the rows' bounds is a valid bound.
     """
     trace, link, limit_bytes = plan.trace, plan.link, plan.limit_bytes
     check_limit(trace, limit_bytes)
@@ -91,18 +93,36 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     deepest = -1
     while plan.step_seconds > bound * (1 + gap) and time.monotonic() < end:
         _, _, chosen = heapq.heappop(rows)
-        if len(chosen) > deepest or len(chosen) == len(choices.order):
-            deepest = len(chosen)
-            plan = min(plan, _placed(plan, choices.dropped(chosen)) or plan, key=lambda each: each.step_seconds)
         if len(chosen) == len(choices.order):
-            break
-        for choice in choices.options(choices.order[len(chosen)]):
-            more = chosen + bytes([choice])
-            seconds = max(bound, choices.least_seconds(more))
-            if seconds < plan.step_seconds:
-                heapq.heappush(rows, (seconds, -len(more), more))
+            exact = _exactly_placed(plan, choices, chosen)
+            if exact is None:
+                break
+            plan = exact
+        else:
+            if len(chosen) > deepest:
+                deepest = len(chosen)
+                placed = _placed(plan, choices.ids(chosen, DROPPED)) or plan
+                plan = min(plan, placed, key=lambda each: each.step_seconds)
+            for choice in choices.options(choices.order[len(chosen)]):
+                more = chosen + bytes([choice])
+                seconds = max(bound, choices.least_seconds(more))
+                if seconds < plan.step_seconds:
+                    heapq.heappush(rows, (seconds, -len(more), more))
         bound = rows[0][0] if rows else plan.step_seconds
     return JointProof(plan, min(bound, plan.step_seconds))
+
+
+def _exactly_placed(plan: Plan, choices: Choices, chosen: bytes) -> Plan | None:
+    """Return the faster one of the plan and the fastest with these choices; None if that one was not found."""
+    dropped, swapped = choices.ids(chosen, DROPPED), choices.ids(chosen, SWAPPED)
+    step = Step(recomputed(plan.trace, dropped), plan.link)
+    indices = [i for i, tensor_id in enumerate(step.ids) if tensor_id in swapped]
+    exact = exact_placement(step, indices, plan.limit_bytes, plan.step_seconds)
+    if not exact.complete:
+        return None
+    if exact.swaps is None:
+        return plan
+    return make_plan(plan.trace, plan.link, exact.swaps, plan.limit_bytes, recomputes=dropped)
 
 
 def _placed(plan: Plan, dropped: Collection[int]) -> Plan | None:
