@@ -153,11 +153,12 @@ class Way:
 
 
 PLAIN, SAVE_ON_CPU, TRL = Way("plain", "plain"), Way("save_on_cpu, pinned", "save_on_cpu"), Way("TRL", "trl")
+TORCHTUNE = Way("torchtune", "torchtune")
 CHECKPOINT, SELECTIVE = Way("checkpoint per block", "checkpoint"), Way("selective checkpointing", "selective")
 CHECKPOINTING = {"checkpoint": checkpointed, "selective": selectively}
 ALL, BY_DEFAULT, LEAST = Way("offload, n_tensors −1, lb 4"), Way("offload, default"), Way("offload, least memory")
 LIMITED = tuple(Way(f"offload, {share:.0%} of plain", share=share) for share in (0.8, 0.6, 0.4))
-WAYS = (PLAIN, CHECKPOINT, SELECTIVE, SAVE_ON_CPU, TRL, ALL, BY_DEFAULT, *LIMITED, LEAST)
+WAYS = (PLAIN, CHECKPOINT, SELECTIVE, SAVE_ON_CPU, TRL, TORCHTUNE, ALL, BY_DEFAULT, *LIMITED, LEAST)
 WAYS_QUICK = (PLAIN, SAVE_ON_CPU, TRL, ALL, LIMITED[1])
 
 
@@ -221,6 +222,8 @@ class Run:
             least = max(int(MIN_TRL_BYTES / scale), 1)
             manager = get_act_offloading_ctx_manager(self.model, min_offload_size=least, warn_if_no_head=False)
             self.around = lambda: manager
+        elif way.kind == "torchtune":
+            raise Inapplicable("it moves tensors by torch.cuda only; TRL's is made from it")
         elif way.kind in CHECKPOINTING:
             CHECKPOINTING[way.kind](self.model, "sim", self.step)
         elif way is ALL:
