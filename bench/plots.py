@@ -128,7 +128,7 @@ def frontier(table: Table, colors: Colors) -> Any:
 def networks(table: Table, colors: Colors) -> Any:
     """Draw every network's ways: memory over plain to the right, step time over plain upwards, in powers of two."""
     families = list(dict.fromkeys(row.cells[0] for row in table.rows))
-    ways = list(dict.fromkeys(row.cells[1] for row in table.rows))
+    ways = list(dict.fromkeys(row.cells[1] for row in table.rows if row.point is not None))
     figure, grid = pyplot.subplots(2, 3, figsize=(11, 6.6), layout="constrained", sharex=True)
     handles: dict[str, Any] = {}
     for axes, family in zip(grid.flat, families, strict=False):
