@@ -108,8 +108,8 @@ def demo_caption() -> str:
         f"*The model of `offload demo`, a GPT with {size}, with default settings; tensors are swapped to disk. "
         "The numbers above the picture: memory is the peak of all tensors; time is that of forward and backward. Steps "
         f"with and without offload alternated ({where(steps['machine'])}). The picture is another measurement{busy}, "
-        "and leaves out model and optimizer, which stay in memory with and without offload: "
-        f"{after:.0f} MiB instead of {before:.0f} MiB, {after / before:.2f} × ({where(memory['machine'])}).*"
+        f"which does not count model and optimizer; the rest peaks at {after:.0f} MiB instead of {before:.0f} MiB, "
+        f"{after / before:.2f} × ({where(memory['machine'])}).*"
     )
 
 
@@ -134,8 +134,8 @@ def demo_sentence() -> str:
         f"The model of `offload demo` with default settings, swapping to disk ({where(demo_steps()['machine'])}): "
         f"**{ratio('peak_bytes'):.2f} × the memory**, model and optimizer included ({words('peak_bytes')}), "
         f"**{ratio('seconds'):.2f} × the step time** ({words('seconds')}), and **not one bit of difference** in losses "
-        "and gradients. The picture leaves out model and optimizer, which stay in memory: "
-        f"{after:.0f} MiB instead of {before:.0f} MiB, {after / before:.2f} × (another measurement of the same model)."
+        "and gradients. The picture shows another measurement of the same model. It does not count model and "
+        f"optimizer, which stay in memory; the rest peaks at {after:.0f} MiB instead of {before:.0f} MiB, {after / before:.2f} ×."
     )
 
 
