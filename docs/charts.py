@@ -135,7 +135,8 @@ def demo_sentence() -> str:
         f"**{ratio('peak_bytes'):.2f} × the memory**, model and optimizer included ({words('peak_bytes')}), "
         f"**{ratio('seconds'):.2f} × the step time** ({words('seconds')}), and **not one bit of difference** in losses "
         "and gradients. The picture shows another measurement of the same model. It does not count model and "
-        f"optimizer, which stay in memory; the rest peaks at {after:.0f} MiB instead of {before:.0f} MiB, {after / before:.2f} ×."
+        f"optimizer, which stay in memory; the rest peaks at {after:.0f} MiB instead of {before:.0f} MiB, "
+        f"{after / before:.2f} ×."
     )
 
 
