@@ -44,7 +44,7 @@ def enable(
     spill_dir: str | os.PathLike[str] | None = None,
     recompute: Literal["auto", "cheap", False] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    optimizer_state: Literal["auto", True, False] = "auto",
+    optimizer_state: Literal["auto", True, False] = False,
     step_in_backward: bool = False,
     gradients: bool = False,
     parameters: Literal["all", "frozen", False] = False,
@@ -93,10 +93,10 @@ def enable(
         The optimizer of the model, or a list of them. Needed by ``optimizer_state=True`` and `step_in_backward`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``"auto"``, the default: with `memory_limit`, a plan chooses how much of it leaves: as
-        much as the limit demands, or more if steps are then faster. This concerns every optimizer that steps
-        parameters of the model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory.
-        ``False``: it stays in memory.
+        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the
+        limit demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the
+        model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory. ``False``, the
+        default: it stays in memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
         freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several

@@ -26,6 +26,9 @@ from offload import _core
 from offload.devices import processor_use
 from offload.profiling import calibration, link_measurement
 from offload.profiling.calibration import Calibration, calibrate, measure_link
+from offload.profiling.model_state import HeldBytes
+from offload.profiling.profiler import Profile
+from offload.runtime.schedule import StepOrder
 
 CPU = torch.device("cpu")
 used_by_others = processor_use.used_by_others
@@ -347,3 +350,23 @@ def test_the_environment_throttles_and_is_part_of_what_identifies_a_link(
     monkeypatch.setenv("OFFLOAD_THROTTLE", "slow")
     with pytest.raises(ValueError, match=r'OFFLOAD_THROTTLE: .* such as "12GB/s"'):
         offload.enable(torch.nn.Linear(4, 1))
+
+
+def test_room_for_the_measurement(tmp_path: Path) -> None:
+    store = _core.SwapStore.slab(_core.HostDriver(), _core.HostDriver(), 8 << 20, slab_bytes=8 << 20)
+
+    def block_bytes(room_bytes: int | None) -> int:
+        return calibration._block_bytes(store, "", room_bytes)
+
+    assert block_bytes(None) == block_bytes(1 << 30) == 1 << 20
+    assert block_bytes(4 << 20) == 1 << 20
+    assert block_bytes((4 << 20) - 1) == 512 << 10
+    assert block_bytes(0) == 4096
+
+
+def test_how_much_of_a_limit_is_free() -> None:
+    profile = Profile(StepOrder(), None, {}, [0, 7, 20], HeldBytes(0, 0), True)  # type: ignore[arg-type]
+    assert profile.room_bytes(None, HeldBytes(100, 0)) is None
+    assert profile.room_bytes(6400, HeldBytes(1000, 0, away=300)) == 6400 - 700 - 20
+    assert profile.room_bytes(6400, HeldBytes(1000, 50)) == 6400 - 1000 - 50
+    assert profile.room_bytes(6400, HeldBytes(6400, 0)) == 100  # state that is to leave takes all of it

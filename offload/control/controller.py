@@ -344,8 +344,7 @@ class PlanController:
         if self._link is not None and self._copies.are_known:
             link = self._copies.link(self._link)
         else:
-            limit_bytes = self._options.memory_limit
-            room_bytes = limit_bytes and max(0, limit_bytes - self._held_before(signature).total)
+            room_bytes = profile.room_bytes(self._options.memory_limit, self._held_before(signature))
             self._link = link = self._measure_link(room_bytes)
         if measured is not None:
             self._counts.steps_measured.append(StepRecord(True, None, measured.step_seconds, measured.stall_seconds))

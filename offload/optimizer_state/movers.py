@@ -118,7 +118,7 @@ class StateMovers:
         self._pid = os.getpid()
         self._behind = WriteBehind()
         self.passes = Passes()
-        self.add(optimizers, moves_state, in_backward, moves_gradients)
+        self._take_all(optimizers, moves_state, in_backward, moves_gradients)
 
     def add(
         self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool, moves_gradients: bool = False
@@ -128,8 +128,19 @@ class StateMovers:
         Raises
         ------
         ValueError
-            An optimizer has been given before, here or to another model, or it cannot step in backward.
+            An optimizer has been given before, here or to another model, or it cannot step in backward. Or a plan
+            chooses which state moves.
         """
+        if self.is_planned:
+            raise ValueError(
+                'add_optimizer: with optimizer_state="auto" a plan moves the state of every optimizer of the model; '
+                "enable without it"
+            )
+        self._take_all(optimizers, moves_state, in_backward, moves_gradients)
+
+    def _take_all(
+        self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool, moves_gradients: bool
+    ) -> None:
         for optimizer in optimizers:
             if _is_used(optimizer):
                 raise ValueError(

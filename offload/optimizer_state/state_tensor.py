@@ -83,6 +83,8 @@ class StateTensor:
     def bring(self) -> None:
         """Bring the bytes into memory. Raises OSError if they cannot be read; the tensor is then still away."""
         if self._stored is not None:
+            if self.tensor.device.type != "cpu":  # else a copy-out could still read what the update will write
+                self._stored.wait_copied_out()
             self.tensor.data = self._filled(self._stored)
             self._stored = None
 

@@ -16,7 +16,6 @@ import torch
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationProfile
 from offload.torch_compat.autograd import call_in_backward
-from offload.torch_compat.overrides import unseen
 
 log = logging.getLogger("offload")
 
@@ -59,7 +58,8 @@ class StepAllocations:
         if not self._profile.start():
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
         elif self._device.type != "cpu":
-            unseen(call_in_backward, self._device, partial(self.node, 0))
+            self.node(0)  # so that the frees of the small backward's tensors are reported
+            call_in_backward(self._device, partial(self.node, 0))
 
     def node(self, number: int) -> None:
         """Record that a node begins."""

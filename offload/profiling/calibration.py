@@ -221,7 +221,7 @@ def calibrate(
 def measure_link(device: torch.device, options: Options, room_bytes: int | None = None) -> Link:
     """Measure the link for the plans of a session with these options. Raises the same errors as `calibrate`.
 
-    The measurement uses at most `room_bytes` of the device's memory, if given.
+    The measurement uses at most `room_bytes` of the device's memory, if given, but at least 16 KiB.
     """
     # The store is a separate one: no other code uses it, and its copies do not appear in the report.
     # Copies between GPU and host take no CPU time from the computation.

@@ -192,8 +192,8 @@ class HeldMemory:
         in_memory_max
             Returns the most bytes of them that are in memory at a time.
         copied_max
-            Returns how many of these bytes are read before their use or written after it. On an accelerator only these
-            are added, because the others are among the allocations of the profiled step; but all are added if
+            Returns how many of these bytes may be read ahead or still be written at a time. On an accelerator only
+            these are added, because the others are among the allocations of the profiled step; but all are added if
             parameters are updated in backward, because what an update allocates is not counted in that step.
         """
         self._parameters, self._parameters_copied = in_memory_max, copied_max

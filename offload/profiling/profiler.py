@@ -157,6 +157,17 @@ class Profile:
     held: HeldBytes
     knows_temporaries: bool
 
+    def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int | None:
+        """Return how many bytes of the limit are free after the step, of which `held` is in use; None without a limit.
+
+        At least 1/64 of the limit, so that copies of blocks of a useful size fit: with ``optimizer_state="auto"``,
+        state that is to leave may still take all of the limit.
+        """
+        if limit_bytes is None:
+            return None
+        made_bytes = max(self.gradient_bytes, default=0)  # the model may not have been looked at since backward
+        return max(limit_bytes // 64, limit_bytes - held.kept - max(held.gradients, made_bytes))
+
 
 class Profiler(Recorder):
     """Records a step for a plan: also its times, its memory and the names of its modules.

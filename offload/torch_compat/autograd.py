@@ -5,13 +5,16 @@ Hooks use it at every unpack.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from offload.torch_compat.dispatch import mode_count
+from offload.torch_compat.overrides import unseen
 
 __all__ = [
     "call_at_end_of_backward",
@@ -41,12 +44,20 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 def call_in_backward(device: torch.device, function: Callable[[], None]) -> None:
     """Call `function` in the thread in which autograd runs backward passes over tensors on `device`.
 
-    For the CPU it is the calling thread, for an accelerator a thread of autograd's own.
+    No mode of the program sees the small backward pass that does this, and it is not compiled.
     """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    disabled = compiled_autograd._disable() if compiled_autograd is not None else nullcontext()
+    with disabled, torch._C.DisableTorchFunction():
+        unseen(_call_in_backward, device, function)
+
+
+def _call_in_backward(device: torch.device, function: Callable[[], None]) -> None:
     with torch.enable_grad():
         leaf = torch.zeros((), device=device, requires_grad=True)
-        leaf.register_hook(lambda _: function())  # type: ignore[no-untyped-call]
-        leaf.clone().backward()  # type: ignore[no-untyped-call]
+        result = leaf.clone()
+        result.register_hook(lambda _: function())  # type: ignore[no-untyped-call]
+        torch.autograd.grad(result, leaf)
 
 
 def innermost_hooks(*, while_tracing: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -19,24 +19,13 @@ def train(model, optimizer, steps=4):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_it_is_the_default(given, tmp_path):
+def test_it_is_not_the_default(given, tmp_path):
     model = loops.make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     asked = {"optimizer": optimizer} if given else {}
     with offload.enable(model, spill_dir=tmp_path, **LIMIT, **asked) as handle:
         train(model, optimizer)
-        assert handle.plan.state.moved == frozenset()  # the limit needs none
-        assert "stays in memory" in str(handle.report().optimizer_state[0])
-        assert type(optimizer.state) is defaultdict
-
-
-@pytest.mark.parametrize("choice", [{"memory_limit": None}, {"optimizer_state": False}])
-def test_without_a_limit_or_a_plan_of_it_state_stays(choice, tmp_path):
-    model = loops.make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload.enable(model, spill_dir=tmp_path, optimizer=optimizer, **{**LIMIT, **choice}) as handle:
-        train(model, optimizer)
-        assert handle.plan is None or handle.plan.state is None
+        assert handle.plan.state is None
         assert handle.report().optimizer_state == ()
         assert type(optimizer.state) is defaultdict
 
@@ -67,7 +56,7 @@ def test_with_steps_in_backward_an_error_does_not_advise_it(tmp_path, monkeypatc
         handle.disable()
         return refused.value.knobs
 
-    assert [knob.text.split("=")[0] for knob in refusal(optimizer_state=False)] == ["optimizer_state"]
+    assert [knob.text.split("=")[0] for knob in refusal()] == ["optimizer_state"]
     assert refusal(step_in_backward=True) == ()
 
 
@@ -97,3 +86,13 @@ def test_what_is_away_and_frozen_is_counted(tmp_path):
         held.count_parameters(lambda: 7, lambda: 3)
         after = held.look()
     assert (after.state - before.state, after.kept - before.kept, after.away) == (107, 47, 60)
+
+
+def test_an_optimizer_cannot_be_added_to_what_a_plan_moves(tmp_path):
+    model = loops.make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload.enable(model, spill_dir=tmp_path, optimizer_state="auto", **LIMIT) as handle:
+        with pytest.raises(ValueError, match="a plan moves the state of every optimizer"):
+            handle.add_optimizer(optimizer)
+        train(model, optimizer)
+        assert len(handle.report().optimizer_state) == 1

@@ -73,19 +73,21 @@ def at_any_line(kind, call, way, folder, times_per_line, under="", function=None
     with line:
         CALLS[call](run)
     run.handle.disable()
-    acted = 0
+    tried = acted = 0
     for place, nth in times(line.counts, times_per_line, under, function):
         run, found = kind(folder, way), []
         line = AtLine(place, nth, lambda run=run, found=found: found.extend(reads(run)))
         with line:
             CALLS[call](run)
         acted += line.acted
+        tried += 1
         if line.acted:
+            assert len(found) == len(before) == len(after)
             assert all(map(is_a_value, found, zip(before, after, strict=True))), (place, nth)
         assert all(map(torch.equal, reads(run), after)), (place, nth)
         run.handle.disable()
         assert_equal(reads(run), after)
-    assert acted > 2
+    assert acted > max(2, tried // 2)  # how often a line runs depends on the speed of copies
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -46,6 +46,8 @@ def forgets_at_once(self, parameter):
     """As `StoredParameter.forget`, which a signal handler may interrupt anywhere."""
     self.bring(parameter)
     parameter.__class__ = nn.Parameter
+    if self._gradient_hook is not None:
+        self._gradient_hook.remove()
     self._forget_storage()
     self.window.placeholders.pop(self.content.placeholder_id, None)
     parameter.__dict__.pop("_offload_stored", None)

@@ -1,5 +1,7 @@
 """`memory_limit` holds on an accelerator in every step after the profiled one, whatever the loss and optimizer need."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 import offload
 from offload import handle
 from offload.profiling import allocations, calibration
+from offload.torch_compat.autograd import call_in_backward
 
 STEPS = 6
 CLASSES = 512  # the loss and its gradient are larger than any saved tensor of the model
@@ -42,8 +45,8 @@ def peaks(kind, **knobs):
     return found, swaps, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["square", "cross entropy"])
-def test_a_loss_outside_of_the_model(kind, tmp_path, monkeypatch):
+def peak_and_limit(kind, tmp_path, monkeypatch):
+    """Largest peak of the steps after the profiled one, and the limit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that the link is measured, within the limit
     calibration.forget_disturbed()
     plain, _, expected = peaks(kind)
@@ -51,7 +54,13 @@ def test_a_loss_outside_of_the_model(kind, tmp_path, monkeypatch):
     found, swaps, weights = peaks(kind, memory_limit=limit)
     assert swaps > 0
     assert all(map(torch.equal, weights, expected))
-    assert max(found[1:]) <= limit
+    return max(found[1:]), limit
+
+
+@pytest.mark.parametrize("kind", ["square", "cross entropy"])
+def test_a_loss_outside_of_the_model(kind, tmp_path, monkeypatch):
+    peak, limit = peak_and_limit(kind, tmp_path, monkeypatch)
+    assert peak <= limit
 
 
 GUARDS = {
@@ -67,5 +76,47 @@ GUARDS = {
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_that_is_left_out_is_missed(guard, tmp_path, monkeypatch):
     monkeypatch.setattr(*GUARDS[guard])
-    with pytest.raises(AssertionError):
-        test_a_loss_outside_of_the_model("square", tmp_path, monkeypatch)
+    peak, limit = peak_and_limit("square", tmp_path, monkeypatch)
+    assert peak > limit
+
+
+def surroundings():
+    """What a program may have around the first step."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    return {
+        "function mode": (Function(), seen),
+        "dispatch mode": (Dispatch(), seen),
+        "no grad": (torch.no_grad(), seen),
+        "inference mode": (torch.inference_mode(), seen),
+        "anomaly mode": (torch.autograd.set_detect_anomaly(True), seen),
+        "compiled autograd": (compiled, seen),
+    }
+
+
+@pytest.mark.parametrize(
+    "around", ["function mode", "dispatch mode", "no grad", "inference mode", "anomaly mode", "compiled autograd"]
+)
+def test_the_small_backward_is_called_once_and_seen_by_no_mode(around):
+    import torch._dynamo.compiled_autograd
+
+    context, seen = surroundings()[around]
+    called, device = [], torch.device("sim")
+    with context:
+        call_in_backward(device, lambda: called.append(threading.current_thread()))
+    assert len(called) == 1
+    assert called[0] is not threading.main_thread()
+    assert seen == []
