@@ -105,3 +105,32 @@ def test_state_that_a_plan_moves(room):
     assert plan.state.moved or room
     assert plan.peak_bytes <= limit
     assert peak <= limit
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+@pytest.mark.parametrize("seed", range(4))
+def test_state_that_exists_before_enable(asked, seed, monkeypatch):
+    """It leaves in the hook before the step that needs it: as after a checkpoint was loaded."""
+    for name in ("CHUNK_BYTES", "AHEAD_BYTES", "BEHIND_BYTES"):
+        monkeypatch.setattr(mover, name, 1 << 20)  # no copy-out is waited for
+    sim.schedule(seed, 500)
+
+    def run(knobs):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU()))).to("sim")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        handle = None
+        for step in range(3):
+            if step == 1 and knobs is not None:
+                given = {"optimizer": optimizer, "optimizer_state": asked, "min_tensor_bytes": 1024, **knobs}
+                handle = offload.enable(model, **given)
+            optimizer.zero_grad()
+            x = torch.randn((64, 64), generator=torch.Generator().manual_seed(step)).to("sim")
+            model(x).square().mean().backward()
+            optimizer.step()
+        if handle is not None:
+            handle.disable()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    knobs = {"n_tensors": 0} if asked is True else {"memory_limit": "1MiB", "recompute": False}
+    assert all(map(torch.equal, run(knobs), run(None)))
