@@ -39,11 +39,7 @@ void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::share
   }
   const EventRef in_event = events_->take();
   lanes_->event_arm(in_event.get());
-  // Each task reads one slice of the block that is most urgent at that time, so that an urgent block overtakes others.
-  // The tasks are queued before the block: if push_back fails, there are more tasks than slices, and the last ones find
-  // an empty queue.
-  auto store = std::static_pointer_cast<DirectStore>(shared_from_this());
-  for (size_t at = 0; at < slot->middle_bytes; at += slice_bytes_) lanes_->call(in_lane_, [store] { store->read(); });
+  begin_reading();  // before the block is queued: if push_back fails, the task has nothing to read
   incoming_.push_back(slot);
   set_target(*slot, target, owner);
   advance(*slot, State::copying_in);
@@ -53,9 +49,31 @@ void DirectStore::prefetch(const SlotRef& base, void* target, Stream, std::share
   slot->urgent = false;
 }
 
-// Reads a slice of the first block for which a caller waits, or, if there is none, of the first block. If this block is
-// small, reads all of it, and the small blocks directly behind it that are as urgent.
+// Caller holds the lock.
+void DirectStore::begin_reading() {
+  if (is_reading_) return;
+  lanes_->call(in_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->read(); });
+  is_reading_ = true;
+}
+
 void DirectStore::read() {
+  for (;;) {
+    read_next();
+    std::lock_guard lock(mutex_);
+    is_reading_ = false;
+    if (incoming_.empty()) return;
+    try {
+      return begin_reading();
+    } catch (const std::bad_alloc&) {
+      is_reading_ = true;  // there is no memory for another task: this one goes on
+    }
+  }
+}
+
+// Reads a slice of the first block for which a caller waits, or, if there is none, of the first block: so an urgent
+// block overtakes others. If this block is small, reads all of it, and the small blocks directly behind it that are as
+// urgent.
+void DirectStore::read_next() {
   Ref first;
   Refs run;
   {

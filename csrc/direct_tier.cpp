@@ -34,22 +34,25 @@ SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, ui
   } else {
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
-    if (!defers_) call_write_out();  // queued before the block: if push_back below fails, the task has nothing to write
+    slot->deferred = defers_;
+    if (!defers_) begin_writing();  // before the block is queued: if push_back fails, the task has nothing to write
     outgoing_.push_back(slot);
-    if (defers_) ++deferred_;
   }
   ++stats_.live_tickets;
   return slot;
 }
 
-void DirectStore::call_write_out() {
+// Caller holds the lock.
+void DirectStore::begin_writing() {
+  if (is_writing_) return;
   lanes_->call(out_lane_, [store = std::static_pointer_cast<DirectStore>(shared_from_this())] { store->write_out(); });
+  is_writing_ = true;
 }
 
-// Caller holds the lock. For each block that was cancelled meanwhile, one task too many is queued; it finds an empty
-// queue.
+// Caller holds the lock.
 void DirectStore::issue_deferred() {
-  for (; deferred_ > 0; --deferred_) call_write_out();
+  for (const Ref& slot : outgoing_) slot->deferred = false;
+  if (!outgoing_.empty()) begin_writing();
 }
 
 void DirectStore::defer_copy_outs(bool defers) {
@@ -80,13 +83,27 @@ DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::con
   return run;
 }
 
-// Writes the first block and, if it is small, the small ones directly behind it.
 void DirectStore::write_out() {
+  for (;;) {
+    write_next();
+    std::lock_guard lock(mutex_);
+    is_writing_ = false;
+    if (outgoing_.empty() || outgoing_.front()->deferred) return;
+    try {
+      return begin_writing();
+    } catch (const std::bad_alloc&) {
+      is_writing_ = true;  // there is no memory for another task: this one goes on
+    }
+  }
+}
+
+// Writes the first block and, if it is small, the small ones directly behind it.
+void DirectStore::write_next() {
   Ref first;
   Refs run;
   {
     std::lock_guard lock(mutex_);
-    if (outgoing_.empty()) return;
+    if (outgoing_.empty() || outgoing_.front()->deferred) return;
     first = outgoing_.front();
     run = small_run(outgoing_.begin(), outgoing_.end());
     for (size_t left = std::max<size_t>(run.size(), 1); left > 0; --left) {

@@ -2,7 +2,8 @@
 //
 // direct_tier.cpp has the copy-outs and the slots, direct_swap_in.cpp the copy-ins; each direction has a lane (a stream
 // of the host driver). The out lane writes the queued blocks in order. The in lane reads first the blocks for which a
-// caller waits. Both lanes join adjacent small blocks of their queue into one transfer.
+// caller waits. Both lanes join adjacent small blocks of their queue into one transfer. A lane has at most one task,
+// which queues the next one when it ends, so that callers rarely have to wake the lane's thread.
 //
 // If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks never throw.
 #pragma once
@@ -26,6 +27,7 @@ struct DirectSlot final : Slot {
   size_t middle_done = 0;  // bytes read by the current copy-in
   bool busy = false;       // the in lane is reading it
   bool urgent = false;     // a caller waits for it
+  bool deferred = false;   // its copy-out does not begin yet
   double in_began_seconds = 0;
 };
 
@@ -60,14 +62,17 @@ class DirectStore final : public SwapStore {
   using Queue = std::deque<Ref>;
 
   Refs small_run(Queue::const_iterator first, Queue::const_iterator end) const;
-  void call_write_out();
+  void begin_writing();
   void issue_deferred();
   void write_out();
+  void write_next();
   void write_large(DirectSlot& slot);
   void write_small(const Refs& slots);
   void end_out(DirectSlot& slot, const Extent& extent, uint32_t crc, std::exception_ptr failure, double begin_seconds);
   void cancel_queued(const Ref& slot);
+  void begin_reading();
   void read();
+  void read_next();
   void read_slice(DirectSlot& slot);
   void read_small(const Refs& slots);
   void end_slice(DirectSlot& slot, size_t bytes, std::exception_ptr failure);
@@ -82,8 +87,9 @@ class DirectStore final : public SwapStore {
   SpillFile file_;
   Queue outgoing_;  // copy-outs that have not begun
   bool defers_ = false;
-  size_t deferred_ = 0;  // number of copy-outs in the queue that have no task on the lane yet
-  Queue incoming_;  // copy-ins that have not finished
+  bool is_writing_ = false;  // the out lane has a task
+  Queue incoming_;           // copy-ins that have not finished
+  bool is_reading_ = false;  // the in lane has a task
   // Last, so that they are destroyed first. No task is left by then, because every task on a lane holds a reference to
   // the store.
   const OwnedStream out_lane_;

@@ -53,6 +53,17 @@ bool narrow(PyObject* tensor, SavedKey* key) {
   return offset >= 0;
 }
 
+// Returns the storage with this key: borrowed, or null. If the owner of its version counter was freed, another tensor
+// may have the owner's address.
+PyObject* find_live(const Books& books, const SavedIdentity& identity) {
+  const auto [first, end] = books.live.equal_range(identity.key);
+  for (auto each = first; each != end; ++each) {
+    PyObject* const owner = PyWeakref_GetObject(swapped(each->second).owner.get());
+    if (owner == identity.owner.get() || OFFLOAD_BROKEN("an owner that was freed matches nothing")) return each->second;
+  }
+  return nullptr;
+}
+
 PyObject* look(Books& books, PyObject* tensor, int64_t nbytes) {
   SavedIdentity identity;
   PyObject* known = nullptr;
@@ -108,8 +119,9 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedI
     return false;
   copy_out->source = Owned(PyObject_CallOneArg(tensors.detach, tensor));
   if (!copy_out->source) return false;
-  state.owner = Owned(PyObject_CallOneArg(tensors.weak_reference, identity.owner.get()));
-  const Owned dtype(state.owner ? get(tensors.dtype, tensor) : nullptr);
+  state.owner = Owned(PyWeakref_NewRef(identity.owner.get(), nullptr));
+  if (!state.owner) return false;
+  const Owned dtype(identity.dtype != nullptr ? shared(identity.dtype).release() : get(tensors.dtype, tensor));
   // Created now, because nothing may fail when the copy has ended.
   if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;
   state.dtype = dtype.get();
@@ -138,7 +150,7 @@ void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   const auto ticket = std::make_shared<Ticket>();
   start_copy(books, saved, need, ticket.get());
   try {
-    books.live[state.key] = saved;
+    books.live.emplace(state.key, saved);
     books.copies_out.push_back(state.copy_out);
   } catch (...) {  // no memory for the entry: wait for the copy here, before the source is freed
     const GilRelease release;
@@ -327,12 +339,11 @@ PyGetSetDef engine_attributes[] = {
 int find_saved(Books& books, PyObject* tensor, int64_t nbytes, SavedIdentity* found, PyObject** known) {
   const int has_key = find_key(tensor, nbytes, found);
   if (has_key <= 0) return has_key;
-  auto entry = books.live.find(found->key);
-  if (entry == books.live.end() && 2 * nbytes < found->key.nbytes) {
+  *known = find_live(books, *found);
+  if (*known == nullptr && 2 * nbytes < found->key.nbytes) {
     if (!narrow(tensor, &found->key)) return -1;
-    entry = books.live.find(found->key);
+    *known = find_live(books, *found);
   }
-  *known = entry == books.live.end() ? nullptr : entry->second;
   return 1;
 }
 

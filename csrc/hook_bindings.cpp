@@ -247,7 +247,6 @@ void set_tensor_interface(const py::kwargs& given) {
                                                         {&found.conjugated, "conjugated"},
                                                         {&found.negated, "negated"},
                                                         {&found.type_name, "type_name"},
-                                                        {&found.weak_reference, "weak_reference"},
                                                         {&found.set_storage, "set_storage"},
                                                         {&found.storage_nbytes, "storage_nbytes"},
                                                         {&found.storage_address, "storage_address"},

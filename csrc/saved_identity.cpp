@@ -31,13 +31,13 @@ int owns_all(PyObject* tensor, PyObject* owner, int64_t nbytes, int64_t storage_
 }
 
 // Reads owner, version and storage of the key. Returns false if there is a Python error.
-bool read_identities(PyObject* tensor, PyObject* owner, PyObject* storage, SavedKey* key) {
-  const bool by_address = OFFLOAD_BROKEN("identity is more than an address");
-  const bool by_storage = OFFLOAD_BROKEN("a version is part of an identity");
-  key->owner = by_address ? 0 : to_int(get(tensors.identity, owner));
-  key->version = by_address || by_storage ? 0 : to_int(get(tensors.version, tensor));
-  key->storage = to_int(by_address ? PyObject_CallOneArg(tensors.storage_address, storage)
-                                   : get(tensors.storage_identity, storage));
+bool read_identities(PyObject* tensor, SavedIdentity* found) {
+  SavedKey* const key = &found->key;
+  PyObject *const owner = found->owner.get(), *const storage = found->storage.get();
+  key->owner = to_int(get(tensors.identity, owner));
+  found->version = to_int(get(tensors.version, tensor));
+  key->version = OFFLOAD_BROKEN("a version is part of an identity") ? 0 : found->version;
+  key->storage = to_int(get(tensors.storage_identity, storage));
   return !PyErr_Occurred();
 }
 
@@ -66,7 +66,7 @@ int find_key(PyObject* tensor, int64_t nbytes, SavedIdentity* found) {
   key.nbytes = bytes_of(found->storage.get());
   const int whole = key.nbytes < 0 ? -1 : owns_all(tensor, found->owner.get(), nbytes, key.nbytes);
   if (whole <= 0) return whole;
-  return read_identities(tensor, found->owner.get(), found->storage.get(), &key) ? 1 : -1;
+  return read_identities(tensor, found) ? 1 : -1;
 }
 
 }  // namespace offload

@@ -39,7 +39,9 @@ struct SavedIdentity {
   SavedKey key{};
   Owned owner;    // the tensor whose version counter the saved tensor shares
   Owned storage;  // torch's storage
+  int64_t version = 0;    // of the tensor
   uintptr_t address = 0;  // of the first byte; 0: not known
+  PyObject* dtype = nullptr;  // borrowed, as torch never frees a dtype; null: not known
 };
 
 // Fetches the owner and the storage of a tensor, unless they are known. Returns false if there is a Python error.

@@ -59,7 +59,8 @@ struct Books {
   int64_t misses = 0;
   int64_t failed = 0;
   std::string failure;
-  std::unordered_map<SavedKey, PyObject*, SavedKeyHash> live;  // SwappedStorages, borrowed; each removes itself
+  // SwappedStorages, borrowed; each removes itself. Of several with one key, all owners but one were freed.
+  std::unordered_multimap<SavedKey, PyObject*, SavedKeyHash> live;
   std::deque<CopyOutRef> copies_out;
   std::deque<std::pair<std::shared_ptr<Ticket>, Target>> retired;
   std::unordered_map<PyObject*, Owned> empties;  // empty tensors by dtype; torch never frees a dtype

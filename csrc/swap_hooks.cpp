@@ -77,8 +77,8 @@ PyObject* pack_failed(const SwapHooks& hooks, PyObject* tensor, int64_t pack_ind
   });
 }
 
-PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedIdentity& identity, const PackRow row,
-               int64_t pack_index, int64_t nbytes) {
+PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedIdentity& identity, Owned view, uintptr_t address,
+               const PackRow row, int64_t pack_index, int64_t nbytes) {
   StepCopies& copies = *hooks.copies;
   PyObject* begun = nullptr;
   without_exceptions([&] { begun = swap_out(hooks.books, tensor, identity, row.need); });
@@ -90,16 +90,8 @@ PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedIdentity& identity
     return nullptr;
   ++hooks.swapped->tensors;
   hooks.swapped->nbytes += identity.key.nbytes;
-  Owned view(make_view(tensor, storage.get(), static_cast<Py_ssize_t>(pack_index)));
-  return view && end_pack(copies, row, true) ? view.release() : nullptr;
-}
-
-// Returns whether a tensor has so many bytes from its first to its last element.
-bool spans(const dlpack::Tensor& tensor, int64_t nbytes) {
-  const int64_t itemsize = tensor.dtype.bits * tensor.dtype.lanes / 8;
-  int64_t elements = 1;
-  for (int32_t i = 0; i < tensor.ndim; ++i) elements += (tensor.shape[i] - 1) * tensor.strides[i];
-  return elements * itemsize == nbytes;
+  attach_view(view.get(), storage.get(), identity.version, address);
+  return end_pack(copies, row, true) ? view.release() : nullptr;
 }
 
 PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Tensor& described, int64_t pack_index,
@@ -109,7 +101,10 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
   if (row == nullptr || !row->is_swapped) return nullptr;
   if (cursor.clock() != nullptr) cursor.clock()->begin();
   if (is_movable(*hooks.books, tensor, described.device) <= 0) return nullptr;
-  const bool spans_all = spans(described, nbytes);  // before anything can change the tensor's shape
+  const uintptr_t address = reinterpret_cast<uintptr_t>(described.data) + described.byte_offset;
+  // Created now: nothing may fail when the copy has ended, and what follows may change the tensor's shape.
+  Owned view(make_view(tensor, described, static_cast<Py_ssize_t>(pack_index)));
+  if (!view || empty_of(*hooks.books, dtype_of(view.get())) == nullptr) return nullptr;
   SavedIdentity identity;
   identity.owner = std::move(owner);
   PyObject* known = nullptr;
@@ -118,16 +113,16 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
     const Owned storage = shared(known);
     ++hooks.duplicates->tensors;
     hooks.duplicates->nbytes += nbytes;
-    Owned view(make_view(tensor, known, static_cast<Py_ssize_t>(pack_index)));
-    return view && end_pack(*hooks.copies, *row, row->swapped_bytes >= 0) ? view.release() : nullptr;
+    attach_view(view.get(), known, identity.version, address);
+    return end_pack(*hooks.copies, *row, row->swapped_bytes >= 0) ? view.release() : nullptr;
   }
   if (identity.key.nbytes != row->swapped_bytes && !OFFLOAD_BROKEN("a swapped storage has the recorded size"))
     return nullptr;
   if (is_free(hooks, tensor, identity.key.storage) <= 0) return nullptr;
   // If it spans as many bytes as are copied, these begin with its first element.
-  if (spans_all && identity.key.nbytes == nbytes)
-    identity.address = reinterpret_cast<uintptr_t>(described.data) + described.byte_offset;
-  return swap(hooks, tensor, identity, *row, pack_index, nbytes);
+  if (span_of(view.get()) == nbytes && identity.key.nbytes == nbytes) identity.address = address;
+  identity.dtype = dtype_of(view.get());
+  return swap(hooks, tensor, identity, std::move(view), address, *row, pack_index, nbytes);
 }
 
 // -- unpack -----------------------------------------------------------------------------------------------------------

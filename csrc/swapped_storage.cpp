@@ -312,8 +312,9 @@ PyObject* storage_is_swapped_out(PyObject* self, void*) { return PyBool_FromLong
 void free_storage(PyObject* self) {
   SwappedState& state = swapped(self);
   Books& books = *state.books;
-  const auto known = books.live.find(state.key);
-  if (known != books.live.end() && known->second == self) books.live.erase(known);
+  const auto [first, end] = books.live.equal_range(state.key);
+  const auto known = std::find_if(first, end, [self](const auto& entry) { return entry.second == self; });
+  if (known != end) books.live.erase(known);
   if (state.is_counted) books.unswapped->add(-state.key.nbytes);
   if (const CopyOutRef copy_out = std::move(state.copy_out); copy_out != nullptr) {
     copy_out->saved = nullptr;

@@ -24,7 +24,7 @@ struct SwappedState {
   int64_t views = 0;             // number of saved tensors on this storage
   int64_t views_left = 0;        // number of these that backward has not unpacked yet
   bool is_counted = false;       // the bytes are included in `unswapped` and `resident` of the books
-  Owned owner;                   // weak reference; reserves the address of the version counter's owner
+  Owned owner;                   // Python's weak reference to the owner of the version counter
   Owned counter;                 // shares the saved tensors' version counter; null if they can no longer change
   CopyOutRef copy_out;           // null after the copy-out has ended and the source has been released
   // The bytes on the device after the copy-in.

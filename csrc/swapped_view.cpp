@@ -34,6 +34,13 @@ SwappedView* as_view(PyObject* object) { return reinterpret_cast<SwappedView*>(o
 int64_t dimensions(const SwappedView* view) { return Py_SIZE(view) / 2; }
 int64_t* strides(SwappedView* view) { return view->sizes + dimensions(view); }
 
+// Bytes from the first to the last element.
+int64_t span_bytes(SwappedView* view) {
+  int64_t elements = 1;
+  for (int64_t i = 0; i < dimensions(view); ++i) elements += (view->sizes[i] - 1) * strides(view)[i];
+  return elements * view->itemsize;
+}
+
 // -- pack: from a tensor to a view ------------------------------------------------------------------------------------
 
 SwappedView* allocate_view(int64_t dimension_count) {
@@ -65,14 +72,16 @@ PyObject* view_through_python(PyObject* tensor, int64_t begin) {
   return made.release();
 }
 
-// The same without a Python call. Returns null without an error if DLPack cannot describe the tensor.
-PyObject* view_through_dlpack(PyObject* tensor, uintptr_t first_byte) {
-  dlpack::Tensor found{};
-  if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return nullptr;
-  if (dlpack::api->describe(tensor, &found) != 0) {
-    PyErr_Clear();  // a dtype that DLPack does not support
-    return nullptr;
-  }
+bool describes(PyObject* tensor, dlpack::Tensor* found) {
+  if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return false;
+  if (dlpack::api->describe(tensor, found) == 0) return true;
+  PyErr_Clear();  // a dtype that DLPack does not support
+  return false;
+}
+
+// The same without a Python call, but for the offset. Returns null without an error if the elements are not whole
+// bytes.
+PyObject* view_through_dlpack(const dlpack::Tensor& found) {
   if (found.dtype.bits == 0 || found.dtype.bits % 8 != 0) return nullptr;
   Owned made(reinterpret_cast<PyObject*>(allocate_view(found.ndim)));
   if (!made) return nullptr;
@@ -81,16 +90,17 @@ PyObject* view_through_dlpack(PyObject* tensor, uintptr_t first_byte) {
   std::copy_n(found.strides, found.ndim, strides(view));
   view->element = found.dtype;
   view->itemsize = found.dtype.bits * found.dtype.lanes / 8;
-  const uintptr_t data = reinterpret_cast<uintptr_t>(found.data) + found.byte_offset;
-  view->offset = static_cast<int64_t>(data - first_byte) / view->itemsize;
   return made.release();
+}
+
+// Sets the offset of a view whose first element is at `address`.
+void place(SwappedView* view, const SwappedState& state, uintptr_t address) {
+  view->offset = static_cast<int64_t>(address - state.source_address) / view->itemsize;
 }
 
 bool read_flags(SwappedView* view, PyObject* tensor) {
   view->dtype = get(tensors.dtype, tensor);
-  const int64_t version = view->dtype == nullptr ? -1 : to_int(get(tensors.version, tensor));
-  if (version < 0) return false;
-  view->version = version;
+  if (view->dtype == nullptr) return false;
   // Only complex tensors can be conjugated lazily.
   const bool may_be_conj = view->element.bits == 0 || view->element.code == dlpack::kComplex;
   const int conj = may_be_conj ? is_true(PyObject_CallOneArg(tensors.is_conj, tensor)) : 0;
@@ -100,15 +110,13 @@ bool read_flags(SwappedView* view, PyObject* tensor) {
   return neg >= 0;
 }
 
-PyObject* view_of_storage(PyObject* tensor, PyObject* saved) {
+bool read_version(SwappedView* view, PyObject* tensor) {
+  view->version = to_int(get(tensors.version, tensor));
+  return view->version >= 0;
+}
+
+void attach(SwappedView* view, PyObject* saved) {
   SwappedState& state = swapped(saved);
-  Owned made(view_through_dlpack(tensor, state.source_address));
-  if (!made && !PyErr_Occurred()) made = Owned(view_through_python(tensor, state.key.begin));
-  if (!made) return nullptr;
-  SwappedView* const view = as_view(made.get());
-  if (!read_flags(view, tensor)) return nullptr;
-  // Created now, because nothing may fail when the copy has ended.
-  if (empty_of(*state.books, view->dtype) == nullptr) return nullptr;
   if (OFFLOAD_BROKEN("a view keeps its offset")) view->offset = 0;
   if (OFFLOAD_BROKEN("a duplicate keeps its stride") && state.views > 0) {
     int64_t step = 1;
@@ -118,6 +126,22 @@ PyObject* view_of_storage(PyObject* tensor, PyObject* saved) {
   ++state.views_left;
   view->saved = saved;
   Py_INCREF(saved);
+}
+
+PyObject* view_of_storage(PyObject* tensor, PyObject* saved) {
+  const SwappedState& state = swapped(saved);
+  dlpack::Tensor found{};
+  Owned made(describes(tensor, &found) ? view_through_dlpack(found) : nullptr);
+  if (made)
+    place(as_view(made.get()), state, reinterpret_cast<uintptr_t>(found.data) + found.byte_offset);
+  else if (!PyErr_Occurred())
+    made = Owned(view_through_python(tensor, state.key.begin));
+  if (!made) return nullptr;
+  SwappedView* const view = as_view(made.get());
+  if (!read_flags(view, tensor) || !read_version(view, tensor)) return nullptr;
+  // Created now, because nothing may fail when the copy has ended.
+  if (empty_of(*state.books, view->dtype) == nullptr) return nullptr;
+  attach(view, saved);
   return made.release();
 }
 
@@ -132,8 +156,9 @@ PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
   const int64_t begin = first ? PyLong_AsLongLong(first.get()) : -1;
   if (begin < 0) return nullptr;
   Owned made(view_through_python(tensor, begin));
-  if (!made || !read_flags(as_view(made.get()), tensor)) return nullptr;
+  if (!made) return nullptr;
   SwappedView* const view = as_view(made.get());
+  if (!read_flags(view, tensor) || !read_version(view, tensor)) return nullptr;
   const Owned empty(empty_by_record(record.get(), view->dtype));
   view->counter = empty ? PyObject_CallOneArg(tensors.detach, tensor) : nullptr;
   if (view->counter == nullptr) return nullptr;
@@ -226,10 +251,7 @@ PyObject* on_block(SwappedView* view, const std::shared_ptr<HostBlock>& block) {
 }
 
 bool covers_block(SwappedView* view, const HostBlock& block) {
-  if (view->offset != 0 || view->element.bits == 0) return false;
-  int64_t elements = 1;
-  for (int64_t i = 0; i < dimensions(view); ++i) elements += (view->sizes[i] - 1) * strides(view)[i];
-  return static_cast<size_t>(elements * view->itemsize) == block.bytes();
+  return view->offset == 0 && view->element.bits != 0 && static_cast<size_t>(span_bytes(view)) == block.bytes();
 }
 
 // Creates a tensor on the target's storage; the bytes start at `begin`.
@@ -272,9 +294,9 @@ PyObject* restore(SwappedView* view) {
   Owned tensor(is_whole ? on_block(view, target.block) : on_storage(view, target, begin));
   if (tensor && view->is_conj) tensor = Owned(PyObject_CallOneArg(tensors.conjugated, tensor.get()));
   if (tensor && view->is_neg) tensor = Owned(PyObject_CallOneArg(tensors.negated, tensor.get()));
-  if (!tensor || !counter) return tensor.release();
-  // The result shares the original's version counter: if backward writes to it, other nodes that saved the tensor
-  // detect the change.
+  // On memory that other autograd nodes use too, the result shares the original's version counter: if backward writes
+  // to it, they detect the change.
+  if (!tensor || !counter || is_whole) return tensor.release();
   Owned restored(PyObject_CallOneArg(tensors.detach, counter.get()));
   if (!restored || Py_TYPE(tensors.data)->tp_descr_set(tensors.data, restored.get(), tensor.get()) < 0) return nullptr;
   return restored.release();
@@ -330,11 +352,23 @@ bool add_swapped_view_type(PyObject* module) {
   return view_type != nullptr && PyModule_AddFunctions(module, functions) == 0;
 }
 
-PyObject* make_view(PyObject* tensor, PyObject* storage, Py_ssize_t pack_index) {
-  PyObject* const made = view_of_storage(tensor, storage);
-  if (made != nullptr) as_view(made)->index = pack_index;
-  return made;
+PyObject* make_view(PyObject* tensor, const dlpack::Tensor& described, Py_ssize_t pack_index) {
+  Owned made(view_through_dlpack(described));
+  if (!made || !read_flags(as_view(made.get()), tensor)) return nullptr;
+  as_view(made.get())->index = pack_index;
+  return made.release();
 }
+
+void attach_view(PyObject* made, PyObject* storage, int64_t version, uintptr_t address) {
+  SwappedView* const view = as_view(made);
+  view->version = version;
+  place(view, swapped(storage), address);
+  attach(view, storage);
+}
+
+int64_t span_of(PyObject* view) { return span_bytes(as_view(view)); }
+
+PyObject* dtype_of(PyObject* view) { return as_view(view)->dtype; }
 
 PyObject* restore_view(PyObject* view) { return restore(as_view(view)); }
 

@@ -6,6 +6,9 @@
 // Callers hold the GIL; a function that fails sets a Python error.
 #pragma once
 
+#include <cstdint>
+
+#include "dlpack_api.h"
 #include "tensor_interface.h"
 
 namespace offload {
@@ -13,9 +16,15 @@ namespace offload {
 // Creates the type SwappedView and the function view_of(tensor, saved, index). Returns false if there is a Python
 // error.
 bool add_swapped_view_type(PyObject* module);
-// Returns the view of a tensor whose bytes a SwappedStorage has, for the autograd node: a new reference, or null. May
-// throw.
-PyObject* make_view(PyObject* tensor, PyObject* storage, Py_ssize_t pack_index);
+// Creates the view of a tensor, for the autograd node: a new reference, or null. Null without an error: DLPack describes
+// elements that are not whole bytes. `attach_view` says who has its bytes.
+PyObject* make_view(PyObject* tensor, const dlpack::Tensor& described, Py_ssize_t pack_index);
+// Completes a view: `storage`, a SwappedStorage, has its bytes. `address`: of its first element when it was saved.
+void attach_view(PyObject* view, PyObject* storage, int64_t version, uintptr_t address);
+// Returns the bytes from a view's first element to its last one.
+int64_t span_of(PyObject* view);
+// Returns a view's dtype: borrowed.
+PyObject* dtype_of(PyObject* view);
 // Swaps in and returns the tensor as it was saved: a new reference, or null. May throw.
 PyObject* restore_view(PyObject* view);
 // Returns the object that has the bytes: borrowed. Null without an error if `view` is not a SwappedView.

@@ -69,7 +69,6 @@ struct TensorInterface {
   PyObject* conjugated = nullptr;
   PyObject* negated = nullptr;
   PyObject* type_name = nullptr;
-  PyObject* weak_reference = nullptr;  // reserves the tensor's address
   PyObject* set_storage = nullptr;     // takes a tensor, a storage, an offset, a shape and a stride
   // Callables that take other arguments.
   PyObject* storage_nbytes = nullptr;    // takes a storage

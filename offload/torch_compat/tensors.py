@@ -132,7 +132,6 @@ def set_interface(*, dlpack: bool = True) -> bool:
         conjugated=conjugated,
         negated=negated,
         type_name=torch.Tensor.type,
-        weak_reference=weak_reference,
         set_storage=torch.Tensor.set_,
         storage_address=torch.UntypedStorage.data_ptr,
         storage_holders=holders,
