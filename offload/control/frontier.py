@@ -57,7 +57,7 @@ class TriedPlan:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The duration of a step in seconds, as elapsed time and without the time that other programs took.
+    """The durations of a step in seconds: as elapsed time, and without the time that other programs took.
 
     Attributes
     ----------

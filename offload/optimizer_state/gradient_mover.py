@@ -87,7 +87,7 @@ class GradientMover:
         optimizer = self._optimizer()
         if optimizer is not None:
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
-        self._is_open = False  # before the hooks go: an interrupt may leave some of them, which then do nothing
+        self._is_open = False  # before the hooks go: an interrupt may leave some, which hook nothing more
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
