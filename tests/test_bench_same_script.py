@@ -44,7 +44,7 @@ def test_memory_that_varies_and_slowdowns_that_are_not_kept_are_marked(
     results.write_text(json.dumps(content), encoding="utf-8")
     rows = rows_of(results, tmp_path)
     assert {name for name, cells in rows.items() if cells[-1] == "not reached"} == marked
-    assert rows[f"all {len(runs)}"][0] == "equal"
+    assert rows[f"all {len(runs)}"][0] == "bit-equal"
 
 
 @pytest.mark.long

@@ -69,6 +69,9 @@ def test_an_error_of_the_command_keeps_its_frames(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_as_python(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    # A shell's background job ignores SIGINT, and so would its child.
+    script.write_text(
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nsignal.raise_signal(signal.SIGINT)\n"
+    )
     done, plain = run("-m", "offload", "fit", script, "--memory", "1GiB"), run(script)
     assert (done.returncode, frames(done.stderr)) == (plain.returncode, frames(plain.stderr))

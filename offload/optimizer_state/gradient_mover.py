@@ -87,7 +87,8 @@ class GradientMover:
         optimizer = self._optimizer()
         if optimizer is not None:
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
-        self._is_open = False  # before the hooks go: an interrupt may leave some, which hook nothing more
+        # Before the hooks are removed: if an interrupt leaves some in place, they add no further hooks to parameters.
+        self._is_open = False
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
