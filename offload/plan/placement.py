@@ -8,8 +8,8 @@ by id.
 Given the set, few choices remain:
 
 * Releases. The copy-out queue is FIFO. A tensor is released at the first node that starts after its last use in
-  forward and after its copy-out has ended. If a node needs the memory earlier, the head of the queue is released there
-  and compute waits for its copy-out.
+  forward and after its copy-out has ended. If a node needs the memory earlier, tensors that forward no longer
+  uses are released there, in copy-out order, until the node fits, and compute waits for their copy-outs.
 * Prefetches. They are chosen as if copy-ins ran in the order of `first_backward`, the node in which backward first
   uses the tensor. Each is queued as late as possible: at the last node from which it and all later copy-ins still end
   in time. From its prefetch node to `first_backward` it needs memory. If the memory is not free at some of these
@@ -344,8 +344,8 @@ class Step:
 def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
     """For each tensor in turn, reserve memory at consecutive nodes, backwards from the node before its use.
 
-    This ends at a node without room, or when `first` is reached. Returns the first reserved node of each
-    tensor, or the node of its use if none was reserved.
+    This ends at a node without room, or when `first` is reached. Returns the earliest reserved node of
+    each tensor, or the node of its use if none was reserved.
     """
     free_bytes, nodes = free.tolist(), []
     for low, k, needed in zip(first, use, count, strict=True):
