@@ -15,7 +15,7 @@ import torch
 
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationProfile
-from offload.torch_compat.autograd import call_in_backward
+from offload.torch_compat.autograd import backward_caller
 
 log = logging.getLogger("offload")
 
@@ -55,11 +55,11 @@ class StepAllocations:
         On an accelerator backward runs in a thread of autograd's own, where allocations are reported inside a span
         only. A span is begun there now, because backward allocates memory before it unpacks the first tensor.
         """
+        call = None if self._device.type == "cpu" else backward_caller(self._device)  # allocates before the recording
         if not self._profile.start():
             log.info("another profiler is running: the bytes of temporaries stay unknown to the plan")
-        elif self._device.type != "cpu":
-            self.node(0)  # so that the frees of the small backward's tensors are reported
-            call_in_backward(self._device, partial(self.node, 0))
+        elif call is not None:
+            call(partial(self.node, 0))
 
     def node(self, number: int) -> None:
         """Record that a node begins."""

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from offload.torch_compat.dispatch import mode_count
 from offload.torch_compat.overrides import unseen
 
 __all__ = [
+    "backward_caller",
     "call_at_end_of_backward",
-    "call_in_backward",
     "checkpoint_is_innermost",
     "current_node",
     "hooks_forbidden_reason",
@@ -41,23 +42,34 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def call_in_backward(device: torch.device, function: Callable[[], None]) -> None:
-    """Call `function` in the thread in which autograd runs backward passes over tensors on `device`.
+def backward_caller(device: torch.device) -> Callable[[Callable[[], None]], None]:
+    """Return what calls a function in the thread in which autograd runs backward passes over tensors on `device`.
 
-    No mode of the program sees the small backward pass that does this, and it is not compiled.
+    No mode of the program sees the small backward pass that does this, and it is not compiled. Its two tensors are
+    allocated now; the call allocates nothing on the device.
     """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    disabled = compiled_autograd._disable() if compiled_autograd is not None else nullcontext()
-    with disabled, torch._C.DisableTorchFunction():
-        unseen(_call_in_backward, device, function)
+    with torch._C.DisableTorchFunction():
+        leaf, gradient = unseen(_zeros, device), unseen(_zeros, device)
+
+    def call(function: Callable[[], None]) -> None:
+        compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+        disabled = compiled_autograd._disable() if compiled_autograd is not None else nullcontext()
+        with disabled, torch._C.DisableTorchFunction():
+            unseen(_call_in_backward, leaf, gradient, function)
+
+    return call
 
 
-def _call_in_backward(device: torch.device, function: Callable[[], None]) -> None:
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros((), device=device)
+
+
+def _call_in_backward(leaf: Tensor, gradient: Tensor, function: Callable[[], None]) -> None:
     with torch.enable_grad():
-        leaf = torch.zeros((), device=device, requires_grad=True)
-        result = leaf.clone()
+        leaf.requires_grad_()
+        result = leaf.view_as(leaf)
         result.register_hook(lambda _: function())  # type: ignore[no-untyped-call]
-        torch.autograd.grad(result, leaf)
+        torch.autograd.grad(result, leaf, gradient)
 
 
 def innermost_hooks(*, while_tracing: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]] | None:

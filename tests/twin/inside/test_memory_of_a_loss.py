@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import offload
 from offload import handle
 from offload.profiling import allocations, calibration
-from offload.torch_compat.autograd import call_in_backward
+from offload.torch_compat.autograd import backward_caller
 
 STEPS = 6
 CLASSES = 512  # the loss and its gradient are larger than any saved tensor of the model
@@ -64,7 +64,7 @@ def test_a_loss_outside_of_the_model(kind, tmp_path, monkeypatch):
 
 
 GUARDS = {
-    "what backward allocates before it unpacks a tensor": (allocations, "call_in_backward", lambda *_: None),
+    "what backward allocates before it unpacks a tensor": (allocations, "backward_caller", lambda _: lambda _: None),
     "the link is measured within the limit": (
         handle,
         "measure_link",
@@ -116,7 +116,7 @@ def test_the_small_backward_is_called_once_and_seen_by_no_mode(around):
     context, seen = surroundings()[around]
     called, device = [], torch.device("sim")
     with context:
-        call_in_backward(device, lambda: called.append(threading.current_thread()))
+        backward_caller(device)(lambda: called.append(threading.current_thread()))
     assert len(called) == 1
     assert called[0] is not threading.main_thread()
     assert seen == []
