@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 WIDTH, HEIGHT = 1240, 900
 SECONDS_MAX = 60.0  # for any answer
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -40,6 +42,16 @@ KEYS = {"+": 187, "-": 189, "0": 48, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight
 def find_browser() -> str | None:
     """The path of an installed Chromium or Chrome."""
     return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def need_browser() -> str:
+    """As `find_browser`. Skips the test if there is none, and fails it with OFFLOAD_REQUIRE_BROWSER=1."""
+    program = find_browser()
+    if program is None and os.environ.get("OFFLOAD_REQUIRE_BROWSER") == "1":
+        pytest.fail("OFFLOAD_REQUIRE_BROWSER=1, and there is no Chromium", pytrace=False)
+    if program is None:
+        pytest.skip("needs Chromium")
+    return program
 
 
 class Browser:

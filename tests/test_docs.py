@@ -7,14 +7,13 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_browser
+from browser import Browser, need_browser
 from example_pages import plan
 from frameworks import need
 
@@ -175,10 +174,14 @@ def test_search_needs_no_server(site):
 
 @pytest.mark.long
 def test_search_finds_in_pages_that_are_opened_from_a_folder(site):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("needs Chromium")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    command = [
+        need_browser(),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+    ]
     page = (site / "benchmarks" / "networks.html").as_uri() + "?q=checkpoint"
     ran = subprocess.run([*command, page], capture_output=True, text=True, timeout=200, check=True)
     assert re.search(r"[1-9]\d* matching documents", ran.stdout)
@@ -193,9 +196,7 @@ TOO_WIDE = """[...document.querySelectorAll(".md-typeset table:not([class])")]
 
 @pytest.mark.long
 def test_no_table_is_wider_than_its_page(site, tmp_path):
-    program = find_browser()
-    if program is None:
-        pytest.skip("needs Chromium")
+    program = need_browser()
     pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
     assert len(pages) > 20
     with Browser(program, tmp_path) as browser:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, find_browser
+from browser import Browser, need_browser
 from example_pages import MIB, PAGES, plan
 
 from offload.diagnostics.html import plan as plan_page
@@ -32,12 +31,7 @@ MIDDLE = """(name => {
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_browser()
-    if program is None and os.environ.get("OFFLOAD_REQUIRE_BROWSER") == "1":
-        pytest.fail("OFFLOAD_REQUIRE_BROWSER=1, and there is no Chromium", pytrace=False)
-    if program is None:
-        pytest.skip("needs Chromium")
-    with Browser(program, tmp_path_factory.mktemp("browser")) as started:
+    with Browser(need_browser(), tmp_path_factory.mktemp("browser")) as started:
         yield started
 
 
