@@ -98,7 +98,7 @@ class GradientCounts(_MovedCounts):
     steps : int
         Steps of the optimizer.
     tensors, nbytes : int
-        Gradients that were away when the latest step began, and their bytes.
+        Gradients that left memory before the latest step, and their bytes.
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
     held : int
@@ -116,7 +116,7 @@ class GradientCounts(_MovedCounts):
     def __str__(self) -> str:
         if self.stays:
             return f"{self.optimizer}: gradients stay in memory: {self.stays}"
-        return self._with_bytes_per_step(f"gradients, {format_bytes(self.nbytes)}, in the store before the step")
+        return self._with_bytes_per_step(f"gradients, {format_bytes(self.nbytes)}, left memory before the step")
 
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""

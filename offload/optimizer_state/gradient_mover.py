@@ -61,6 +61,7 @@ class GradientMover:
         self._min_nbytes = min_nbytes
         self._pid = os.getpid()
         self._complete: list[weakref.ref[Tensor]] = []  # parameters with complete gradients that autograd may hold
+        self._read_early: list[weakref.ref[Tensor]] = []  # whose gradients were read before their copy-out ended
         self._gradients = CompleteGradients(self, GradientMover.complete)
         self._hooks: list[RemovableHandle] = []
         self._is_open = True
@@ -94,6 +95,7 @@ class GradientMover:
         self._hooks.clear()
         self._gradients.remove()
         self._complete.clear()
+        self._read_early.clear()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -113,24 +115,28 @@ class GradientMover:
 
     def leave(self) -> None:
         """Move out every registered gradient that can leave memory."""
-        complete, self._complete = self._complete, []
-        for reference in complete:
+        registered = self._read_early + self._complete
+        self._read_early, self._complete = [], []
+        for reference in registered:
             param = reference()
-            if param is not None and not _why_all_stay():
-                self._leave(param)
+            if param is not None and not _why_all_stay() and not self._leave(param):
+                self._read_early.append(reference)
 
-    def _leave(self, param: Tensor) -> None:
+    def _leave(self, param: Tensor) -> bool:
+        """Move a gradient out if that is possible. Returns False if a copy-out may still use its memory."""
         # If a gradient was read back before its copy-out ended, the engine still holds the same memory. This drops the
         # references of ended copies, before `holds_alone` counts them.
         self._mover.engine.collect()
         record = record_of(param) or self._new_record(param)
         if record is None or record.tensor is None:
-            return
+            return True
         if not holds_alone(record.tensor):  # changes through the other tensor would be lost
-            self.counts.held += not self._mover.engine.in_flight_bytes  # a copy-out may be the other holder
-            return
+            is_other_code = not self._mover.engine.in_flight_bytes
+            self.counts.held += is_other_code
+            return is_other_code
         record.leave()
         self._mover.limit_writing()
+        return True
 
     def _new_record(self, param: Tensor) -> StoredGradient | None:
         """Replace `param.grad` by an `AwayGradient` if it can leave. Its bytes stay until `record.leave()`."""
@@ -151,7 +157,7 @@ class GradientMover:
 
     def _count(self, optimizer: Optimizer) -> None:
         self.leave()
-        sizes = [gradients_in_step.nbytes_of(each) for group in optimizer.param_groups for each in group["params"]]
+        sizes = [gradients_in_step.nbytes_moved(each) for group in optimizer.param_groups for each in group["params"]]
         self.counts.steps += 1
         self.counts.tensors, self.counts.nbytes = sum(map(bool, sizes)), sum(sizes)
 

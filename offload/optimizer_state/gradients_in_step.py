@@ -16,7 +16,7 @@ from offload.optimizer_state.chunks import ChunkedStep
 from offload.torch_compat.optimizers import holds_alone
 from offload.torch_compat.tensors import version_of
 
-__all__ = ["abandon", "begin", "bring_back", "lent", "nbytes_of"]
+__all__ = ["abandon", "begin", "bring_back", "lent", "nbytes_moved", "nbytes_of"]
 
 
 class Lent(NamedTuple):
@@ -32,6 +32,16 @@ def nbytes_of(param: Tensor) -> int:
     """Return the bytes of a gradient that is away; 0 for a gradient in memory."""
     record = record_of(param)
     return record.nbytes if record is not None and record.is_away else 0
+
+
+def nbytes_moved(param: Tensor) -> int:
+    """Return the bytes of a gradient that has left memory; 0 for one that has not.
+
+    It may be in memory again: a backward pass that accumulates reads it, and a copy-out that has not ended may delay
+    its next one.
+    """
+    record = record_of(param)
+    return record.nbytes if record is not None and record.has_left else 0
 
 
 def begin(param: Tensor) -> None:

@@ -63,12 +63,15 @@ class StoredGradient:
     ----------
     tensor
         The gradient in memory; None while it is away.
+    has_left
+        Whether a copy-out of it has begun since it was computed.
     """
 
     def __init__(self, tensor: Tensor, place: GradientPlace) -> None:
         self.tensor: Tensor | None = tensor
         self.place = place
         self.nbytes = tensor.nbytes
+        self.has_left = False
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._stored: _core.SwappedStorage | None = None
@@ -97,6 +100,7 @@ class StoredGradient:
             place.counts.failure = str(error)
             return
         stored.add_view()
+        self.has_left = True
         self._stored = stored  # before the memory goes: an interrupt between the two loses nothing
         self.tensor = None
         place.counts.out_bytes += self.nbytes
