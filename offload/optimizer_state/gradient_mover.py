@@ -115,9 +115,9 @@ class GradientMover:
 
     def leave(self) -> None:
         """Move out every registered gradient that can leave memory."""
-        registered = self._read_early + self._complete
+        read_early, complete = self._read_early, self._complete
         self._read_early, self._complete = [], []
-        for reference in registered:
+        for reference in list(filter(_was_left_alone, read_early)) + complete:
             param = reference()
             if param is not None and not _why_all_stay() and not self._leave(param):
                 self._read_early.append(reference)
@@ -131,9 +131,7 @@ class GradientMover:
         if record is None or record.tensor is None:
             return True
         if not holds_alone(record.tensor):  # changes through the other tensor would be lost
-            is_other_code = not self._mover.engine.in_flight_bytes
-            self.counts.held += is_other_code
-            return is_other_code
+            return self._is_held_by_others()
         record.leave()
         self._mover.limit_writing()
         return True
@@ -143,11 +141,17 @@ class GradientMover:
         if param.grad is None or not is_movable(param.grad, self._mover.engine.device, self._min_nbytes):
             return None
         if sys.getrefcount(param.grad) > _HELD_ONCE or not holds_alone(param.grad):
-            self.counts.held += 1
+            self._is_held_by_others()
             return None
         record = StoredGradient(param.grad, self._place)
         param.grad = AwayGradient(param.grad, param, record)
         return record
+
+    def _is_held_by_others(self) -> bool:
+        """Whether other code, and not only a copy-out, holds a gradient that is not held alone. Counts it then."""
+        is_held = not self._mover.engine.in_flight_bytes
+        self.counts.held += is_held
+        return is_held
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -170,6 +174,12 @@ class GradientMover:
         place.expected, place.asked = place.asked, set()
         if self._is_open:
             self._gradients.watch(optimizer)
+
+
+def _was_left_alone(reference: weakref.ref[Tensor]) -> bool:
+    """Return False for a gradient that the program has brought into memory for good: it may have its address."""
+    param = reference()
+    return param is not None and record_of(param) is not None
 
 
 def _why_all_stay() -> str:

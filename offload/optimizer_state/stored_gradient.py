@@ -153,10 +153,13 @@ class StoredGradient:
         self._norms.clear()
 
     def scale(self, multiply: Callable[..., Any], factor: object) -> bool:
-        """Multiply the gradient in place when it comes back. Returns False if that has to be done now."""
-        if self._stored is None or len(self._scales) == _SCALES_MAX:
+        """Multiply the gradient in place, now or when it comes back. Returns False if it has to come back for this."""
+        if self._stored is not None and len(self._scales) == _SCALES_MAX:
             return False
-        self._scales.append((multiply, factor))
+        if self._stored is None:
+            multiply(self.tensor, factor)
+        else:
+            self._scales.append((multiply, factor))
         return True
 
     def norm(self, order: float, param: Tensor | None) -> Tensor:

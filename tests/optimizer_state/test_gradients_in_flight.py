@@ -5,25 +5,43 @@ import torch
 from torch import nn
 
 import offload
-from offload.optimizer_state import gradients_in_step
+from offload.optimizer_state import gradient_mover, gradients_in_step
 from offload.optimizer_state.gradient_mover import GradientMover
+from offload.runtime.engine import Engine
 
 NBYTES = 4 << 20  # of the only gradient
 
 
+class SlowDisk:
+    """The first copy-out seems not to have ended until `end` is called."""
+
+    def __init__(self, monkeypatch):
+        self.is_writing = False
+        alone, in_flight = gradient_mover.holds_alone, Engine.in_flight_bytes.__get__
+        monkeypatch.setattr(gradient_mover, "holds_alone", lambda tensor: not self.is_writing and alone(tensor))
+        monkeypatch.setattr(
+            Engine, "in_flight_bytes", property(lambda engine: NBYTES if self.is_writing else in_flight(engine))
+        )
+
+    def end(self):
+        self.is_writing = False
+
+
 @pytest.fixture
 def accumulated(tmp_path, monkeypatch):
-    """Model, handle and optimizer after two backward passes, the second during the copy-out of the first."""
-    monkeypatch.setenv("OFFLOAD_THROTTLE", "20MB/s")  # 0.2 s for the gradient; a backward pass takes less
+    """Model, handle, optimizer and disk after two backward passes, the second during the copy-out of the first."""
     torch.manual_seed(0)
+    disk = SlowDisk(monkeypatch)
     model = nn.Linear(1024, 1024, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     with offload.enable(
         model, n_tensors=0, optimizer=optimizer, optimizer_state=True, gradients=True, spill_dir=tmp_path
     ) as handle:
-        for _ in range(2):
-            model(torch.ones(1, 1024)).sum().backward()
-        yield model, handle, optimizer
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.state.engine.drain()
+        disk.is_writing = True
+        model(torch.ones(1, 1024)).sum().backward()
+        yield model, handle, optimizer, disk
 
 
 def moved(handle):
@@ -31,9 +49,9 @@ def moved(handle):
 
 
 def test_it_leaves_in_the_next_backward_pass(accumulated):
-    model, handle, optimizer = accumulated
+    model, handle, optimizer, disk = accumulated
     assert moved(handle).out_bytes == NBYTES  # the second copy-out has to wait for the first
-    optimizer.state.engine.drain()
+    disk.end()
     model(torch.ones(1, 1024)).sum().backward()
     assert moved(handle).out_bytes == 2 * NBYTES
     optimizer.step()
@@ -43,18 +61,45 @@ def test_it_leaves_in_the_next_backward_pass(accumulated):
 
 
 def test_it_leaves_before_the_next_step(accumulated):
-    _, handle, optimizer = accumulated
-    optimizer.state.engine.drain()
+    _, handle, optimizer, disk = accumulated
+    disk.end()
     optimizer.step()
     assert moved(handle).out_bytes == 2 * NBYTES
 
 
 def test_it_is_counted_while_its_copy_out_delays_the_next(accumulated):
-    model, handle, optimizer = accumulated
+    model, handle, optimizer, _ = accumulated
     optimizer.step()
     assert (moved(handle).tensors, moved(handle).nbytes) == (1, NBYTES)
     assert torch.equal(model.weight.grad, torch.full((1024, 1024), 2.0))
     assert moved(handle).held == 0
+
+
+def test_clipping_leaves_it_a_gradient_that_leaves(accumulated):
+    model, handle, optimizer, _ = accumulated
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    expected = nn.Parameter(torch.zeros(1024, 1024))
+    expected.grad = torch.full((1024, 1024), 2.0)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_([expected], 1.0))
+    assert torch.equal(model.weight.grad, expected.grad)
+    optimizer.step()
+    assert (moved(handle).tensors, moved(handle).brought, moved(handle).held) == (1, 0, 0)
+
+
+def test_it_stays_once_the_program_has_its_address(accumulated):
+    model, handle, optimizer, disk = accumulated
+    address = model.weight.grad.data_ptr()
+    disk.end()
+    optimizer.step()
+    assert model.weight.grad.data_ptr() == address
+    assert moved(handle).out_bytes == NBYTES
+
+
+def test_one_whose_address_is_known_leaves_without_the_guard(accumulated, monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(gradient_mover, "_was_left_alone", lambda reference: True)
+    with pytest.raises(AssertionError):
+        test_it_stays_once_the_program_has_its_address(accumulated)
 
 
 def test_without_another_try_it_stays(request, monkeypatch):
