@@ -131,7 +131,9 @@ class GradientMover:
         if record is None or record.tensor is None:
             return True
         if not holds_alone(record.tensor):  # changes through the other tensor would be lost
-            return self._is_held_by_others()
+            is_held_by_others = not self._mover.engine.in_flight_bytes
+            self.counts.held += is_held_by_others
+            return is_held_by_others
         record.leave()
         self._mover.limit_writing()
         return True
@@ -141,17 +143,11 @@ class GradientMover:
         if param.grad is None or not is_movable(param.grad, self._mover.engine.device, self._min_nbytes):
             return None
         if sys.getrefcount(param.grad) > _HELD_ONCE or not holds_alone(param.grad):
-            self._is_held_by_others()
+            self.counts.held += 1
             return None
         record = StoredGradient(param.grad, self._place)
         param.grad = AwayGradient(param.grad, param, record)
         return record
-
-    def _is_held_by_others(self) -> bool:
-        """Whether other code, and not only a copy-out, holds a gradient that is not held alone. Counts it then."""
-        is_held = not self._mover.engine.in_flight_bytes
-        self.counts.held += is_held
-        return is_held
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
