@@ -57,6 +57,7 @@ def a_wrapper_within_the_hooks(on):
 
     Clipped.step = clips
     model = make_model()
+    AdamW(model.parameters())  # the first optimizer of its class wraps `AdamW.step`
     optimizer = Clipped(model.parameters())
     on(model, optimizer)
     train(model, optimizer, 3)
