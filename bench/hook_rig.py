@@ -132,8 +132,8 @@ class HookRig:
     measured : bool
         Whether every step is timed and weighed, as with a plan on the CPU; by default none is.
     planned : bool
-        Whether a plan decides, as by default, with every step timed; "kept" is then kept by a plan without swaps, whose
-        hooks a memory limit keeps on.
+        Whether a plan decides, as by default; "kept" is then kept by a plan without swaps, whose hooks a memory limit
+        keeps on.
     """
 
     def __init__(
@@ -197,8 +197,16 @@ class HookRig:
         return Cost(forward.seconds / self.count, (backward.seconds - paused) / self.count, processor / self.count)
 
     def steps(self) -> dict[str, Callable[[], Cost]]:
-        """Every contestant's step, for `contest.alternate`."""
-        return {name: partial(self.step, name) for name in CONTESTANTS}
+        """Every contestant's step, for `contest.alternate`.
+
+        Each is the second of two, so that caches hold what this contestant left there. After another contestant's step,
+        a step without hooks takes 3 µs more per tensor.
+        """
+        return {name: partial(self._second_step, name) for name in CONTESTANTS}
+
+    def _second_step(self, contestant: str) -> Cost:
+        self.step(contestant)
+        return self.step(contestant)
 
     def close(self) -> None:
         """Disable the engine and let the tensors go."""

@@ -111,6 +111,12 @@ def least_and_peak(network: Family, size: dict[str, int]) -> tuple[int, int]:
     return least_feasible_limit(trace), max(unswapped_bytes(trace))
 
 
+def limit_and_peak(network: Family, size: dict[str, int]) -> tuple[int, int]:
+    """The memory limit of a row and the peak without swaps, in bytes."""
+    least, peak = least_and_peak(network, size)
+    return int(least + ROOM * (peak - least)), peak
+
+
 def min_bytes(size: dict[str, int]) -> str:
     """The smallest tensors that move."""
     tiny = [network.tiny for network in (*NETWORKS.values(), *OTHERS.values())]
@@ -121,8 +127,7 @@ def measure(name: str, link: str, size_name: str, settle: int, measured: int) ->
     """One row."""
     network = NETWORKS[name]
     size = getattr(network, size_name)
-    least, peak = least_and_peak(network, size)
-    limit = int(least + ROOM * (peak - least))
+    limit, peak = limit_and_peak(network, size)
     plain, alone, joint = (Contestant(network, size) for _ in range(3))
     asked = {"memory_limit": limit, "min_tensor_bytes": min_bytes(size)}
     handles = offload.enable(alone.model, **asked, recompute=False), offload.enable(joint.model, **asked)

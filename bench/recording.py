@@ -25,7 +25,7 @@ from typing import Any
 import machine
 import torch
 from models import OTHERS
-from recomputation import NETWORKS, Contestant, limit_of, min_bytes
+from recomputation import NETWORKS, Contestant, limit_and_peak, min_bytes
 from result_file import write_json
 
 import offload
@@ -152,12 +152,13 @@ def counting_seconds(contestant: Contestant) -> float:
     return median(found)
 
 
-def measure(name: str, settle: int, measured: int) -> dict[str, Any]:
+def measure(name: str, size_name: str, settle: int, measured: int) -> dict[str, Any]:
     """One row."""
-    size = NETWORKS[name].quick
-    limit, _ = limit_of(name, size)
-    each, counting = mode_seconds(), counting_seconds(Contestant(name, size))
-    contestant = Contestant(name, size)
+    network = NETWORKS[name]
+    size = getattr(network, size_name)
+    limit, _ = limit_and_peak(network, size)
+    each, counting = mode_seconds(), counting_seconds(Contestant(network, size))
+    contestant = Contestant(network, size)
     tally = Tally()
     watch(tally)
     handle = offload.enable(contestant.model, memory_limit=limit, min_tensor_bytes=min_bytes(size))
@@ -210,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to keep the rows")
     parser.add_argument("--network", choices=NAMES, action="append", help="only this one (repeatable)")
+    parser.add_argument("--size", choices=("tiny", "quick", "full"), default="quick")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--settle", type=int, default=SETTLE_STEPS, help="steps before those that are measured")
     parser.add_argument("--measured", type=int, default=MEASURED_STEPS, help="steps that are measured")
@@ -217,11 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     if args.worker is not None:
-        print(json.dumps(measure(args.worker, args.settle, args.measured)))
+        print(json.dumps(measure(args.worker, args.size, args.settle, args.measured)))
         return 0
     rows = []
     for name in args.network or NAMES:
-        passed_on = [f"--{key}={getattr(args, key)}" for key in ("threads", "settle", "measured")]
+        passed_on = [f"--{key}={getattr(args, key)}" for key in ("threads", "size", "settle", "measured")]
         command = [sys.executable, __file__, *passed_on, "--worker", name]
         environment = {**os.environ, **allocator.preload_environment(), "OFFLOAD_THROTTLE": LINK}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
