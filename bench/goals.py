@@ -127,7 +127,8 @@ def hooked_step(bench: Bench) -> Finding:
     words = (
         f"by plan {ratios['offload']:.3f} × plain, every step timed {ratios['timed']:.3f} ×, by hand "
         f"{ratios['by hand']:.3f} × (hooks that do nothing: {ratios['empty hooks']:.3f} ×, the least that is correct, "
-        f"in Python: {ratios['detaching hooks']:.3f} ×, plain again: {ratios['plain again']:.3f} ×), {1e3 * seconds['plain']:.0f} ms and {steps.tensors} saved tensors"
+        f"in Python: {ratios['detaching hooks']:.3f} ×, plain again: "
+        f"{ratios['plain again']:.3f} ×), {1e3 * seconds['plain']:.0f} ms and {steps.tensors} saved tensors"
     )
     figures = {"seconds": seconds, "ratios": ratios, "quartiles": steps.quartiles, "tensors": steps.tensors}
     most = max(ratios[name] for name in ("offload", "timed", "by hand"))
