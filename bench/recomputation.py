@@ -23,8 +23,8 @@ from typing import Any
 import machine
 import torch
 from models import CLASSES, FAMILIES, OTHERS, Family, images, loss_of
+from recomputation_tables import keeps_goal
 from result_file import write_json
-from result_tables import keeps_goal
 from torch import Tensor, nn
 
 import offload

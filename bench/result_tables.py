@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from control_tables import same_script_table, settling_tables
+from recomputation_tables import coverage_table, recomputation_table
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
 from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table
 
 from offload.units import format_bytes, format_seconds
 
 SHARE_EVEN = 0.97  # of a yardstick: less is marked as the yardstick's
-HIDDEN_SLOWDOWN = 0.03  # less is noise
 NOISE = 0.01  # of a ratio of step times
 SHARE_FRONTIER = 1 / 0.9  # of the least growth: more is far from the frontier
 GROUPS = {
@@ -100,6 +100,8 @@ def read(path: Path) -> list[Table]:
         return list(settling_tables(content))
     if content.get("format") == "offload-recomputation/1":
         return [recomputation_table(content)]
+    if content.get("format") == "offload-coverage/1":
+        return [coverage_table(content)]
     if content.get("format") == "offload-simulated/1":
         from simulated_tables import simulated_tables  # which is made of what is defined here
 
@@ -316,57 +318,6 @@ def least_kept(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The point of least memory that is within `max_slowdown`; None if there is none."""
     kept = [each for each in row["points"].values() if is_kept(each, row)]
     return min(kept, key=lambda each: float(each["growth"]), default=None)
-
-
-def recomputation_table(content: Mapping[str, Any]) -> Table:
-    """Steps within one limit, by swapping alone and with recomputation, over links of several speeds."""
-    columns = [
-        "network, link",
-        GRADIENTS,
-        "plain step",
-        "swapping alone",
-        "with recomputation",
-        "spread",
-        "predicted",
-        "swapped",
-        "recomputed",
-        "peak predicted",
-        "",
-    ]
-    rows = []
-    for row in content["rows"]:
-        name = f"{row['network']}, {row['link'] or 'not throttled'}"
-        mark = "" if keeps_goal(row) else NOT_REACHED
-        seconds = row["seconds"]
-        plain = seconds["plain"]["median"]
-        cells = [
-            EQUAL if row["bits_equal"] else UNEQUAL,
-            format_seconds(plain),
-            f"{1 + row['slowdown_swap']:.2f} ×",
-            f"{1 + row['slowdown_joint']:.2f} ×",
-            f"{seconds['joint']['low'] / plain:.2f}–{seconds['joint']['high'] / plain:.2f}",
-            f"{row['predicted_seconds'] / plain:.2f} ×",
-            format_bytes(row["swapped_bytes"]),
-            f"{format_bytes(row['recomputed_bytes'])} in {format_seconds(row['recompute_seconds'])}",
-            f"{row['predicted_peak_bytes'] / row['unswapped_peak_bytes']:.2f} × "
-            f"{format_bytes(row['unswapped_peak_bytes'])}",
-            mark,
-        ]
-        rows.append(Row(f"recomputation / {name}", [name, *cells], mark))
-    note = (
-        "The limit is a tenth of the way from the lowest feasible limit to the peak without swaps. Step times are "
-        "relative to plain steps, which alternate with the others. The link is throttled by `OFFLOAD_THROTTLE`. The "
-        "target: with a throttled link, recomputation leaves at most a third of the slowdown of swapping alone; "
-        f"otherwise at most as much. A slowdown of less than {HIDDEN_SLOWDOWN:.0%} always counts as reached."
-    )
-    title = "Recomputation beside swapping alone"
-    return Table(title, columns, rows, content["machine"], note=note, page="recomputation")
-
-
-def keeps_goal(row: Mapping[str, Any]) -> bool:
-    """Whether recomputation takes at most a third of the slowdown of swapping alone; not throttled: at most as much."""
-    allowed = row["slowdown_swap"] / 3 if row["link"] else row["slowdown_swap"]
-    return bool(row["slowdown_joint"] <= max(allowed, HIDDEN_SLOWDOWN))
 
 
 def reach_table(content: Mapping[str, Any]) -> Table:

@@ -5,12 +5,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import plant as machines
 import pytest
 
+from offload.control import frontier as frontiers
 from offload.control import promise, wanted_plan
-from offload.control.frontier import _slope
+from offload.control.frontier import Frontier, StepCost, _slope
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase
 from offload.plan import Link, fastest_plan, least_memory_plan
@@ -285,3 +287,40 @@ def test_memory_limit_stays_hard():
     with pytest.warns(UserWarning, match="memory_limit needs"):
         planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
     assert all(each.peak_bytes <= limit for each in (planned.plan, *plant.plans.values()))
+
+
+def recomputing_plan(step_seconds):
+    """A plan that recomputes its only tensor, of 1 MiB, in 0.1 s and is predicted to take `step_seconds`."""
+    tensor = SimpleNamespace(id=0, bytes=1 << 20)
+    return SimpleNamespace(
+        trace=SimpleNamespace(tensors=(tensor,)),
+        recomputes=(SimpleNamespace(id=0),),
+        swaps=(),
+        link=Link(1e9, 1e9, 0.0),
+        compute_seconds=1.0,
+        step_seconds=step_seconds,
+    )
+
+
+def learned_costs():
+    """Seconds that a recomputed byte costs, learned from each of two plans whose steps take 0.1 s more for recording."""
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([((1.0,), StepCost(1.0, 1.0, 1.0, 1.0))] * LIMITS.measurements)
+    steps = [StepCost(1.2, 1.0, 1.2, 1.0)] * LIMITS.measurements
+    costs = []
+    for predicted in (1.1, 1.2):  # the second plan was made with the cost that the first one has shown
+        frontier.judge(recomputing_plan(predicted), steps)
+        frontier.learn(Link(1e9, 1e9, 0.0))
+        costs.append(frontier.recompute_byte_seconds * (1 << 20))
+    return costs
+
+
+def test_a_cost_that_a_plan_assumed_is_learned_again():
+    assert learned_costs() == pytest.approx([0.1, 0.1])
+
+
+def test_it_shrinks_with_each_plan_if_it_counts_as_explained(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(frontiers, "_recomputed_bytes", lambda plan: 0)
+    first, second = learned_costs()
+    assert second < 0.6 * first

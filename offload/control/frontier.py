@@ -3,10 +3,10 @@
 `Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`). The durations
-of its nodes show how long the step takes without swapping, on this machine and at this time. If the plan's steps
-take longer than that plus the recomputation, waits and hooks that the plan predicts, the rest is taken as the time by
-which the computation is slowed by copies and, if the plan recomputes, by recording operators.
-`learn` derives a cost per moved byte from it, which the next plan uses.
+of its nodes show how long the step takes without swapping, on this machine and at this time. From the time of the
+plan's steps, `judge` subtracts this duration, and the recomputation, waits and hooks that the plan predicts. The
+remainder is taken as the time by which copies and, if the plan recomputes, the recording of operators slowed the
+computation. `learn` derives a cost per moved byte from it, which the next plan uses.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TriedPlan:
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
-        that the plan predicts. It is taken as the time by which copies and the recording of operators
-        slowed the computation.
+        that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
+        computation. What the plan assumed of it (`recompute_byte_seconds`) is not subtracted.
     """
 
     plan: Plan
@@ -209,7 +209,7 @@ class Frontier:
         Parameters
         ----------
         plan_steps
-            Number of steps of the present plan so far.
+            Number of steps that have followed the present plan, without its reference steps.
         """
         is_known = self.begun > 0 and self.compute_seconds is not None
         return not is_known and self.begun < plan_steps
@@ -275,6 +275,7 @@ class Frontier:
             return None
         taken = median(seconds)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
+        explained -= self.recompute_byte_seconds * _recomputed_bytes(plan)
         self.tried = [each for each in self.tried if each.plan is not plan]
         self.tried.append(TriedPlan(plan, taken / compute - 1, taken - compute - explained))
         return self.tried[-1].slowdown
@@ -322,6 +323,11 @@ class Frontier:
         """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
+
+
+def _recomputed_bytes(plan: Plan) -> int:
+    size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
+    return sum(size[row.id] for row in plan.recomputes)
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float | None:
