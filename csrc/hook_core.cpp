@@ -126,9 +126,10 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
-// Returns the bytes of a strided tensor, read with one call instead of three (layout, is_nested, nbytes). −1: DLPack
-// cannot describe the tensor, or its elements are not whole bytes; it may be strided nevertheless, so the caller uses
-// is_plain. `found` (output): the description; its data pointer is null if DLPack cannot describe the tensor.
+// Returns the size in bytes of a strided tensor, found with one DLPack call instead of three attributes (layout,
+// is_nested, nbytes). −1: torch has no such call, DLPack cannot describe the tensor, or its elements are not whole
+// bytes; the tensor may still be strided, so the caller then asks is_plain. `found` (output): the description; its data
+// pointer is null if DLPack cannot describe the tensor.
 int64_t described_bytes(PyObject* tensor, dlpack::Tensor* found) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
   if (dlpack::api->describe(tensor, found) != 0) {

@@ -28,12 +28,14 @@ SAVED = 32 * 64 * 4  # bytes of each saved tensor
 
 @pytest.mark.timeout(120)
 def test_what_is_counted():
-    """The input has no recipe; gelu and tanh are light; the first linear layer's result needs a matrix product."""
+    """Gelu's result is light, and tanh's needs a matrix product. The others have none: no operator makes the input, and
+    the first layer's result would keep it.
+    """
     run = subprocess.run([sys.executable, "-c", COUNT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == {
         "saved_bytes": 4 * SAVED,
         "light_bytes": {"aten.gelu.default": SAVED},
-        "heavy_bytes": {"aten.addmm.default": SAVED, "aten.tanh.default": SAVED},
+        "heavy_bytes": {"aten.tanh.default": SAVED},
     }
 
 

@@ -303,7 +303,7 @@ def recomputing_plan(step_seconds):
 
 
 def learned_costs():
-    """Seconds that a recomputed byte costs, learned from each of two plans whose steps take 0.1 s more for recording."""
+    """Seconds that recomputing the tensor costs, learned from each of two plans whose steps record for 0.1 s."""
     frontier = Frontier(LIMITS)
     frontier.references.extend([((1.0,), StepCost(1.0, 1.0, 1.0, 1.0))] * LIMITS.measurements)
     steps = [StepCost(1.2, 1.0, 1.2, 1.0)] * LIMITS.measurements

@@ -61,7 +61,7 @@ class GradientMover:
         self._min_nbytes = min_nbytes
         self._pid = os.getpid()
         self._complete: list[weakref.ref[Tensor]] = []  # parameters with complete gradients that autograd may hold
-        self._read_early: list[weakref.ref[Tensor]] = []  # whose gradients were read before their copy-out ended
+        self._delayed: list[weakref.ref[Tensor]] = []  # their gradients stayed: a copy-out may still use their memory
         self._gradients = CompleteGradients(self, GradientMover.complete)
         self._hooks: list[RemovableHandle] = []
         self._is_open = True
@@ -95,7 +95,7 @@ class GradientMover:
         self._hooks.clear()
         self._gradients.remove()
         self._complete.clear()
-        self._read_early.clear()
+        self._delayed.clear()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -115,12 +115,12 @@ class GradientMover:
 
     def leave(self) -> None:
         """Move out every registered gradient that can leave memory."""
-        read_early, complete = self._read_early, self._complete
-        self._read_early, self._complete = [], []
-        for reference in list(filter(_was_left_alone, read_early)) + complete:
+        delayed, complete = self._delayed, self._complete
+        self._delayed, self._complete = [], []
+        for reference in list(filter(_was_left_alone, delayed)) + complete:
             param = reference()
             if param is not None and not _why_all_stay() and not self._leave(param):
-                self._read_early.append(reference)
+                self._delayed.append(reference)
 
     def _leave(self, param: Tensor) -> bool:
         """Move a gradient out if that is possible. Returns False if a copy-out may still use its memory."""
@@ -173,7 +173,11 @@ class GradientMover:
 
 
 def _was_left_alone(reference: weakref.ref[Tensor]) -> bool:
-    """Return False for a gradient that the program has brought into memory for good: it may have its address."""
+    """Return whether a parameter's `grad` is still an `AwayGradient`.
+
+    It is not if the program has brought the gradient into memory for good. The program may then know the gradient's
+    address, so the gradient must not leave again.
+    """
     param = reference()
     return param is not None and record_of(param) is not None
 

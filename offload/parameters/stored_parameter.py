@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoredParameter"]
 
-# Spill priority: blocks with a larger one go to disk sooner. It exceeds that of saved tensors, because only few
+# Spill priority: blocks with a larger priority go to disk sooner. It exceeds that of saved tensors, because only few
 # parameters are needed at a time.
 SPILL_FIRST = 1 << 39
 
@@ -274,7 +274,8 @@ class StoredParameter:
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
         """Return whether the store has the parameter's present bytes.
 
-        They are compared, unless an optimizer or the program has probably changed them, or the store has none.
+        False without a comparison if the store has none, if an optimizer may have updated the parameter, if it requires
+        gradients and its version has changed, or if it has another dtype, shape or strides.
         """
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:

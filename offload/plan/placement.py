@@ -2,8 +2,8 @@
 
 The search chooses the set, this module chooses the nodes, and `simulate` times the resulting plan.
 
-A tensor's index is its position in the copy-out queue: tensors are sorted by the node that saves them (`packed`), then
-by id.
+A tensor's index is its position among all tensors of the trace, sorted by the node that saves them (`packed`), then by
+id. Those that are swapped are copied out in this order.
 
 Given the set, few choices remain:
 
@@ -11,10 +11,10 @@ Given the set, few choices remain:
   forward and after its copy-out has ended. If a node needs the memory earlier, tensors that forward no longer
   uses are released there, in copy-out order, until the node fits, and compute waits for their copy-outs.
 * Prefetches. They are chosen as if copy-ins ran in the order of `first_backward`, the node in which backward first
-  uses the tensor. Each is queued as late as possible: at the last node from which it and all later copy-ins still end
-  in time. From its prefetch node to `first_backward` it needs memory. If the memory is not free at some of these
-  nodes, the prefetch is moved to the first later node from which it is free until `first_backward`; then a tensor
-  that is used later may be copied in before it.
+  uses the tensor. A copy-in is queued as late as possible: at the last node from which this copy-in and all later
+  ones still end in time. The tensor needs memory from its prefetch node up to `first_backward`. If some of these
+  nodes have no room, the prefetch is moved to the first later node from which every node up to `first_backward` has
+  room. A tensor that backward uses later may then be copied in before this one.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 
@@ -128,7 +128,8 @@ class Step:
         seconds : list of float
             The time of each node.
         more_bytes : sequence of int
-            Per node, the bytes to add to this step's `unswapped_bytes`; negative where a dropped tensor is freed.
+            Per node, the bytes to add to this step's `unswapped_bytes`: less for tensors that are recomputed and not in
+            memory at this node, more for workspaces of recomputation and for its inputs that are kept longer.
         first_uses : mapping of int to int
             The new `first_backward` of each tensor whose first use changes, by its index in this step.
         """
