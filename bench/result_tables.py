@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from control_tables import same_script_table, settling_tables
-from recomputation_tables import coverage_table, recomputation_table
+from recomputation_tables import coverage_table, recomputation_table, recording_table
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
 from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table
 
@@ -102,6 +102,8 @@ def read(path: Path) -> list[Table]:
         return [recomputation_table(content)]
     if content.get("format") == "offload-coverage/1":
         return [coverage_table(content)]
+    if content.get("format") == "offload-recording/1":
+        return [recording_table(content)]
     if content.get("format") == "offload-simulated/1":
         from simulated_tables import simulated_tables  # which is made of what is defined here
 

@@ -37,6 +37,10 @@ def test_a_row_above_its_goal(tmp_path):
     assert row["share"] == pytest.approx(row["share_recording"] + row["share_hooks"])
     assert status == 1
     assert "more than 0% of the step: gpt" in printed
+    page = tmp_path / "page.md"
+    command = [sys.executable, "bench/report.py", str(tmp_path / "rows.json"), "--docs", str(page)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert f"| {row['share_recording']:.2%} | {row['drops']} |" in page.read_text(encoding="utf-8")
 
 
 def test_every_measurement_can_be_imported():
