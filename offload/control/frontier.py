@@ -35,7 +35,8 @@ class TriedPlan:
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
-        computation. What the plan assumed of it (`recompute_byte_seconds`) is not subtracted.
+        computation. A plan's predicted recomputation includes an assumed time for recording operators
+        (`recompute_byte_seconds` for each recomputed byte). This part is not subtracted.
     """
 
     plan: Plan

@@ -128,8 +128,8 @@ class Step:
         seconds : list of float
             The time of each node.
         more_bytes : sequence of int
-            Per node, the bytes to add to this step's `unswapped_bytes`: less for tensors that are recomputed and not in
-            memory at this node, more for workspaces of recomputation and for its inputs that are kept longer.
+            Per node, the change of `unswapped_bytes`: minus the recomputed tensors that are not in memory at this node,
+            plus the workspaces of recomputation and the inputs that are kept longer for it.
         first_uses : mapping of int to int
             The new `first_backward` of each tensor whose first use changes, by its index in this step.
         """
