@@ -88,7 +88,8 @@ def coverage_table(content: Mapping[str, Any]) -> Table:
 
 def recording_table(content: Mapping[str, Any]) -> Table:
     """What recording operators and dropping tensors takes of a settled step."""
-    columns = ["network", "step", "operators", "each operator", "recording", "drops", "each drop", "dropping", "both", ""]
+    columns = ["network", "step", "operators", "each operator", "recording"]
+    columns += ["drops", "each drop", "dropping", "both", ""]
     rows = []
     for row in content["rows"]:
         mark = NOT_REACHED if row["share"] > RECORDING_SHARE_MAX else ""
