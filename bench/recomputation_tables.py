@@ -22,7 +22,7 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
         "plain step",
         "swapping alone",
         "with recomputation",
-        "spread",
+        "quartiles",
         "predicted",
         "swapped",
         "recomputed",
@@ -55,6 +55,9 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
         "target: with a throttled link, recomputation leaves at most a third of the slowdown of swapping alone; "
         f"otherwise at most as much. A slowdown of less than {HIDDEN_SLOWDOWN:.0%} always counts as reached."
     )
+    commits = dict.fromkeys(row["commit"][:12] for row in content["rows"] if "commit" in row)
+    if commits:
+        note += f" Rows were measured at commits {', '.join(commits)}."
     title = "Recomputation beside swapping alone"
     return Table(title, columns, rows, content["machine"], note=note, page="recomputation")
 

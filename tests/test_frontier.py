@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import plant as machines
 import pytest
@@ -15,7 +14,8 @@ from offload.control import promise, wanted_plan
 from offload.control.frontier import Frontier, StepCost, _slope
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase
-from offload.plan import Link, fastest_plan, least_memory_plan
+from offload.plan import Link, Swap, fastest_plan, least_memory_plan, make_plan
+from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 try:
@@ -289,38 +289,59 @@ def test_memory_limit_stays_hard():
     assert all(each.peak_bytes <= limit for each in (planned.plan, *plant.plans.values()))
 
 
-def recomputing_plan(step_seconds):
-    """A plan that recomputes its only tensor, of 1 MiB, in 0.1 s and is predicted to take `step_seconds`."""
-    tensor = SimpleNamespace(id=0, bytes=1 << 20)
-    return SimpleNamespace(
-        trace=SimpleNamespace(tensors=(tensor,)),
-        recomputes=(SimpleNamespace(id=0),),
-        swaps=(),
-        link=Link(1e9, 1e9, 0.0),
-        compute_seconds=1.0,
-        step_seconds=step_seconds,
-    )
+def recomputing_plan(byte_seconds, *, waits):
+    """A plan that recomputes 10 bytes, with the assumption that each takes `byte_seconds` besides.
+
+    `waits`: whether the recomputation is over before a copy-in for which computation waits.
+    """
+    tensors = [
+        SavedTensor(0, 4, 0, 0, 0, 7, 7),
+        SavedTensor(2, 10, 2, 2, 2, 5, 5, Recompute(0.5 + 10 * byte_seconds, (0,))),
+    ]
+    if waits:
+        tensors.insert(1, SavedTensor(1, 30, 1, 1, 1, 6, 6))
+    nodes = tuple(Node(f"n{k}", 1.0, k > 3) for k in range(8))
+    trace = Trace(nodes, (0,) * 8, tuple(tensors))
+    return make_plan(trace, Link(20.0, 6.0), [Swap(1, 3, 3)] if waits else [], recomputes=[2])
 
 
-def learned_costs():
-    """Seconds that recomputing the tensor costs, learned from each of two plans whose steps record for 0.1 s."""
+def learned_costs(step_seconds, *, waits):
+    """Seconds that a recomputed byte costs, learned from each of three plans whose steps take this long."""
     frontier = Frontier(LIMITS)
-    frontier.references.extend([((1.0,), StepCost(1.0, 1.0, 1.0, 1.0))] * LIMITS.measurements)
-    steps = [StepCost(1.2, 1.0, 1.2, 1.0)] * LIMITS.measurements
+    frontier.references.extend([((1.0,) * 8, StepCost(8.0, 8.0, 8.0, 8.0))] * LIMITS.measurements)
+    steps = [StepCost(step_seconds, 8.0, step_seconds, 8.0)] * LIMITS.measurements
     costs = []
-    for predicted in (1.1, 1.2):  # the second plan was made with the cost that the first one has shown
-        frontier.judge(recomputing_plan(predicted), steps)
-        frontier.learn(Link(1e9, 1e9, 0.0))
-        costs.append(frontier.recompute_byte_seconds * (1 << 20))
+    for _ in range(3):
+        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=waits), steps)
+        frontier.learn(Link(20.0, 6.0))
+        costs.append(frontier.recompute_byte_seconds)
     return costs
 
 
 def test_a_cost_that_a_plan_assumed_is_learned_again():
-    assert learned_costs() == pytest.approx([0.1, 0.1])
+    """Recomputation is predicted to take 0.5 s, and recording takes 0.1 s more."""
+    assert learned_costs(8.6, waits=False) == pytest.approx([0.01] * 3)
 
 
 def test_it_shrinks_with_each_plan_if_it_counts_as_explained(monkeypatch):
     """A mutant."""
-    monkeypatch.setattr(frontiers, "_recomputed_bytes", lambda plan: 0)
-    first, second = learned_costs()
+    monkeypatch.setattr(frontiers, "_assumed_seconds", lambda plan, byte_seconds: 0.0)
+    first, second, _ = learned_costs(8.6, waits=False)
     assert second < 0.6 * first
+
+
+def test_a_cost_that_takes_the_place_of_a_wait_is_not_learned():
+    """Steps take what is predicted, with an assumed cost or without."""
+    without, assumed = (recomputing_plan(cost, waits=True).step_seconds for cost in (0.0, 0.05))
+    assert without == assumed
+    frontier = Frontier(LIMITS, recompute_byte_seconds=0.05)
+    frontier.references.extend([((1.0,) * 8, StepCost(8.0, 8.0, 8.0, 8.0))] * LIMITS.measurements)
+    frontier.judge(recomputing_plan(0.05, waits=True), [StepCost(without, 8.0, without, 8.0)] * LIMITS.measurements)
+    assert frontier.tried[-1].unexplained_seconds == pytest.approx(0.0)
+
+
+def test_it_is_learned_if_bytes_are_multiplied_by_their_cost(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(frontiers, "_assumed_seconds", lambda plan, byte_seconds: 10 * byte_seconds)
+    with pytest.raises(AssertionError):
+        test_a_cost_that_takes_the_place_of_a_wait_is_not_learned()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.control.limits import Limits
-from offload.plan import Link, Plan
+from offload.plan import Link, Plan, recomputed, simulate
 from offload.profiling.link_measurement import lower_quartile
 from offload.runtime.executor import Measured
 
@@ -276,7 +276,7 @@ class Frontier:
             return None
         taken = median(seconds)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
-        explained -= self.recompute_byte_seconds * _recomputed_bytes(plan)
+        explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
         self.tried = [each for each in self.tried if each.plan is not plan]
         self.tried.append(TriedPlan(plan, taken / compute - 1, taken - compute - explained))
         return self.tried[-1].slowdown
@@ -326,9 +326,23 @@ class Frontier:
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
 
 
-def _recomputed_bytes(plan: Plan) -> int:
-    size = {tensor.id: tensor.bytes for tensor in plan.trace.tensors}
-    return sum(size[row.id] for row in plan.recomputes)
+def _assumed_seconds(plan: Plan, byte_seconds: float) -> float:
+    """Return by how much a plan's step is longer because each recomputed byte is assumed to take `byte_seconds`.
+
+    Less than `byte_seconds` × bytes where recomputation takes the place of a wait.
+    """
+    dropped = {row.id for row in plan.recomputes}
+    if not dropped or not byte_seconds:
+        return 0.0
+    tensors = []
+    for tensor in plan.trace.tensors:
+        recipe = tensor.recompute
+        if tensor.id in dropped and recipe is not None:
+            recipe = replace(recipe, seconds=max(0.0, recipe.seconds - byte_seconds * tensor.bytes))
+        tensors.append(replace(tensor, recompute=recipe))
+    lighter = replace(plan.trace, tensors=tuple(tensors))
+    slow, fast = (simulate(recomputed(each, dropped), plan.swaps, plan.link) for each in (plan.trace, lighter))
+    return slow.step_seconds - fast.step_seconds
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float | None:

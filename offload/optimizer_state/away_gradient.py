@@ -114,7 +114,7 @@ class AwayGradient(Tensor):
         return tensor
 
     def _scale(self, multiply: Callable[..., Any], factor: Any) -> bool:
-        """Multiply the gradient by a number when it comes back. Returns False if that has to be done now."""
+        """Multiply the gradient by a number, now or when it comes back. Returns False if it must come back first."""
         if current_node() is not None or isinstance(factor, AwayGradient):
             return False
         if isinstance(factor, Tensor):

@@ -98,7 +98,8 @@ class GradientCounts(_MovedCounts):
     steps : int
         Steps of the optimizer.
     tensors, nbytes : int
-        Gradients that left memory before the latest step, and their bytes.
+        Gradients that were away when the latest step began, or that stayed only because a copy-out of them had not
+        ended yet, and their bytes.
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
     held : int

@@ -61,7 +61,10 @@ class GradientMover:
         self._min_nbytes = min_nbytes
         self._pid = os.getpid()
         self._complete: list[weakref.ref[Tensor]] = []  # parameters with complete gradients that autograd may hold
-        self._delayed: list[weakref.ref[Tensor]] = []  # their gradients stayed: a copy-out may still use their memory
+        # Parameters whose gradients stayed because a copy-out may still use their memory, by id.
+        self._delayed: dict[int, weakref.ref[Tensor]] = {}
+        self._completed = 0  # how many gradients have been registered
+        self._retried_at = 0  # `_completed` when delayed gradients were last tried at the end of a backward pass
         self._gradients = CompleteGradients(self, GradientMover.complete)
         self._hooks: list[RemovableHandle] = []
         self._is_open = True
@@ -110,17 +113,33 @@ class GradientMover:
             return
         self.leave()
         if not self._complete:
-            call_at_end_of_backward(self.leave)
+            call_at_end_of_backward(self._end_backward)
+        self._completed += 1
+        self._delayed.pop(id(param), None)
         self._complete.append(weakref.ref(param))
+
+    def _end_backward(self) -> None:
+        if self._retried_at != self._completed:  # the first of the calls that this backward pass has registered
+            self._retried_at = self._completed
+            self._leave_late()
 
     def leave(self) -> None:
         """Move out every registered gradient that can leave memory."""
-        delayed, complete = self._delayed, self._complete
-        self._delayed, self._complete = [], []
-        for reference in list(filter(_was_left_alone, delayed)) + complete:
-            param = reference()
-            if param is not None and not _why_all_stay() and not self._leave(param):
-                self._delayed.append(reference)
+        complete, self._complete = self._complete, []
+        for reference in complete:
+            self._try_to_leave(reference)
+
+    def _leave_late(self) -> None:
+        """Move out registered gradients, and those that were delayed by copy-outs which have ended since."""
+        delayed, self._delayed = self._delayed, {}
+        for reference in filter(_was_left_alone, delayed.values()):
+            self._try_to_leave(reference)
+        self.leave()
+
+    def _try_to_leave(self, reference: weakref.ref[Tensor]) -> None:
+        param = reference()
+        if param is not None and not _why_all_stay() and not self._leave(param):
+            self._delayed[id(param)] = reference
 
     def _leave(self, param: Tensor) -> bool:
         """Move a gradient out if that is possible. Returns False if a copy-out may still use its memory."""
@@ -131,9 +150,9 @@ class GradientMover:
         if record is None or record.tensor is None:
             return True
         if not holds_alone(record.tensor):  # changes through the other tensor would be lost
-            is_held_by_others = not self._mover.engine.in_flight_bytes
-            self.counts.held += is_held_by_others
-            return is_held_by_others
+            record.is_delayed = record.is_delayed and self._mover.engine.in_flight_bytes > 0
+            self.counts.held += not record.is_delayed
+            return not record.is_delayed
         record.leave()
         self._mover.limit_writing()
         return True
@@ -156,7 +175,7 @@ class GradientMover:
         untraced(self._count, optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
-        self.leave()
+        self._leave_late()
         sizes = [gradients_in_step.nbytes_moved(each) for group in optimizer.param_groups for each in group["params"]]
         self.counts.steps += 1
         self.counts.tensors, self.counts.nbytes = sum(map(bool, sizes)), sum(sizes)

@@ -35,13 +35,9 @@ def nbytes_of(param: Tensor) -> int:
 
 
 def nbytes_moved(param: Tensor) -> int:
-    """Return the bytes of a gradient that has left memory; 0 for one that has not.
-
-    It may be in memory again: a backward pass that accumulates reads it, and a copy-out that has not ended may delay
-    its next one.
-    """
+    """Return the bytes of a gradient that is away or `is_delayed`; 0 for another gradient in memory."""
     record = record_of(param)
-    return record.nbytes if record is not None and record.has_left else 0
+    return record.nbytes if record is not None and (record.is_away or record.is_delayed) else 0
 
 
 def begin(param: Tensor) -> None:

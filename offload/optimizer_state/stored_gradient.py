@@ -63,15 +63,16 @@ class StoredGradient:
     ----------
     tensor
         The gradient in memory; None while it is away.
-    has_left
-        Whether a copy-out of it has begun since it was computed.
+    is_delayed
+        Whether the gradient was read back before its copy-out ended, which still uses the same memory: so it has to
+        stay in memory until then.
     """
 
     def __init__(self, tensor: Tensor, place: GradientPlace) -> None:
         self.tensor: Tensor | None = tensor
         self.place = place
         self.nbytes = tensor.nbytes
-        self.has_left = False
+        self.is_delayed = False
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._stored: _core.SwappedStorage | None = None
@@ -100,9 +101,9 @@ class StoredGradient:
             place.counts.failure = str(error)
             return
         stored.add_view()
-        self.has_left = True
         self._stored = stored  # before the memory goes: an interrupt between the two loses nothing
         self.tensor = None
+        self.is_delayed = False
         place.counts.out_bytes += self.nbytes
 
     def begin(self) -> int:
@@ -142,12 +143,15 @@ class StoredGradient:
         """Bring the gradient into memory for good, and return it. Raises `GradientError` as `read` does."""
         if self._stored is not None:
             self.keep(self.read(param))
+            assert self.tensor is not None
+            self.is_delayed = not holds_alone(self.tensor)
         assert self.tensor is not None
         return self.tensor
 
     def keep(self, tensor: Tensor) -> None:
         """Make this tensor the gradient, instead of the bytes in the store."""
         self.tensor = tensor
+        self.is_delayed = False
         self._stored = None
         self._scales.clear()
         self._norms.clear()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.optimizer_state import gradient_mover, gradients_in_step
+from offload.optimizer_state import gradient_mover, gradients_in_step, stored_gradient
 from offload.optimizer_state.gradient_mover import GradientMover
 from offload.runtime.engine import Engine
 
@@ -18,7 +18,8 @@ class SlowDisk:
     def __init__(self, monkeypatch):
         self.is_writing = False
         alone, in_flight = gradient_mover.holds_alone, Engine.in_flight_bytes.__get__
-        monkeypatch.setattr(gradient_mover, "holds_alone", lambda tensor: not self.is_writing and alone(tensor))
+        for module in (gradient_mover, stored_gradient):
+            monkeypatch.setattr(module, "holds_alone", lambda tensor: not self.is_writing and alone(tensor))
         monkeypatch.setattr(
             Engine, "in_flight_bytes", property(lambda engine: NBYTES if self.is_writing else in_flight(engine))
         )
@@ -115,3 +116,64 @@ def test_a_count_of_what_is_away_depends_on_the_disk(accumulated, monkeypatch):
     monkeypatch.setattr(gradients_in_step, "nbytes_moved", gradients_in_step.nbytes_of)
     with pytest.raises(AssertionError):
         test_it_is_counted_while_its_copy_out_delays_the_next(accumulated)
+
+
+def test_a_gradient_that_other_code_holds_is_not_counted_as_moved(accumulated):
+    model, handle, optimizer, disk = accumulated
+    disk.end()
+    held = []
+    model.weight.register_post_accumulate_grad_hook(lambda param: held.append(param.grad.view(-1)))
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    assert moved(handle).tensors == 0
+    assert moved(handle).held == 1
+
+
+def test_a_view_of_one_that_is_clipped(accumulated):
+    """Clipping multiplies the gradient where it is, and the program writes through its view after that."""
+    model, _, optimizer, disk = accumulated
+    view = model.weight.grad.view(-1)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    view.add_(1.0)
+    disk.end()
+    expected = nn.Parameter(torch.zeros(1024, 1024))
+    expected.grad = torch.full((1024, 1024), 2.0)
+    nn.utils.clip_grad_norm_([expected], 1.0)
+    assert torch.equal(model.weight.grad, expected.grad + 1.0)
+    optimizer.step()
+    assert torch.equal(view.view(1024, 1024), expected.grad + 1.0)
+
+
+LAYERS = 12
+
+
+def tries(tmp_path, monkeypatch):
+    """How often each of several backward passes tries to move a gradient out while no copy-out ends."""
+    found, leave = [0], GradientMover._leave
+
+    def counted(self, param):
+        found[-1] += 1
+        return leave(self, param)
+
+    monkeypatch.setattr(GradientMover, "_leave", counted)
+    disk = SlowDisk(monkeypatch)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "spill_dir": tmp_path}
+    with offload.enable(model, optimizer=optimizer, optimizer_state=True, gradients=True, **knobs):
+        for _ in range(4):
+            model(torch.ones(1, 64)).sum().backward()
+            disk.is_writing = True
+            found.append(0)
+    return found[:-1]
+
+
+def test_each_backward_pass_tries_each_gradient_twice_at_most(tmp_path, monkeypatch):
+    assert max(tries(tmp_path, monkeypatch)) <= 2 * LAYERS
+
+
+def test_delayed_gradients_would_be_tried_for_each_gradient(tmp_path, monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(GradientMover, "leave", GradientMover._leave_late)
+    with pytest.raises((AssertionError, RecursionError)):
+        test_each_backward_pass_tries_each_gradient_twice_at_most(tmp_path, monkeypatch)
