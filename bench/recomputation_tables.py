@@ -22,7 +22,6 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
         "plain step",
         "swapping alone",
         "with recomputation",
-        "quartiles",
         "predicted",
         "swapped",
         "recomputed",
@@ -39,8 +38,8 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
             EQUAL if row["bits_equal"] else UNEQUAL,
             format_seconds(plain),
             f"{1 + row['slowdown_swap']:.2f} ×",
-            f"{1 + row['slowdown_joint']:.2f} ×",
-            f"{seconds['joint']['low'] / plain:.2f}–{seconds['joint']['high'] / plain:.2f}",
+            f"{1 + row['slowdown_joint']:.2f} × "
+            f"({seconds['joint']['low'] / plain:.2f}–{seconds['joint']['high'] / plain:.2f})",
             f"{row['predicted_seconds'] / plain:.2f} ×",
             format_bytes(row["swapped_bytes"]),
             f"{format_bytes(row['recomputed_bytes'])} in {format_seconds(row['recompute_seconds'])}",
@@ -51,8 +50,8 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
         rows.append(Row(f"recomputation / {name}", [name, *cells], mark))
     note = (
         "The limit is a tenth of the way from the lowest feasible limit to the peak without swaps. Step times are "
-        "relative to plain steps, which alternate with the others. The link is throttled by `OFFLOAD_THROTTLE`. The "
-        "target: with a throttled link, recomputation leaves at most a third of the slowdown of swapping alone; "
+        "relative to plain steps, which alternate with the others; quartiles are in brackets. "
+        "The link is throttled by `OFFLOAD_THROTTLE`. The target: with a throttled link, recomputation leaves at most a third of the slowdown of swapping alone; "
         f"otherwise at most as much. A slowdown of less than {HIDDEN_SLOWDOWN:.0%} always counts as reached."
     )
     commits = dict.fromkeys(row["commit"][:12] for row in content["rows"] if "commit" in row)
@@ -91,8 +90,7 @@ def coverage_table(content: Mapping[str, Any]) -> Table:
 
 def recording_table(content: Mapping[str, Any]) -> Table:
     """What recording operators and dropping tensors takes of a settled step."""
-    columns = ["network", "step", "operators", "each operator", "recording"]
-    columns += ["drops", "each drop", "dropping", "both", ""]
+    columns = ["network", "step", "operators", "recording", "drops", "dropping", "both", ""]
     rows = []
     for row in content["rows"]:
         mark = NOT_REACHED if row["share"] > RECORDING_SHARE_MAX else ""
@@ -100,11 +98,9 @@ def recording_table(content: Mapping[str, Any]) -> Table:
         cells = [
             row["network"],
             format_seconds(row["step_seconds"]),
-            str(row["operators"]),
-            format_seconds(each),
+            f"{row['operators']} × {format_seconds(each)}",
             f"{row['share_recording']:.2%}",
-            str(row["drops"]),
-            format_seconds(row["drop_seconds_each"]),
+            f"{row['drops']} × {format_seconds(row['drop_seconds_each'])}",
             f"{row['share_hooks']:.2%}",
             f"{row['share']:.2%}",
             mark,

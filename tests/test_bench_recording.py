@@ -41,7 +41,7 @@ def test_a_row_above_its_goal(tmp_path):
     page = tmp_path / "page.md"
     command = [sys.executable, "bench/report.py", str(tmp_path / "rows.json"), "--docs", str(page)]
     subprocess.run(command, cwd=ROOT, check=True)
-    assert f"| {row['share_recording']:.2%} | {row['drops']} |" in page.read_text(encoding="utf-8")
+    assert f"| {row['share_recording']:.2%} | {row['drops']} × " in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("share", "status", "over"), [(0.02, 1, "gpt"), (0.01, 0, "none")])
