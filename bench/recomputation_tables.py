@@ -51,7 +51,8 @@ def recomputation_table(content: Mapping[str, Any]) -> Table:
     note = (
         "The limit is a tenth of the way from the lowest feasible limit to the peak without swaps. Step times are "
         "relative to plain steps, which alternate with the others; quartiles are in brackets. "
-        "The link is throttled by `OFFLOAD_THROTTLE`. The target: with a throttled link, recomputation leaves at most a third of the slowdown of swapping alone; "
+        "The link is throttled by `OFFLOAD_THROTTLE`. The target: with a throttled link, recomputation "
+        "leaves at most a third of the slowdown of swapping alone; "
         f"otherwise at most as much. A slowdown of less than {HIDDEN_SLOWDOWN:.0%} always counts as reached."
     )
     commits = dict.fromkeys(row["commit"][:12] for row in content["rows"] if "commit" in row)
