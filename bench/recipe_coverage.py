@@ -70,7 +70,7 @@ class RecordAndTry:
 
 
 def coverage(model: nn.Module, step: Callable[[nn.Module], None]) -> dict[str, Any]:
-    """Return the saved bytes, and those with a recipe by the last operator of it."""
+    """Return the saved bytes, and those that have a recipe, by its last operator."""
     with tempfile.TemporaryDirectory() as folder:
         handle = offload.enable(model, n_tensors=-1, lb=2, min_tensor_bytes=1024, spill_dir=folder)
         controller = handle._on_device.controller = RecordAndTry(handle._engine)  # type: ignore[assignment]

@@ -305,14 +305,14 @@ def recomputing_plan(byte_seconds, *, waits):
     return make_plan(trace, Link(20.0, 6.0), [Swap(1, 3, 3)] if waits else [], recomputes=[2])
 
 
-def learned_costs(step_seconds, *, waits):
+def learned_costs(step_seconds):
     """Seconds that a recomputed byte costs, learned from each of three plans whose steps take this long."""
     frontier = Frontier(LIMITS)
     frontier.references.extend([((1.0,) * 8, StepCost(8.0, 8.0, 8.0, 8.0))] * LIMITS.measurements)
     steps = [StepCost(step_seconds, 8.0, step_seconds, 8.0)] * LIMITS.measurements
     costs = []
     for _ in range(3):
-        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=waits), steps)
+        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps)
         frontier.learn(Link(20.0, 6.0))
         costs.append(frontier.recompute_byte_seconds)
     return costs
@@ -320,13 +320,13 @@ def learned_costs(step_seconds, *, waits):
 
 def test_a_cost_that_a_plan_assumed_is_learned_again():
     """Recomputation is predicted to take 0.5 s, and recording takes 0.1 s more."""
-    assert learned_costs(8.6, waits=False) == pytest.approx([0.01] * 3)
+    assert learned_costs(8.6) == pytest.approx([0.01] * 3)
 
 
 def test_it_shrinks_with_each_plan_if_it_counts_as_explained(monkeypatch):
     """A mutant."""
     monkeypatch.setattr(frontiers, "_assumed_seconds", lambda plan, byte_seconds: 0.0)
-    first, second, _ = learned_costs(8.6, waits=False)
+    first, second, _ = learned_costs(8.6)
     assert second < 0.6 * first
 
 
