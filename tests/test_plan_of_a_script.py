@@ -52,7 +52,10 @@ for step in range({steps}):
     model(torch.randn(512, 64)).square().mean().backward()
     print("step", step)
 """
-SLOW = ["--out-bandwidth", "1MB/s", "--in-bandwidth", "1MB/s"]
+# A copy of 128 KiB takes two minutes and recomputing everything a few milliseconds, however busy the machine is:
+# within a hundred times the step only recomputation frees memory.
+SLOW = ["--out-bandwidth", "1KB/s", "--in-bandwidth", "1KB/s"]
+WITHIN = ["--max-slowdown", "100.0"]
 
 
 def plan_of(script, text, *words):
@@ -62,15 +65,13 @@ def plan_of(script, text, *words):
     return json.loads(done.stdout), done.stderr
 
 
-# Four times the step: on a busy machine recomputing all of it once takes less, and a copy of 128 KiB at 1 MB/s more.
-@pytest.mark.parametrize("wish", [(), pytest.param(("--max-slowdown", "4.0"), marks=pytest.mark.long)])
-def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish):
+def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path):
     script = tmp_path / "train.py"
-    about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *wish)
+    about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *WITHIN)
     assert about["recomputes"]
     assert "step 1" in printed  # the trial step
     assert "step 2" not in printed
-    alone, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), "--no-recompute", *wish)
+    alone, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), "--no-recompute", *WITHIN)
     assert alone["recomputes"] == []
     assert "step 1" not in printed
     assert about["peak_bytes"] < alone["peak_bytes"]
@@ -78,7 +79,7 @@ def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path, wish
 
 @pytest.mark.long
 def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
-    about, _ = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""), "--max-slowdown", "4.0")
+    about, _ = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""), *WITHIN)
     assert about["recomputes"]
 
 
