@@ -318,7 +318,7 @@ PyMethodDef engine_methods[] = {
      "collect(): free the sources and targets that no copy uses any more, without waiting."},
     {"limit_in_flight", on_books<limit_in_flight>, METH_NOARGS,
      "limit_in_flight(): wait until at most in_flight_bytes_max bytes of sources are held."},
-    {"drain", on_books<drain>, METH_NOARGS, "drain(): wait for all copies, and free their sources and targets."},
+    {"drain", on_books<drain>, METH_NOARGS, "drain(): wait for the copies whose memory the engine holds, and free it."},
     {"live_storages", engine_live, METH_NOARGS, "live_storages(): the swapped storages whose graph is alive."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -100,7 +100,7 @@ PyObject* keep(HookCore* core, PyObject* tensor, int64_t index, CachedCount& cac
 PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (!is_ready(as_core(self))) return nullptr;
   if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the index of its pack, a reason and its bytes");
+    PyErr_SetString(PyExc_TypeError, "keep takes a tensor, the index of its pack, a reason and its size in bytes");
     return nullptr;
   }
   const int64_t index = PyLong_AsLongLong(args[1]);
@@ -113,7 +113,7 @@ PyObject* core_keep(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 // count(counted, nbytes): count one tensor.
 PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "count takes a Count and bytes");
+    PyErr_SetString(PyExc_TypeError, "count takes a Count and a size in bytes");
     return nullptr;
   }
   const int64_t nbytes = PyLong_AsLongLong(args[1]);

@@ -436,7 +436,10 @@ class EngineCore:
         """Wait until the sources that are still held for their copy are few enough."""
 
     def drain(self) -> None:
-        """Wait until every copy that this engine has begun has ended, and let go of what they held."""
+        """Wait for the copies whose memory this engine holds, and free this memory.
+
+        An abandoned copy-in from disk holds its memory itself, and frees it when it ends.
+        """
 
     def live_storages(self) -> list[SwappedStorage]: ...
 

@@ -177,7 +177,8 @@ def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, sh
     last = planned.frontier.tried[-1]
     assert (planned.plan is not last.plan) == goes_back
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("back to")]
-    swaps, why = (len(planned.plan.swaps), len(last.plan.swaps)), f"took {last.slowdown:.1%} more than without swapping"
+    swaps = len(planned.plan.swaps), len(last.plan.swaps)
+    why = f"was {last.slowdown:.1%} slower than without swapping"
     assert said == ([f"back to a plan with {swaps[0]} swaps: the one with {swaps[1]} {why}"] if goes_back else [])
 
 

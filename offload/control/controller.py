@@ -41,7 +41,7 @@ from offload.runtime.weak import weak_callback
 
 __all__ = ["PlanController"]
 
-_MORE_HELD = "more memory is in use before a step"
+_MORE_HELD = "more memory is in use before the step than the plan assumes"
 
 
 class PlanController:
@@ -179,7 +179,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step, unless an earlier one still waits for its backward or the signature deviates too often."""
+        """Profile this step; not if an earlier profile still waits for its backward or the signature deviates often."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
@@ -354,7 +354,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # the listener reads `planned.held` now; `_plan` would update it later
+        if self._on_profile is not None:  # the listener reads `planned.held` before `_plan` updates it
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -364,7 +364,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements; return the planned step that was profiled, planned or followed last."""
+        """Read all complete measurements; return the `PlannedStep` created, planned or followed last."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
@@ -376,7 +376,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The `PlannedStep` that most steps have followed. In a tie, the one whose signature was used last."""
+        """The `PlannedStep` that the largest number of steps have followed; in a tie, the one used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

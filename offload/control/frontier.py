@@ -250,12 +250,12 @@ class Frontier:
         return replace(link, byte_seconds=byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_peak(self, max_slowdown: float) -> int:
-        """Return the bytes that the next plan is to need at its peak. At least one plan has been judged.
+        """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
-        Let `a` be the most bytes saved by a plan that kept `max_slowdown`. If plans that save more did not keep it, let
-        `b` be the least that one of these saves: the next plan saves (`a` + `b`) / 2. Otherwise the slowdown is taken
-        to be proportional to the bytes saved. One unlucky measurement must not end the search, so the next plan saves
-        0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
+        Let `a` be the most bytes saved by a plan that kept `max_slowdown`, and `b` the fewest bytes above `a` saved by
+        a plan that did not keep it. If both exist, the next plan saves (`a` + `b`) / 2. Otherwise the slowdown is
+        assumed to be proportional to the bytes saved. One unlucky measurement must not end the search, so the next plan
+        saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
@@ -301,14 +301,14 @@ class Frontier:
             best = self.best(max_slowdown)
             if best is not None and best.peak_bytes <= (1 + self.limits.peak_step) * last.plan.peak_bytes:
                 return None
-            return f"a step took {last.slowdown:.1%} more than without swapping"
+            return f"the median step was {last.slowdown:.1%} slower than without swapping"
         has_time = last.slowdown < self.limits.spare * max_slowdown
         noise = 1 + self.limits.noise
         is_least = last.plan.peak_bytes <= noise * least_peak_bytes
         broken = [each.plan.peak_bytes for each in self.tried if each.slowdown > max_slowdown]
         is_next_to_broken = broken and last.plan.peak_bytes <= (1 + self.limits.peak_step) * max(broken)
         if has_time and not is_least and not is_next_to_broken:
-            return f"a step took only {last.slowdown:.1%} more than without swapping"
+            return f"the median step was only {max(last.slowdown, 0.0):.1%} slower than without swapping"
         return None
 
     def is_new(self, plan: Plan) -> bool:

@@ -213,7 +213,7 @@ class SlowdownPromise:
         plan, judged = self._best(planned, allowed), planned.frontier.tried[-1]
         if plan is not judged.plan:
             is_slow = judged.slowdown > allowed
-            why = f"took {judged.slowdown:.1%} more than without swapping" if is_slow else "saves too little memory"
+            why = f"was {judged.slowdown:.1%} slower than without swapping" if is_slow else "saves too little memory"
             log.info("back to a plan with %d swaps: the one with %d %s", len(plan.swaps), len(judged.plan.swaps), why)
         return plan
 

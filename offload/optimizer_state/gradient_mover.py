@@ -91,7 +91,7 @@ class GradientMover:
         optimizer = self._optimizer()
         if optimizer is not None:
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
-        # Before the hooks are removed: if an interrupt leaves some in place, they add no further hooks to parameters.
+        # Cleared before the hooks are removed: if an interrupt leaves some hooks in place, they add no new hooks.
         self._is_open = False
         for hook in self._hooks:
             hook.remove()
@@ -108,7 +108,8 @@ class GradientMover:
         Autograd still holds a reference to this gradient. Only after autograd drops it does the reference count show
         whether other code holds one.
         """
-        # A gradient with a graph stays. So do all in a forked child: the store belongs to its parent.
+        # Grad mode is on only with `create_graph=True`: then the gradient has a graph and stays. In a forked child all
+        # gradients stay: the store belongs to the parent.
         if not self._is_open or torch.is_grad_enabled() or os.getpid() != self._pid:
             return
         self.leave()
@@ -119,7 +120,8 @@ class GradientMover:
         self._complete.append(weakref.ref(param))
 
     def _end_backward(self) -> None:
-        if self._retried_at != self._completed:  # the first of the calls that this backward pass has registered
+        # `complete` may have registered several calls in this backward pass. Only the first has work to do.
+        if self._retried_at != self._completed:
             self._retried_at = self._completed
             self._leave_late()
 
@@ -149,7 +151,8 @@ class GradientMover:
         record = record_of(param) or self._new_record(param)
         if record is None or record.tensor is None:
             return True
-        if not holds_alone(record.tensor):  # changes through the other tensor would be lost
+        # Another tensor shares the memory, so changes through it would be lost; or a copy-out is still under way.
+        if not holds_alone(record.tensor):
             record.is_delayed = record.is_delayed and self._mover.engine.in_flight_bytes > 0
             self.counts.held += not record.is_delayed
             return not record.is_delayed

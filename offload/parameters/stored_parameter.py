@@ -96,12 +96,12 @@ class StoredParameter:
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
-        # Its storage's identity, which no other storage can have while the watch exists.
+        # Identity of the parameter's storage, and a watch: while it exists, no other storage has this identity.
         self._watched: tuple[int, StorageWatch] | None = None
         self.content = unseen(self._store, parameter)
 
     def _store(self, parameter: Tensor) -> Content:
-        """Start the copy-out. The engine holds the memory until the copy has ended. If it fails, the memory stays."""
+        """Start the copy-out. The engine holds the memory until the copy ends, and keeps it if the copy fails."""
         plain = alias_of(parameter)
         key, _ = self._engine.look(plain, plain.nbytes)
         assert key is not None  # the parameter covers its whole storage
@@ -274,8 +274,8 @@ class StoredParameter:
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
         """Return whether the store has the parameter's present bytes.
 
-        False without a comparison if the store has none, if an optimizer may have updated the parameter, if it requires
-        gradients and its version has changed, or if it has another dtype, shape or strides.
+        False without a comparison if the store has no bytes, or if the parameter may have been updated by an optimizer,
+        requires gradients and has a new version, or has another dtype, shape or strides than the stored tensor.
         """
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:
@@ -369,7 +369,7 @@ class StoredParameter:
         stored = content.stored
         assert stored is not None  # None only while the parameter is in memory
         self.window.ahead.used(stored)
-        stored.wait_copied_out()  # until then `swap_in` returns the source; a write to it would change what is copied
+        stored.wait_copied_out()  # earlier, `swap_in` returns the memory being copied: a write would change the copy
         try:
             try:
                 found: tuple[UntypedStorage, int] = stored.swap_in()

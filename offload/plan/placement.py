@@ -274,7 +274,7 @@ class Step:
         safety_factor: float,
         not_before: Mapping[int, int],
     ) -> dict[int, int]:
-        """Return the prefetch nodes in the order of `first_backward`. `indices` are in copy-out order."""
+        """Return the prefetch node of each tensor, in the order of `first_backward`. `indices`: in copy-out order."""
         at = np.asarray(indices, dtype=np.int64)
         released = np.asarray([release[i] for i in indices], dtype=np.int64)
         free = headroom - self._bytes_by_node(self._release_min[at], released, self._bytes[at])

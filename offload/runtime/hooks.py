@@ -74,7 +74,7 @@ class Policy(Protocol):
         """
 
     def has_compiled_parts(self) -> bool:
-        """Return whether a part of the model is compiled; it may have been compiled since the last step."""
+        """Return whether a part of the model is compiled. The answer can change between steps."""
 
     def warn_once(self, error: Exception) -> None:
         """Log, once per kind of error, that the store could not take a tensor."""

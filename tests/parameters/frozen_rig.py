@@ -1,5 +1,7 @@
 """Models with frozen parameters, trained plain and with these parameters moved, to be compared bit by bit."""
 
+import time
+
 import torch
 from core.store_rig import make_store
 from torch import nn
@@ -14,6 +16,7 @@ from offload.runtime.engine import Engine
 MIN_BYTES = 2048
 WIDTH = 32
 STEPS = 20
+FREED_SECONDS_MAX = 60
 
 
 class Adapted(nn.Module):
@@ -134,6 +137,15 @@ def make_mover(model, tier, folder, **options):
     mover = ParameterMover(model, engine, MIN_BYTES, lambda parameter: f"p{parameter.numel()}", **options)
     mover.wrap()
     return mover
+
+
+def assert_all_freed(engine):
+    """Abandoned copy-ins free their tickets when they end."""
+    engine.drain()
+    until = time.monotonic() + FREED_SECONDS_MAX
+    while engine.store_stats()["live_tickets"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert engine.store_stats()["live_tickets"] == 0
 
 
 def away(model):

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from fresh_python import run_fresh_python
-from parameters.frozen_rig import assert_equal, away, enable, everything, loss_of, make_model, train, trained
+from parameters.frozen_rig import (
+    assert_all_freed,
+    assert_equal,
+    away,
+    enable,
+    everything,
+    loss_of,
+    make_model,
+    train,
+    trained,
+)
 
 import offload
 
@@ -26,8 +36,7 @@ def test_a_model_that_goes_takes_its_parameters_along(tmp_path):
         assert [each() for each in gone] == [None, None], "no collection is needed"
     finally:
         gc.enable()
-    engine.drain()
-    assert engine.store_stats()["live_tickets"] == 0
+    assert_all_freed(engine)
 
 
 def test_a_graph_outlives_its_model(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fresh_python import run_fresh_python
-from parameters.frozen_rig import assert_equal, enable
+from parameters.frozen_rig import assert_all_freed, assert_equal, enable
 from parameters.trained_rig import Run, assert_same, engine_of
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,7 @@ def test_a_model_that_goes_takes_its_parameters_along(tmp_path):
         assert gone() is None, "no collection is needed"
     finally:
         gc.enable()
-    engine.drain()
-    assert engine.store_stats()["live_tickets"] == 0
+    assert_all_freed(engine)
 
 
 def test_enabled_again_with_another_store(tmp_path):
