@@ -78,6 +78,14 @@ def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path):
 
 
 @pytest.mark.long
+def test_plan_of_a_script_tries_recipes_with_the_default_slowdown(tmp_path):
+    """Whether 5 % is enough to recompute depends on how busy the machine is; that it is tried does not."""
+    _, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=5, options=""))
+    assert "step 1" in printed
+    assert "step 2" not in printed
+
+
+@pytest.mark.long
 def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
     about, _ = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""), *WITHIN)
     assert about["recomputes"]

@@ -118,7 +118,7 @@ class Engine(_core.EngineCore):
             self.collect_dropped()
 
     def drain(self) -> None:
-        """Wait until every copy has ended, and free their sources and the memory of freed graphs."""
+        """Wait for the copies whose memory this engine holds, and free this memory and that of freed graphs."""
         self.collect_dropped()
         super().drain()
 
