@@ -273,6 +273,7 @@ def test_all_contestants_agree_to_the_last_bit(tmp_path: Path) -> None:
     assert_self_contained(page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 def test_weights_and_state_agree_where_state_is_moved(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     # Each weight of a linear layer has at least `min_tensor_bytes`.

@@ -102,6 +102,7 @@ def test_under_a_limit_the_resident_set_falls_with_the_tensors() -> None:
     assert "keeps part of the freed memory" in kept["process"]
 
 
+@pytest.mark.long
 @needs_glibc
 def test_malloc_stays_as_it_is_where_memory_is_not_limited_or_nothing_moves() -> None:
     slowdown, by_hand, roomy = train({"max_slowdown": 0.5}, {"n_tensors": -1, "lb": 2}, {"memory_limit": "100GiB"})
@@ -110,12 +111,13 @@ def test_malloc_stays_as_it_is_where_memory_is_not_limited_or_nothing_moves() ->
     assert roomy["asked"] == [True, True, False, False, False, False]
 
 
+@pytest.mark.long
 @needs_glibc
 @pytest.mark.parametrize(
     "chosen",
     [
         {"MALLOC_MMAP_THRESHOLD_": str(64 << 20)},
-        pytest.param({"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={64 << 20}"}, marks=pytest.mark.long),
+        {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={64 << 20}"},
     ],
 )
 def test_a_threshold_of_the_environment_stays(chosen: dict[str, str]) -> None:

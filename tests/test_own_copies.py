@@ -144,6 +144,7 @@ def test_steps_correct_a_calibration_that_was_too_fast(throttled: Path, monkeypa
         assert max(link.out_bandwidth, link.in_bandwidth) <= 21e6
 
 
+@pytest.mark.long
 def test_what_was_measured_beside_a_neighbour_is_forgotten_once_steps_are_measured(
     throttled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

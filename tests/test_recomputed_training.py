@@ -61,7 +61,7 @@ def make_and_train_two():
 """
 
 
-def run(body, link="5MB/s"):
+def run(body, link="20MB/s"):
     script = textwrap.dedent(SCRIPT) + textwrap.dedent(body)
     ran = run_python("-c", script, timeout=280, OFFLOAD_THROTTLE=link)
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -39,7 +39,14 @@ def run_rounds(preloaded, *arguments, program="core.without_memory"):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("times", [1, 3, 1 << 20], ids=["once", "three times", "from then on"])
+@pytest.mark.parametrize(
+    "times",
+    [
+        pytest.param(1, id="once"),
+        pytest.param(3, id="three times", marks=pytest.mark.long),
+        pytest.param(1 << 20, id="from then on"),
+    ],
+)
 @pytest.mark.parametrize("tier", TIERS)
 def test_no_memory_on_a_lane(tmp_path, preloaded, tier, times, campaign_counts):
     told = run_rounds(preloaded, tier, tmp_path, times)

@@ -124,9 +124,8 @@ for how in sys.argv[3:]:
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["in place", *(pytest.param(each, marks=pytest.mark.long) for each in ("wrapped", "later", "whole"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["in place", "wrapped", "later", "whole"])
 def test_compiled_blocks_have_the_bits_of_compiled_blocks(how, tmp_path):
     run_fresh_python(COMPILED, str(ROOT / "tests"), str(tmp_path), how)
 
@@ -211,6 +210,7 @@ def run_example(folder, bound, *more):
     return run_fresh_python(BOUNDED, script, str(bound), str(folder), *SHAPE, *more, **FREED)
 
 
+@pytest.mark.long
 def test_more_than_fits_is_built_trained_saved_and_resumed(tmp_path):
     first = run_example(tmp_path / "moved", BOUND, "--stop", "2")
     second = run_example(tmp_path / "moved", BOUND)

@@ -12,6 +12,7 @@ def test_autograd_on_the_simulated_accelerator(backend, figures):
     run_row("autograd", ["tests/autograd"], figures)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_what_is_marked_gpu_on_the_simulated_accelerator(backend, figures):
     run_row("marked gpu", ON_GPUS, figures)

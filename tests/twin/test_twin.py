@@ -44,6 +44,8 @@ ROWS = {
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
 LONG_FILES = (
     "twin/inside/test_memory_limit",
+    "twin/inside/test_moved_parameters",
+    "twin/inside/test_optimizer_state",
     "twin/inside/test_processes",
     "twin/inside/test_training",
     "test_gpu",
@@ -103,6 +105,9 @@ def test_no_file_is_forgotten():
         if re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
     }
     assert marked == set(MARKED_GPU)
+    inside = (ROOT / "tests" / "twin" / "inside").glob("test_*.py")
+    long = {f"twin/inside/{path.stem}" for path in inside if "pytest.mark.long" in path.read_text()}
+    assert long == {name for name in LONG_FILES if name.startswith("twin/")}
 
 
 @pytest.mark.long
