@@ -85,7 +85,8 @@ void CopyInQueue::issue_from_slab(const SlabRef& slot, size_t bytes) {
   remove_from_slab(*slot);
 }
 
-// Issues several small blocks as one transfer. If that fails, each is tried alone.
+// Issues several small blocks as one transfer, which waits for nothing (see next_run). If that fails, each is tried
+// alone.
 void CopyInQueue::issue_run(const SlabRefs& slots) {
   try {
     copy(slots);
@@ -103,17 +104,7 @@ void CopyInQueue::issue_run(const SlabRefs& slots) {
 void CopyInQueue::copy(const SlabRefs& slots) {
   auto transfer = std::make_shared<Transfer>();
   std::vector<Copy> copies;
-  // Adjacent slots with the same compute stream need one wait, for the last target_free. Adjacent slots of one copy-out
-  // transfer share its out_event and need one wait for it.
-  for (size_t each = 0; each < slots.size(); ++each) {
-    const SlabSlot& slot = *slots[each];
-    const SlabSlot* next = each + 1 < slots.size() ? slots[each + 1].get() : nullptr;
-    if (next == nullptr || next->compute != slot.compute)
-      OFFLOAD_EDGE("batch waits for compute", parts_.device->stream_wait(parts_.in_stream, slot.target_free.get()));
-    if (next == nullptr || next->out_event != slot.out_event)
-      OFFLOAD_EDGE("batch waits for its copy-outs", parts_.device->stream_wait(parts_.in_stream, slot.out_event.get()));
-    copies.push_back({slot.target, slot.block.data, slot.bytes});
-  }
+  for (const SlabRef& slot : slots) copies.push_back({slot->target, slot->block.data, slot->bytes});
   transfer->begin = parts_.events->record(parts_.in_stream);
   parts_.device->copy_in_batch(copies.data(), copies.size(), parts_.in_stream);
   transfer->end = parts_.events->record(parts_.in_stream);
@@ -124,8 +115,8 @@ void CopyInQueue::copy(const SlabRefs& slots) {
   }
 }
 
-// Returns `first` and the small blocks directly behind it, of at most slice_bytes in total; fewer if memory runs out.
-// Empty if `first` is large or partly issued.
+// Returns `first` and the small blocks directly behind it that can be copied without a wait, of at most slice_bytes in
+// total; fewer if memory runs out. Empty if `first` is large, partly issued, or has to wait.
 SlabRefs CopyInQueue::next_run(const SlabRef& first) {
   SlabRefs run;
   size_t run_bytes = 0;
@@ -133,6 +124,8 @@ SlabRefs CopyInQueue::next_run(const SlabRef& first) {
     const SlabSlot& slot = **each;
     if (!parts_.is_small(slot) || slot.issued_bytes > 0) break;
     if ((run_bytes += slot.bytes) > parts_.slice_bytes) break;
+    if (!OFFLOAD_BROKEN("a batch has only free targets") && !parts_.is_reached(slot.target_free)) break;
+    if (!OFFLOAD_BROKEN("a batch has only blocks that are copied out") && !parts_.is_reached(slot.out_event)) break;
     try {
       run.push_back(*each);
     } catch (const std::bad_alloc&) {

@@ -8,47 +8,47 @@
 namespace offload {
 
 void CopyOutQueue::push(const SlabRef& slot) {
-  if (bytes_ + slot->bytes > parts_.slice_bytes) issue();
   slot->produced = parts_.events->record(slot->compute);  // recorded under the lock: events are in the order of slots
   if (parts_.is_small(*slot) && !feed_queued_) {
     parts_.lanes->call(lane_, [this, store = parts_.keep()] { feed(); });
     feed_queued_ = true;
   }
   slots_.push_back(slot);
-  bytes_ += slot->bytes;
   if (!parts_.is_small(*slot)) issue();
 }
 
 void CopyOutQueue::feed() {
   std::unique_lock lock(parts_.mutex);
   feed_queued_ = false;
-  in_flight_.await_room(lock);
-  if (slots_.empty()) return;
-  issue();
-  in_flight_.note(parts_.out_stream);
-}
-
-void CopyOutQueue::issue() {
-  while (!slots_.empty()) {
-    const SlabRef first = slots_.front();
-    const SlabRefs run = next_run();
-    const size_t count = std::max<size_t>(run.size(), 1);
-    for (size_t left = count; left > 0; --left) {
-      bytes_ -= slots_.front()->bytes;
-      slots_.pop_front();
-    }
-    issue_run(run.empty() ? &first : run.data(), count);
+  for (;;) {
+    in_flight_.await_room(lock);
+    if (slots_.empty()) return;
+    issue_next();
+    in_flight_.note(parts_.out_stream);
   }
 }
 
-// Returns the small blocks at the front of the queue, of at most slice_bytes in total; fewer if memory runs out. Empty
-// if the first block is large.
+void CopyOutQueue::issue() {
+  while (!slots_.empty()) issue_next();
+}
+
+void CopyOutQueue::issue_next() {
+  const SlabRef first = slots_.front();
+  const SlabRefs run = next_run();
+  const size_t count = std::max<size_t>(run.size(), 1);
+  slots_.erase(slots_.begin(), slots_.begin() + static_cast<std::ptrdiff_t>(count));
+  issue_run(run.empty() ? &first : run.data(), count);
+}
+
+// Returns the small blocks at the front of the queue that the device has produced, of at most slice_bytes in total;
+// fewer if memory runs out. Empty if the first block is large or not produced.
 SlabRefs CopyOutQueue::next_run() {
   SlabRefs run;
   size_t run_bytes = 0;
   for (const SlabRef& slot : slots_) {
     run_bytes += slot->bytes;
     if (!parts_.is_small(*slot) || run_bytes > parts_.slice_bytes) break;
+    if (!OFFLOAD_BROKEN("a batch has only produced blocks") && !parts_.is_reached(slot->produced)) break;
     try {
       run.push_back(slot);
     } catch (const std::bad_alloc&) {
@@ -83,13 +83,9 @@ void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
 }
 
 void CopyOutQueue::copy(const SlabRef* slots, size_t count) {
-  // Adjacent slots with the same compute stream need one wait, for the event of the last of them.
-  for (size_t each = 0; each < count; ++each) {
-    const bool covered = each + 1 < count && slots[each + 1]->compute == slots[each]->compute;
-    if (!covered)
-      OFFLOAD_EDGE("copy-out waits for compute",
-                   parts_.device->stream_wait(parts_.out_stream, slots[each]->produced.get()));
-  }
+  if (count == 1)  // the blocks of a batch are produced
+    OFFLOAD_EDGE("copy-out waits for compute",
+                 parts_.device->stream_wait(parts_.out_stream, slots[0]->produced.get()));
   auto transfer = std::make_shared<Transfer>();
   transfer->begin = parts_.events->record(parts_.out_stream);
   std::vector<Copy> copies;
@@ -124,7 +120,6 @@ void CopyOutQueue::fail(SlabSlot& slot) {
 void CopyOutQueue::cancel(SlabSlot& slot) {
   slots_.erase(std::remove_if(slots_.begin(), slots_.end(), [&](const SlabRef& each) { return each.get() == &slot; }),
                slots_.end());
-  bytes_ -= slot.bytes;
   parts_.pool.release(slot.block, nullptr);
   slot.block = {};
   slot.produced = nullptr;

@@ -1,10 +1,11 @@
 // The copy-outs of the slab tier: device → slab on the store's copy-out stream.
 //
-// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. A lane issues all
-// queued blocks as one transfer when fewer than two transfers are in flight: while the link is idle, a block is copied
-// at once; while it is busy, blocks collect and are copied as one batch. The queued blocks are issued immediately when
-// a large block is queued, when they would exceed a slice, when the pool is full, and when wait_out or prefetch needs
-// one of them.
+// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. When fewer than two
+// transfers are in flight, a lane issues the queued blocks that the device has produced as one transfer; if it has not
+// produced the first, this one alone. So a block is copied at once while the link is idle; while it is busy, blocks
+// collect. No block waits until a later one is produced: the host may queue a whole forward pass before the device has
+// run it. The queued blocks are issued immediately when a large block is queued, when the pool is full, and when
+// wait_out or prefetch needs one of them.
 //
 // Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks
 // throw only DriverError.
@@ -35,6 +36,7 @@ class CopyOutQueue {
 
  private:
   void feed();
+  void issue_next();
   SlabRefs next_run();
   void issue_run(const SlabRef* slots, size_t count);
   void copy(const SlabRef* slots, size_t count);
@@ -43,7 +45,6 @@ class CopyOutQueue {
   SlabParts& parts_;
   Spiller& spiller_;
   std::deque<SlabRef> slots_;  // not issued yet
-  size_t bytes_ = 0;
   bool feed_queued_ = false;
   InFlight in_flight_;
   const OwnedStream lane_;  // issues small blocks on the copy-out stream

@@ -90,6 +90,14 @@ double SlabParts::seconds_once(Transfer& transfer) {
   }
 }
 
+bool SlabParts::is_reached(const EventRef& event) {
+  try {
+    return device->event_done(event.get());
+  } catch (const DriverError&) {
+    return false;
+  }
+}
+
 bool SlabParts::settle(Stream stream) {
   try {
     device->stream_synchronize(stream);

@@ -34,8 +34,8 @@ JUDGED = {
     "slot waits for its last read",
 }
 EDGES = JUDGED | {
-    "batch waits for compute",
-    "batch waits for its copy-outs",
+    "a batch has only free targets",
+    "a batch has only produced blocks",
     "bounce waits for its last read",
     "cancel refuses a copy that has begun",
     "checksum is verified",
@@ -178,8 +178,9 @@ TESTED = PYTHON | OUTSIDE
 ON_ACCELERATORS = {
     "abandoned targets are kept",
     "a prefetch for another stream is not used",
-    "batch waits for compute",
-    "batch waits for its copy-outs",
+    "a batch has only free targets",
+    "a batch has only produced blocks",
+    "a batch has only blocks that are copied out",
     "bounce waits for its last read",
     "consumer waits for copy-in",
     "copy-in waits for compute",

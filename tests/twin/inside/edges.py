@@ -5,6 +5,7 @@ Needs the extension that is built with mutants (campaign/build.py).
 
 import tempfile
 import threading
+import time
 from functools import cache
 
 import torch
@@ -86,6 +87,29 @@ def large_blocks_come_back_at_once():
 
 def small_blocks_come_back_at_once():
     come_back_at_once(SMALL)
+
+
+def small_blocks_leave_at_once():
+    """A prefetch has all queued copy-outs issued, before the compute stream has filled their sources."""
+    store = make_store()
+    targets = [fresh(SMALL) for _ in range(8)]
+    torch.sim.synchronize()
+    sim.hold_streams(True)
+    sources, tickets = [], []
+    for number in range(8):
+        sources.append(fresh(SMALL).fill_(number))
+        tickets.append(store.swap_out(sources[-1].data_ptr(), SMALL, 0))
+        while number < 2 and tickets[-1].state == "queued":  # two transfers in flight, and then a queue
+            time.sleep(0)
+    for ticket, target in zip(tickets, targets, strict=True):
+        ticket.prefetch(target.data_ptr(), 0)
+    sim.hold_streams(False)
+    store.quiesce()
+    for ticket in tickets:
+        ticket.swap_in(0)
+    torch.sim.synchronize()
+    assert all(map(torch.equal, targets, sources))
+    store.quiesce()
 
 
 def targets_are_in_use():
@@ -282,8 +306,9 @@ EDGES = {
     "copy-out waits for compute": [whole_steps],
     "copy-in waits for compute": [targets_are_in_use],
     "copy-in waits for its copy-out": [large_blocks_come_back_at_once],
-    "batch waits for compute": [targets_are_in_use],
-    "batch waits for its copy-outs": [small_blocks_come_back_at_once],
+    "a batch has only produced blocks": [small_blocks_leave_at_once],
+    "a batch has only free targets": [targets_are_in_use],
+    "a batch has only blocks that are copied out": [small_blocks_come_back_at_once],
     "consumer waits for copy-in": [whole_steps],
     "source outlives its copy-out": [whole_steps],
     "slot waits for its last read": [a_slot_is_dropped_while_it_is_read],

@@ -53,3 +53,21 @@ def test_a_wait_for_a_second_view_is_none_of_its_nodes_computation():
                     waited.append(handle.plan.step_seconds - handle.plan.compute_seconds)
         assert min(waited) > 0.1 * computed[0]  # else there would be nothing to take for computation
         assert computed == [pytest.approx(computed[0], rel=0.01)] * len(computed)
+
+
+def test_a_small_block_leaves_before_later_ones_are_produced():
+    """The host queues the whole forward pass at once; the link is several times as fast as what it copies is made."""
+    model, x = chain(), torch.randn(1024, 128).to("sim")  # blocks of 512 KiB
+    bandwidth = 5e10
+    card = Figures(1e12, 1e11, out_bytes_per_second=bandwidth, in_bytes_per_second=bandwidth, kernel_seconds=2e-6)
+    with virtual_time.on(card), offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1 << 16):
+        for _ in range(2):
+            torch.sim.synchronize()
+            virtual_time.take_work()
+            loss = model(x).square().mean()
+            torch.sim.synchronize()
+            kernels, outs, _ = virtual_time.take_work()
+            loss.backward()
+    produced = sorted(end for _, end in kernels)[2 * 6 - 1]  # by the last ReLU
+    assert len(outs) >= 6
+    assert max(end for _, end in outs) < produced + 2.5 * (1 << 19) / bandwidth
