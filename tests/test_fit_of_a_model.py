@@ -42,6 +42,7 @@ def test_a_model_is_as_it_was() -> None:
     assert "forward" not in vars(model), "offload is disabled again"
 
 
+@pytest.mark.long
 def test_two_sizes_give_each_tensors_line() -> None:
     model = make()
     found = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="64MiB", batch=2048)

@@ -90,6 +90,7 @@ def train(*knobs: dict[str, Any], unchanged: bool = False, **environment: str) -
 SMALLEST = {"preset": "smallest"}
 
 
+@pytest.mark.long
 @needs_glibc
 def test_under_a_limit_the_resident_set_falls_with_the_tensors() -> None:
     (found,), (kept,) = train(SMALLEST), train(SMALLEST, unchanged=True)

@@ -162,6 +162,7 @@ def test_what_was_measured_beside_a_neighbour_is_forgotten_once_steps_are_measur
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.long
 def test_later_shapes_use_own_copies_instead_of_another_calibration(
     throttled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

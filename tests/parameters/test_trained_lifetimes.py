@@ -168,6 +168,7 @@ assert counts.nbytes == weights and counts.out_bytes >= 5 * weights
 """
 
 
+@pytest.mark.long
 def test_weights_gradients_and_states_larger_than_the_limit_train_within_a_plan():
     mapped = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_TOP_PAD_": "0"}
     run_fresh_python(LIMITED, **mapped)
