@@ -152,6 +152,7 @@ class Campaign:
 def test_nth_operation_fails(spilling, operation, kind, number, persistent, is_long, campaign_counts):
     if spilling.setup.schedule == "delays" and not is_long:
         pytest.skip("only with --long")
+    is_repeatable = spilling.setup.schedule == "stepped" or spilling.setup.settles
     campaign = Campaign(spilling)
     count = campaign.count_operations(operation)
     assert count >= (1 if operation == "allocate" else 4)
@@ -163,8 +164,9 @@ def test_nth_operation_fails(spilling, operation, kind, number, persistent, is_l
     elif not persistent and (kind == "short_transfer" or number == errno.EINTR):
         assert not any(told), "what can be continued is"
     elif operation != "allocate" and kind == "error":
-        assert sum(told) >= count // 2  # not a cancelled write's, nor that of a copy nobody waited for
-    if spilling.setup.schedule == "stepped" or spilling.setup.settles:
+        # Not a cancelled write's, nor that of a copy nobody waited for. Copies that race are others in each run.
+        assert sum(told) >= (count // 2 if is_repeatable else 1)
+    if is_repeatable:
         assert not campaign.run(operation, kind, number, count + 8, persistent), "a clean pass at last"
 
 
