@@ -50,10 +50,10 @@ class TriedPlan:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the plan swaps or recomputes."""
-        size = {tensor.id: tensor.bytes for tensor in self.plan.trace.tensors}
-        moved = [swap.id for swap in self.plan.swaps] + [row.id for row in self.plan.recomputes]
-        return sum(size[tensor] for tensor in moved)
+        """Bytes that the plan copies out or recomputes."""
+        tensors = {tensor.id: tensor for tensor in self.plan.trace.tensors}
+        copied = sum(tensors[swap.id].copied_bytes for swap in self.plan.swaps)
+        return copied + sum(tensors[row.id].bytes for row in self.plan.recomputes)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "cut_bound",
     "cut_bounds",
     "least_feasible_limit",
+    "with_copied_bytes",
 ]
 
 NOT_SAVED = "not saved for backward"
@@ -209,6 +210,7 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
     O((nodes + tensors) log tensors). The nodes close to the maximum are then evaluated exactly as `cut_bound` is
     defined, so that the single bound does not depend on the tree's rounding.
     """
+    trace = with_copied_bytes(trace)
     clock = list(accumulate((node.seconds for node in trace.nodes), initial=0.0))
     total = clock[-1]
     excess = [max(0, count - limit_bytes) for count in unswapped_bytes(trace)]
@@ -236,6 +238,25 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
             break
         single = max(single, _cut(k, trace.nodes[k].seconds, excess[k], by_pack, by_use, clock, link))
     return CutBounds(single, double)
+
+
+def with_copied_bytes(trace: Trace) -> Trace:
+    """Return the step in which each tensor has the bytes of its copies: no plan takes longer in it.
+
+    The rest of a tensor's bytes counts as base bytes while the tensor is in use, and takes no memory in between.
+    """
+    if all(tensor.copy_bytes is None for tensor in trace.tensors):
+        return trace
+    change = [0] * (len(trace.nodes) + 1)
+    for tensor in trace.tensors:
+        rest = tensor.bytes - tensor.copied_bytes
+        change[tensor.produced] += rest
+        change[tensor.last_forward + 1] -= rest
+        change[tensor.first_backward] += rest
+        change[tensor.last_use + 1] -= rest
+    base = tuple(map(int.__add__, trace.base_bytes, accumulate(change)))
+    tensors = (replace(tensor, bytes=tensor.copied_bytes, copy_bytes=None) for tensor in trace.tensors)
+    return replace(trace, base_bytes=base, tensors=tuple(tensors))
 
 
 def unavoidable_bytes(trace: Trace) -> list[int]:

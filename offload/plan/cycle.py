@@ -174,7 +174,7 @@ def unrolled(
                 (at + x.produced, at + x.packed, at + x.last_forward),
                 (at + x.first_backward, at + x.last_use),
             )
-            tensors.append(SavedTensor(ids + x.id, x.bytes, *first, *last))
+            tensors.append(SavedTensor(ids + x.id, x.bytes, *first, *last, copy_bytes=x.copy_bytes))
         every += [Swap(ids + x.id, at + x.release, at + x.prefetch) for x in swaps]
         for i, (release, prefetch) in away.items():
             use = min(begin + length + i, end)

@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.plan.bounds import with_copied_bytes
 from offload.plan.cover_trees import CopyQueue, PriceList
 from offload.plan.simulate import Link, unswapped_bytes
 from offload.plan.trace import SavedTensor, Trace
@@ -54,7 +55,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     in full. Most nodes are skipped: if the value for some Y is not above the maximum over the nodes so far, then the
     minimum over Y is not either.
     """
-    cuts = _Cuts.of(trace, limit_bytes, link)
+    cuts = _Cuts.of(with_copied_bytes(trace), limit_bytes, link)
     total = cuts.clock[-1]
     best, dropped = max((at + (total - at) for at in cuts.clock), default=0.0), 0.0
     fullest = sorted((k for k, excess in enumerate(cuts.excess) if excess > 0), key=lambda k: -cuts.excess[k])

@@ -96,9 +96,9 @@ class Step:
         self.packed = [x.packed for x in tensors]
         self.release_min = [x.last_forward + 1 for x in tensors]  # first node at which a release is allowed
         self.first_backward = [x.first_backward for x in tensors]
-        self.out_seconds = [link.latency + x.bytes / link.out_bandwidth for x in tensors]
-        self.in_seconds = [link.latency + x.bytes / link.in_bandwidth for x in tensors]
-        self.overhead_seconds = [link.overhead_seconds(x.bytes) for x in tensors]
+        self.out_seconds = [link.latency + x.copied_bytes / link.out_bandwidth for x in tensors]
+        self.in_seconds = [link.latency + x.copied_bytes / link.in_bandwidth for x in tensors]
+        self.overhead_seconds = [link.overhead_seconds(x.copied_bytes) for x in tensors]
         self.seconds = [node.seconds for node in trace.nodes]
         self.unswapped_bytes = np.asarray(unswapped_bytes(trace), dtype=np.int64)
         self._prepare()

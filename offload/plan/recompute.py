@@ -146,7 +146,7 @@ def recomputed(trace: Trace, dropped: Iterable[int]) -> Trace:
         else:
             first = max(uses[tensor.id], tensor.last_forward + 1)  # a tensor used before that is never swapped out
             nodes = (tensor.produced, tensor.packed, tensor.last_forward, first, last_use)
-            kept.append(SavedTensor(tensor.id, tensor.bytes, *nodes))
+            kept.append(SavedTensor(tensor.id, tensor.bytes, *nodes, copy_bytes=tensor.copy_bytes))
     base = [count + more for count, more in zip(trace.base_bytes, accumulate(change), strict=False)]
     longer = list(trace.nodes)
     for k, more in seconds.items():

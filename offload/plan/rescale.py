@@ -62,7 +62,7 @@ class SizedStep:
         )
         base = tuple(map(_line, self.trace.base_bytes, self.base_slopes, [more] * len(nodes)))
         tensors = tuple(
-            _recipe_times(replace(tensor, bytes=_line(tensor.bytes, slope, more)), factor, factor)
+            _recipe_times(_resized(tensor, _line(tensor.bytes, slope, more)), factor, factor)
             for tensor, slope in zip(self.trace.tensors, self.tensor_slopes, strict=True)
         )
         return Trace(nodes, base, tensors, self.trace.source, self.trace.link)
@@ -191,6 +191,14 @@ def retimed(trace: Trace, factor: float, link: Link) -> Trace:
 
 def _line(nbytes: int, slope: float, more: int) -> int:
     return max(0, nbytes + math.ceil(slope * more))
+
+
+def _resized(tensor: SavedTensor, nbytes: int) -> SavedTensor:
+    """Return the tensor with another size, of which its copies have the same share."""
+    copied = tensor.copy_bytes
+    if copied is not None:
+        copied = math.ceil(nbytes * copied / tensor.bytes) if tensor.bytes else nbytes
+    return replace(tensor, bytes=nbytes, copy_bytes=copied)
 
 
 def _place(tensor: SavedTensor) -> tuple[int, int, int]:

@@ -105,7 +105,7 @@ class Plan:
     @cached_property
     def overhead_seconds(self) -> float:
         """Overhead of the swaps in seconds, computed from the link. `step_seconds` does not include it."""
-        size = {tensor.id: tensor.bytes for tensor in self.trace.tensors}
+        size = {tensor.id: tensor.copied_bytes for tensor in self.trace.tensors}
         return sum(self.link.overhead_seconds(size[swap.id]) for swap in self.swaps)
 
     @property
@@ -222,7 +222,7 @@ class Plan:
         recipe = tensor.recompute
         assert recipe is not None
         sources = ", ".join(str(i) for i in recipe.inputs)
-        link, size = self.link, tensor.bytes
+        link, size = self.link, tensor.copied_bytes
         copies = 2 * link.latency + size / link.out_bandwidth + size / link.in_bandwidth
         return (
             f"{self._name(tensor)}: dropped after node {tensor.last_forward} ({nodes[tensor.last_forward].name}), "
@@ -329,6 +329,6 @@ def _host_bytes(trace: Trace, swaps: Sequence[Swap]) -> int:
     tensors = {tensor.id: tensor for tensor in trace.tensors}
     for swap in swaps:
         tensor = tensors[swap.id]
-        change[tensor.packed] += tensor.bytes
-        change[tensor.first_backward + 1] -= tensor.bytes
+        change[tensor.packed] += tensor.copied_bytes
+        change[tensor.first_backward + 1] -= tensor.copied_bytes
     return max(accumulate(change), default=0)

@@ -130,7 +130,7 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
         ready[k] = now
         for i in prefetches[k]:
             begin = max(now, in_free, out_end[i])
-            in_free = in_end[i] = begin + (link.latency + tensors[i].bytes / link.in_bandwidth)
+            in_free = in_end[i] = begin + (link.latency + tensors[i].copied_bytes / link.in_bandwidth)
             copy_ins.append(Copy(i, begin, in_free))
         for i in uses[k]:
             now = max(now, in_end[i])
@@ -138,7 +138,7 @@ def simulate(trace: Trace, swaps: Iterable[Swap], link: Link) -> Timing:
         now = finish[k] = now + node.seconds
         for i in packs[k]:
             begin = max(now, out_free)
-            out_free = out_end[i] = begin + (link.latency + tensors[i].bytes / link.out_bandwidth)
+            out_free = out_end[i] = begin + (link.latency + tensors[i].copied_bytes / link.out_bandwidth)
             copy_outs.append(Copy(i, begin, out_free))
     return Timing(
         tuple(ready), tuple(start), tuple(finish), tuple(copy_outs), tuple(copy_ins), resident_bytes(trace, swaps)

@@ -84,6 +84,9 @@ class SavedTensor:
         backward and is last used; produced <= packed <= last_forward < first_backward <= last_use.
     recompute : Recompute, optional
         Present if the tensor can be recomputed.
+    copy_bytes : int, optional
+        Bytes that a swap copies, from 1 to `bytes`; fewer than `bytes` if only views of parts of the storage are saved.
+        By default, all of them.
     """
 
     id: int
@@ -94,6 +97,12 @@ class SavedTensor:
     first_backward: int
     last_use: int
     recompute: Recompute | None = None
+    copy_bytes: int | None = None
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of each of its copies."""
+        return self.bytes if self.copy_bytes is None else self.copy_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +307,8 @@ _NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_u
 def _tensor_to_dict(tensor: SavedTensor) -> dict[str, Any]:
     row: dict[str, Any] = {"id": tensor.id, "bytes": tensor.bytes}
     row.update({field: getattr(tensor, field) for field in _NODE_NUMBERS})
+    if tensor.copy_bytes is not None:
+        row["copy_bytes"] = tensor.copy_bytes
     if tensor.recompute is not None:
         recipe = tensor.recompute
         row["recompute"] = {"seconds": recipe.seconds, "from": list(recipe.inputs)}
@@ -311,6 +322,8 @@ def _tensor_to_dict(tensor: SavedTensor) -> dict[str, Any]:
 def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
     if tensor.bytes < 0:
         raise ValueError(f"{where}.bytes: {tensor.bytes} is negative; write at least 0")
+    if not min(1, tensor.bytes) <= tensor.copied_bytes <= tensor.bytes:
+        raise ValueError(f"{where}.copy_bytes: {tensor.copied_bytes} is not from 1 to bytes, {tensor.bytes}")
     for field in _NODE_NUMBERS:
         if not 0 <= getattr(tensor, field) < node_count:
             raise ValueError(f"{where}.{field}: {getattr(tensor, field)} is not a node; there are {node_count}, from 0")
@@ -365,7 +378,8 @@ def _read_tensor(data: Any, where: str) -> SavedTensor:
         field: read_int(read_field(row, field, where), f"{where}.{field}") for field in ("id", "bytes", *_NODE_NUMBERS)
     }
     recompute = None if row.get("recompute") is None else _read_recompute(row["recompute"], f"{where}.recompute")
-    return SavedTensor(**fields, recompute=recompute)
+    copied = None if row.get("copy_bytes") is None else read_int(row["copy_bytes"], f"{where}.copy_bytes")
+    return SavedTensor(**fields, recompute=recompute, copy_bytes=copied)
 
 
 def _read_recompute(data: Any, where: str) -> Recompute:

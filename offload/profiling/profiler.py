@@ -323,17 +323,18 @@ def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
     first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
     packed = max(entry.packed for entry in entries)
     last_forward = storage.last_forward
+    copied = sum(entry.nbytes for entry in entries)
     if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
         return None
     return SavedTensor(
         id=storage.entries[0],
-        # A kept view holds its whole storage, although its entry is only a part.
-        bytes=max(sum(entry.nbytes for entry in entries), storage.nbytes),
+        bytes=max(copied, storage.nbytes),  # a kept view holds its whole storage, although its entry is only a part
         produced=packed,
         packed=packed,
         last_forward=max(last_forward, packed),
         first_backward=first_backward,
         last_use=max((e.last_use for e in entries if e.last_use is not None), default=last),
+        copy_bytes=copied if 0 < copied < storage.nbytes else None,
     )
 
 

@@ -43,13 +43,13 @@ def timing(trace, swaps, out_bandwidth, in_bandwidth, latency, dropped=()):
         queue = [i for i in prefetch if prefetch[i] == k]
         for i in sorted(queue, key=lambda i: (use[i], i)):
             begin = max(ready[k], in_free, outs[i][1])
-            in_free = begin + (latency + tensor[i].bytes / in_bandwidth)
+            in_free = begin + (latency + (tensor[i].copy_bytes or tensor[i].bytes) / in_bandwidth)
             ins[i] = (begin, in_free)
         start.append(max([ready[k]] + [ins[i][1] for i in prefetch if use[i] == k]))
         finish.append(start[k] + (trace.nodes[k].seconds + longer[k]))
         for i in sorted(i for i in release if tensor[i].packed == k):
             begin = max(finish[k], out_free)
-            out_free = begin + (latency + tensor[i].bytes / out_bandwidth)
+            out_free = begin + (latency + (tensor[i].copy_bytes or tensor[i].bytes) / out_bandwidth)
             outs[i] = (begin, out_free)
     return ready, start, finish, outs, ins
 
@@ -177,6 +177,16 @@ def with_recipes(trace, seed, share=0.7):
         seconds = float(rng.choice([0.0, 0.1, 0.4, 1.5]))
         recipe = Recompute(seconds, sources, int(rng.integers(0, 4)), seconds / 2 if rng.random() < 0.2 else None)
         tensors.append(replace(x, recompute=recipe if rng.random() < share else None))
+    return replace(trace, tensors=tuple(tensors))
+
+
+def with_views(trace, seed, share=0.6):
+    """Return the trace in which only parts of most tensors are copied."""
+    rng = np.random.default_rng(seed)
+    tensors = [
+        replace(x, copy_bytes=int(rng.integers(1, x.bytes + 1))) if x.bytes and rng.random() < share else x
+        for x in trace.tensors
+    ]
     return replace(trace, tensors=tuple(tensors))
 
 

@@ -161,7 +161,7 @@ def _lanes(plan: Plan, seconds: float) -> dict[str, list[Box]]:
         for copy in copies:
             tensor = tensors[copy.id]
             name = f"tensor {copy.id} of {plan.trace.nodes[tensor.produced].name}"
-            found.append(Box(STEP_KINDS[kind], name, copy.start, copy.end, tensor.bytes, tensor.id))
+            found.append(Box(STEP_KINDS[kind], name, copy.start, copy.end, tensor.copied_bytes, tensor.id))
         return found
 
     lanes = {"compute": compute, "recompute": again}
