@@ -8,7 +8,7 @@
 namespace offload {
 
 void CopyOutQueue::push(const SlabRef& slot) {
-  slot->produced = parts_.events->record(slot->compute);  // recorded under the lock: events are in the order of slots
+  slot->produced = parts_.events->record(slot->compute);
   if (parts_.is_small(*slot) && !feed_queued_) {
     parts_.lanes->call(lane_, [this, store = parts_.keep()] { feed(); });
     feed_queued_ = true;
