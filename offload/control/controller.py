@@ -179,7 +179,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step; not if an earlier profile still waits for its backward or the signature deviates often."""
+        """Profile this step. Swap on demand if a profile still waits for its backward, or steps have deviated often."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
@@ -318,13 +318,13 @@ class PlanController:
         return [state.profiler for state in list(self._states.values()) if state.profiler is not None]
 
     def end_finished_profiles(self) -> None:
-        """Stop recording steps that are over, and those whose graph was freed without a backward pass."""
+        """Stop the profilers of steps that are over, and of those whose graph was freed without a backward pass."""
         for profiler in self._profilers():
             if profiler.finished or profiler.is_lost:
                 profiler.stop()
 
     def end_profiles(self) -> None:
-        """Stop recording every step, even an unfinished one."""
+        """Stop all profilers, even those of steps that have not ended."""
         for profiler in self._profilers():
             profiler.stop()
 

@@ -112,8 +112,8 @@ class Frontier:
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
     looks
-        After the search: for each of the last reference steps, the slowdown of the plan's latest measured steps
-        relative to it.
+        Empty during the search. Then for each of the last reference steps: how much longer the plan's latest measured
+        steps took than this reference step.
     """
 
     limits: Limits
@@ -329,7 +329,7 @@ class Frontier:
 def _assumed_seconds(plan: Plan, byte_seconds: float) -> float:
     """Return by how much a plan's step is longer because each recomputed byte is assumed to take `byte_seconds`.
 
-    Less than `byte_seconds` × bytes where recomputation takes the place of a wait.
+    The result is less than `byte_seconds` × bytes if part of this time passes while the step would wait anyway.
     """
     dropped = {row.id for row in plan.recomputes}
     if not dropped or not byte_seconds:

@@ -120,7 +120,7 @@ class GradientMover:
         self._complete.append(weakref.ref(param))
 
     def _end_backward(self) -> None:
-        # `complete` may have registered several calls in this backward pass. Only the first has work to do.
+        # `complete` may register several calls of this function in one backward pass. Only the first has work to do.
         if self._retried_at != self._completed:
             self._retried_at = self._completed
             self._leave_late()
@@ -151,7 +151,8 @@ class GradientMover:
         record = record_of(param) or self._new_record(param)
         if record is None or record.tensor is None:
             return True
-        # Another tensor shares the memory, so changes through it would be lost; or a copy-out is still under way.
+        # Either a copy-out still uses the memory, or another tensor shares it. In the second case the gradient stays:
+        # changes made through the other tensor would be lost.
         if not holds_alone(record.tensor):
             record.is_delayed = record.is_delayed and self._mover.engine.in_flight_bytes > 0
             self.counts.held += not record.is_delayed
@@ -197,7 +198,7 @@ class GradientMover:
 def _was_left_alone(reference: weakref.ref[Tensor]) -> bool:
     """Return whether a parameter's `grad` is still an `AwayGradient`.
 
-    It is not if the program has brought the gradient into memory for good. The program may then know the gradient's
+    False if the program has brought the gradient into memory permanently. The program may then know the gradient's
     address, so the gradient must not leave again.
     """
     param = reference()

@@ -119,7 +119,7 @@ class StoredParameter:
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Return whether its data is the placeholder. No flag is used, so this is right even after an interrupt."""
+        """Return whether the parameter is away: its data is the placeholder. An interrupt cannot make this wrong."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
@@ -131,7 +131,7 @@ class StoredParameter:
         return _storage_of(parameter) == identity
 
     def is_current_in(self, parameter: Tensor) -> bool:
-        """Return whether the store is known to have the same bytes as the parameter, which is in memory."""
+        """Return whether the store is known to have the parameter's bytes. The parameter must be in memory."""
         is_known = not (self.is_suspect or self.is_changed or self.content.stored is None)
         return is_known and version_of_object(parameter) == self.content.version
 
@@ -223,16 +223,16 @@ class StoredParameter:
     def put_away(self, parameter: nn.Parameter) -> None:
         """Free the memory. The store must have the parameter's present bytes."""
         parameter.__dict__["_offload_stored"] = self
-        parameter.__class__ = MovedParameter  # first: a parameter without bytes must not have the ordinary class
+        parameter.__class__ = MovedParameter  # before its bytes are gone: only this class loads them
         self._forget_storage()
         self.window.placeholders[self.content.placeholder_id] = self.reference
         set_data(parameter, self.content.placeholder)
 
     def settle(self, parameter: nn.Parameter) -> bool:
-        """Free the memory unless another tensor shares it, or the bytes have changed and the store cannot take them.
+        """Free the memory; bytes that have changed are stored first.
 
-        Returns True if the parameter is away or is no longer movable (it is then an ordinary parameter again). Returns
-        False if it stays.
+        The memory stays if another tensor shares it, or if changed bytes cannot be stored. Returns True if the
+        parameter is away or no longer movable (it is then an ordinary parameter again), False if it stays.
         """
         if self.is_away_in(parameter):
             return True
@@ -274,8 +274,8 @@ class StoredParameter:
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
         """Return whether the store has the parameter's present bytes.
 
-        False without a comparison if the store has no bytes, or if the parameter may have been updated by an optimizer,
-        requires gradients and has a new version, or has another dtype, shape or strides than the stored tensor.
+        Bytes are not compared, and the result is False, if the store has none, if an optimizer may have updated the
+        parameter, if it requires gradients and has a new version, or if its dtype, shape or strides have changed.
         """
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
         if self.content.stored is None or self.is_changed or is_written:
@@ -342,8 +342,8 @@ class StoredParameter:
     ) -> Tensor:
         """Return a view of the parameter's present bytes.
 
-        If `parameter.data` was replaced since `epoch`, or the parameter no longer exists or is no longer moved, it is a
-        view of the bytes of `content`. The offset is in elements.
+        It is a view of the bytes of `content` instead if `parameter.data` has been replaced (`epoch` is no longer the
+        record's), or if the parameter no longer exists or is no longer moved. The offset is in elements.
 
         Raises
         ------
@@ -369,7 +369,7 @@ class StoredParameter:
         stored = content.stored
         assert stored is not None  # None only while the parameter is in memory
         self.window.ahead.used(stored)
-        stored.wait_copied_out()  # earlier, `swap_in` returns the memory being copied: a write would change the copy
+        stored.wait_copied_out()  # before that, `swap_in` returns the memory being copied: writes would change the copy
         try:
             try:
                 found: tuple[UntypedStorage, int] = stored.swap_in()

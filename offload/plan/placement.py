@@ -131,7 +131,8 @@ class Step:
             Per node, the change of `unswapped_bytes`: minus the recomputed tensors that are not in memory at this node,
             plus the workspaces of recomputation and the inputs that are kept longer for it.
         first_uses : mapping of int to int
-            The new `first_backward` of each tensor whose first use changes, by its index in this step.
+            The new `first_backward` of each tensor whose first use in backward changes. The keys are indices in
+            `self`, not in the returned step.
         """
         step = Step.__new__(Step)
         step.link, step.seconds = self.link, seconds

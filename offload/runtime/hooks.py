@@ -27,7 +27,8 @@ from offload.torch_compat.tensors import raise_changed, version_of
 # The object that a graph node holds instead of a saved tensor.
 Packed = KeptTensor | SwappedView
 
-# Errors of a copy-out after which the tensor is kept. PoolExhausted is a MemoryError, SpillError an OSError.
+# If a copy-out raises one of these, the tensor is kept: it stays in memory. The errors of the store are among them:
+# PoolExhausted is a MemoryError, SpillError an OSError.
 _REFUSALS = (MemoryError, OSError, PinningFailed)
 
 
