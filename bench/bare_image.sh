@@ -9,7 +9,7 @@
 #
 #   --bind PATH        show this folder of the machine inside too, as /proc, /sys, /dev and /tmp always are; repeatable
 #   --copy PATH        copy this file or folder into the image, such as pip's configuration; repeatable
-#   --before COMMAND   run this in the environment first, such as "pip install torch --index-url URL" for a CPU build
+#   --before COMMAND   run this in the environment first, such as a command that installs a CPU build of torch
 #   --runs N           run the demonstration N times in all (1)
 set -euo pipefail
 

@@ -50,7 +50,7 @@ def planner() -> Subject:
     from offload import plan
 
     trace = transformer(48, seed=1)
-    copied = 2 * sum(tensor.bytes for tensor in trace.tensors)
+    copied = 2 * sum(tensor.copied_bytes for tensor in trace.tensors)
     bandwidth = copied / (0.8 * sum(node.seconds for node in trace.nodes))
     link = plan.Link(bandwidth, bandwidth, 0.0)
     least, peak = plan.least_feasible_limit(trace), max(plan.unswapped_bytes(trace))

@@ -61,7 +61,7 @@ def limits(trace: Trace) -> list[tuple[float, int]]:
 
 def link_for(trace: Trace, traffic: float, latency: float = 0.0) -> Link:
     """Return the link over which swapping everything takes `traffic` times the computation."""
-    copied = 2 * sum(tensor.bytes for tensor in trace.tensors)
+    copied = 2 * sum(tensor.copied_bytes for tensor in trace.tensors)
     bandwidth = copied / (traffic * sum(node.seconds for node in trace.nodes))
     return Link(bandwidth, bandwidth, latency)
 

@@ -94,7 +94,7 @@ double SlabParts::seconds_once(Transfer& transfer) {
 bool SlabParts::is_reached(const EventRef& event) {
   try {
     return device->event_done(event.get());
-  } catch (const std::exception&) {  // a failed query, or no memory for its message: the block is copied alone
+  } catch (const std::exception&) {  // a failed query, or no memory for its message
     return false;
   }
 }

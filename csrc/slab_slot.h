@@ -58,7 +58,8 @@ struct SlabParts {
   // Returns a reference that keeps the store alive. Every task on a lane holds one.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
-  // Returns whether the device has reached an event; false if that cannot be found out.
+  // Returns whether the device has reached an event; false if that cannot be found out: then the block is copied
+  // alone, and a device that has failed fails that copy too.
   bool is_reached(const EventRef& event);
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.
   bool settle(Stream stream);

@@ -1,7 +1,7 @@
 """One moved parameter. Its object stays in the model. Its bytes are in the store, and in memory while they are used.
 
-The bytes are written when the parameter first leaves memory, and again if they have changed when it leaves. `Window`
-decides when it leaves.
+The bytes are written when the record is made. When the parameter leaves memory, they are written again if they have
+changed since. `Window` decides when it leaves.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StoredParameter:
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Return whether the parameter is away: its data is the placeholder. An interrupt cannot make this wrong."""
+        """Return whether the parameter is away: its data is the placeholder. Right even after an interrupt."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
@@ -223,7 +223,7 @@ class StoredParameter:
     def put_away(self, parameter: nn.Parameter) -> None:
         """Free the memory. The store must have the parameter's present bytes."""
         parameter.__dict__["_offload_stored"] = self
-        parameter.__class__ = MovedParameter  # before its bytes are gone: only this class loads them
+        parameter.__class__ = MovedParameter  # before `set_data`: only this class loads the bytes again
         self._forget_storage()
         self.window.placeholders[self.content.placeholder_id] = self.reference
         set_data(parameter, self.content.placeholder)

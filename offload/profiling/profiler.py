@@ -323,9 +323,9 @@ def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
     first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
     packed = max(entry.packed for entry in entries)
     last_forward = storage.last_forward
-    copied = sum(entry.nbytes for entry in entries)
     if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
         return None
+    copied = sum(entry.nbytes for entry in entries)
     return SavedTensor(
         id=storage.entries[0],
         bytes=max(copied, storage.nbytes),  # a kept view holds its whole storage, although its entry is only a part

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.plan.bounds import unavoidable_bytes
+from offload.plan.bounds import unavoidable_bytes, with_copied_bytes
 from offload.plan.placement import Ints
 from offload.plan.recompute import first_uses
 from offload.plan.simulate import Link, unswapped_bytes
@@ -43,7 +43,8 @@ class Choices:
     """
 
     def __init__(self, trace: Trace, link: Link, limit_bytes: int) -> None:
-        self._trace, self._link = trace, link
+        self._trace = trace = with_copied_bytes(trace)
+        self._link = link
         self._room: Ints = limit_bytes - np.asarray(unavoidable_bytes(trace), dtype=np.int64)
         self._seconds = [node.seconds for node in trace.nodes]
         self._fullest = int(np.argmax(unswapped_bytes(trace))) if trace.nodes else 0

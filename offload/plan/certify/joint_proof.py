@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from offload.plan.bounds import check_limit, with_copied_bytes
+from offload.plan.bounds import check_limit
 from offload.plan.certify.choices import DROPPED, SWAPPED, Choices
 from offload.plan.certify.exact_placement import exact_placement
 from offload.plan.joint_bounds import joint_bound
@@ -88,7 +88,7 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
         )
     end = time.monotonic() + seconds_max
     bound = min(plan.step_seconds, max(plan.compute_seconds, joint_bound(trace, limit_bytes, link)))
-    choices = Choices(with_copied_bytes(trace), link, limit_bytes)
+    choices = Choices(trace, link, limit_bytes)
     rows = [(bound, 0, b"")]  # a heap: the bound, minus the number of choices so that more come first, the choices
     deepest = -1
     while plan.step_seconds > bound * (1 + gap) and time.monotonic() < end:
