@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -100,6 +101,9 @@ def count(switch: ctypes.CDLL, name: str) -> None:
 
 def main() -> int:
     """Count the subjects in order."""
+    from offload.diagnostics import live
+
+    live.LOOK_SECONDS = math.inf  # the look for `offload top` is due by the clock, so in some steps or in all
     switch = ctypes.CDLL(sys.argv[1])
     for name in sys.argv[2:]:
         if name == "planted":
