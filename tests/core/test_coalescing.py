@@ -15,6 +15,14 @@ SMALL_BYTES = 20_000
 COUNT = 16
 
 
+@pytest.fixture
+def produced_at_once(fake_cuda):
+    """The double, where each block is produced when it is swapped out, although copies are held."""
+    fake_cuda.caller_is_legacy(True)
+    yield fake_cuda
+    fake_cuda.caller_is_legacy(False)
+
+
 def small_sources(store, count=COUNT):
     generator = np.random.default_rng(0)
     return [Source(store, generator, SMALL_BYTES) for _ in range(count)]
@@ -24,18 +32,18 @@ def cuda_store(tmp_path, fake_cuda, slice_bytes=64 << 10, **options):
     return make_store("slab", tmp_path, device=fake_cuda.driver(), slice_bytes=slice_bytes, **options)
 
 
-def test_waiting_copy_outs_share_transfers(tmp_path, fake_cuda):
-    store = cuda_store(tmp_path, fake_cuda)
-    batches_before = fake_cuda.count("cuMemcpyBatchAsync")
-    fake_cuda.hold_streams(True)  # two transfers are in flight; what comes then gathers
+def test_waiting_copy_outs_share_transfers(tmp_path, produced_at_once):
+    store = cuda_store(tmp_path, produced_at_once)
+    batches_before = produced_at_once.count("cuMemcpyBatchAsync")
+    produced_at_once.hold_streams(True)  # two transfers are in flight; what comes then gathers
     sources = small_sources(store)
-    fake_cuda.hold_streams(False)
+    produced_at_once.hold_streams(False)
     for source in sources:
         source.wait_copied_out()
     stats = store.stats()
     assert stats["out_copies"] == COUNT
     assert COUNT * SMALL_BYTES / (64 << 10) <= stats["out_transfers"] <= COUNT / 2
-    assert fake_cuda.count("cuMemcpyBatchAsync") > batches_before
+    assert produced_at_once.count("cuMemcpyBatchAsync") > batches_before
     for source in sources:
         source.prefetch()
         source.swap_in()
@@ -59,12 +67,12 @@ def test_waiting_copy_ins_share_transfers(tmp_path, fake_cuda):
     assert stats["in_transfers"] <= COUNT / 2
 
 
-def test_one_event_pair_for_a_batch(tmp_path, fake_cuda):
-    store = cuda_store(tmp_path, fake_cuda, slice_bytes=1 << 20)
+def test_one_event_pair_for_a_batch(tmp_path, produced_at_once):
+    store = cuda_store(tmp_path, produced_at_once, slice_bytes=1 << 20)
     store.record_copies(100)
-    fake_cuda.hold_streams(True)
+    produced_at_once.hold_streams(True)
     sources = small_sources(store)
-    fake_cuda.hold_streams(False)
+    produced_at_once.hold_streams(False)
     for source in sources:
         source.wait_copied_out()
     times = {(begin, end) for _, _, _, begin, end in store.take_copies()}

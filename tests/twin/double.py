@@ -44,7 +44,7 @@ class Double:
         self._path = str(build_machine(directory / "libsim.so"))
         self._library = ctypes.CDLL(self._path)
         self._library.sim_first_violation.restype = ctypes.c_char_p
-        self._library.sim_caller_is_legacy(int(caller_is_legacy))
+        self.caller_is_legacy(caller_is_legacy)
 
     def driver(self) -> _core.Driver:
         """A new CUDA driver over it."""
@@ -53,6 +53,10 @@ class Double:
     def fail_at(self, name: str, nth: int, code: int = 2) -> None:
         """The `nth` call of `name` from now on fails with `code`."""
         self._library.sim_fail_at(name.encode(), nth, code)
+
+    def caller_is_legacy(self, is_so: bool) -> None:
+        """Whether the caller's own work is the legacy stream's: what it records there is then reached at once."""
+        self._library.sim_caller_is_legacy(int(is_so))
 
     def hold_streams(self, held: bool) -> None:
         """While held, what is queued stays queued."""
