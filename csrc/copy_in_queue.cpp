@@ -38,7 +38,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // For tests only: slab_slot.cpp releases the extent with the slot; without that guard it is released here, unread.
+  // A test disables this guard. Then the extent is released here, before it is read; otherwise with its slot.
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 
@@ -63,7 +63,8 @@ void CopyInQueue::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   end(slot);
 }
 
-// Ends a copy-in after its last slice has been issued: sets its event, counts it and logs it.
+// Called when the last slice of a copy-in has been issued: sets in_event, counts and logs the copy, and changes the
+// state to `arriving`.
 void CopyInQueue::end(SlabSlot& slot) {
   slot.in_event = slot.in->end;
   ++parts_.stats.in_copies;

@@ -153,8 +153,8 @@ int is_plain(PyObject* tensor) {
 }
 
 // Returns whether a tensor below min_nbytes owns its memory; -1: a Python error. (The storage of a view may be large
-// and worth swapping.) In a step that follows a schedule, the view test is skipped if an earlier step packed, at this
-// index, a tensor of the same size that owned its memory. This tensor is then assumed to own its memory too.
+// and worth swapping.) In a step that follows a schedule, `tensor` is assumed to own its memory, without the
+// view test, if an earlier step packed a tensor of the same size at this index that owned its memory.
 int is_small(const HookCore& core, PyObject* tensor, int64_t index, int64_t nbytes) {
   if (core.cursor != nullptr && core.cursor->is_small(index, nbytes)) return 1;
   const int is_view = is_true(PyObject_CallOneArg(tensors.is_view, tensor));

@@ -23,8 +23,8 @@
 // driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
 // RAM.
 //
-// Thread safety: every method may be called from any thread; of two concurrent prefetches of a ticket, one throws. A
-// Ticket may be destroyed at any time and in any state; its destructor does not wait.
+// Thread safety: every method may be called from any thread, but a ticket is prefetched by one thread at a time. A
+// Ticket may be destroyed at any time and in any state; its destructor does not wait (see prefetch for the target).
 //
 // Errors: if the device fails, every method except id, bytes, state, failure_text, cancel and release throws
 // DriverError; other errors are listed with the method. After a failed copy-out the source is unchanged; after a failed
@@ -136,7 +136,7 @@ class Ticket {
   // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
   // only until the ticket is destroyed, and the destructor does not wait for the copy. So destroy the ticket after
   // in_done() is true or settle() has returned, or keep the target alive until the copy has ended. Throws
-  // std::logic_error if a copy-in is in flight or nothing was swapped out.
+  // std::logic_error if nothing was swapped out, or in the states `filling` and `copying_in`.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Returns whether no copy-in writes to the target any more; true also after a failure.
   bool in_done();
@@ -167,9 +167,9 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // DriverError), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
   // copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
-  // While true, the direct tier defers copy-outs: when a caller waits for one that has not ended, all deferred ones
-  // begin. The slab tier ignores this.
-  virtual void defer_copy_outs(bool) {}
+  // With `defers`, the direct tier queues copy-outs without beginning them. All of them begin when a caller waits for
+  // one, or when `defers` is set to false. The slab tier ignores this.
+  virtual void defer_copy_outs(bool /*defers*/) {}
   // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;
   // Frees empty slabs and truncates the unused end of the spill file. Returns the bytes freed.
@@ -206,7 +206,7 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   virtual void settle(const SlotRef& slot) = 0;
   virtual void release(const SlotRef& slot) = 0;
   void add_stall(double seconds);
-  // Throws std::logic_error if nothing was swapped out or a copy-in is in flight. Caller holds mutex_.
+  // Throws as Ticket::prefetch does. Caller holds mutex_.
   static void require_prefetchable(const Slot& slot);
   // Sets the target of the copy-in. Leaves the previous owner in `owner`, to be destroyed without the lock.
   static void set_target(Slot& slot, void* target, std::shared_ptr<void>& owner);

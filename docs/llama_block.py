@@ -1,6 +1,6 @@
 """Prints the plan of the page on recomputation: what one block of a Llama keeps, swaps and recomputes, and why.
 
-    OFFLOAD_THROTTLE=0.07GB/s python docs/llama_block.py
+    OFFLOAD_THROTTLE=0.05GB/s python docs/llama_block.py
 
 Its figures are those of this machine.
 """

@@ -126,9 +126,10 @@ class Session:
         return recorded_trace(self._controller)
 
     def postfix(self) -> dict[str, str]:
-        """Return values for a progress bar: peak memory so far; the latest step's swapped bytes, stall and slowdown.
+        """Return values for a progress bar: peak memory so far, swapped bytes and stall of the latest step, slowdown.
 
-        Swapped bytes and stall are means if several steps were taken since the last call. Slowdown: once it is known.
+        Swapped bytes and stall are means if several steps were taken since the last call. Slowdown is that of the last
+        measured steps; it is left out until it is known.
 
         Examples
         --------
@@ -140,18 +141,19 @@ class Session:
         return in_words(self._progress.read(self._enabled))
 
     def log_to(self, target: Any, *, commit: bool = False) -> None:
-        """Log figures of each step from now on: memory at the peak, saved and swapped, time stalled, slowdown.
+        """Log figures of each step from now on: peak memory, bytes swapped, time stalled, memory saved, slowdown.
 
         They are logged when the next step begins, as far as they are known: ``offload/peak_mib``, ``swapped_mib`` and
-        ``stalled_ms``, ``saved_mib`` with a plan, ``slowdown_percent`` once steps are measured. If logging raises an
-        exception, it ends that step, and no further step is logged to this target.
+        ``stalled_ms``, ``saved_mib`` with a plan, ``slowdown_percent`` once steps are measured. If `target` raises an
+        exception, the step that has just begun raises it, and no further step is logged to this target.
 
         Parameters
         ----------
         target
             TensorBoard's ``SummaryWriter``, a run of W&B, or a function of the figures by name and the step's number.
         commit
-            For W&B. False: the figures go with your loop's next ``run.log``. True, if it logs nothing: they go at once.
+            For W&B. False: the figures are sent with your loop's next ``run.log``. True: they are sent at once, for
+            loops that do not call ``run.log``.
 
         Raises
         ------
@@ -231,12 +233,13 @@ class Session:
             The largest norm after clipping; the order of the norm, such as 2.
         **options
             `error_if_nonfinite` and `foreach` of torch's function. With `gradients=True` on an accelerator, `foreach`
-            is False if you do not give it: else all gradients come back at a time. The norm's last bits may differ.
+            is False by default: otherwise all gradients would be in memory at once. The last bits of the norm may then
+            differ from those with torch's default.
 
         Returns
         -------
         torch.Tensor
-            The norm before, of shape [].
+            The norm before clipping, of shape [].
 
         Raises
         ------

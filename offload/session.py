@@ -66,7 +66,7 @@ def enable(
         inputs, temporaries, saved tensors.
     max_slowdown
         Limit on the slowdown of steps, as a fraction. The plan that needs the least memory within it is used. Default:
-        0.05 without `memory_limit` and `n_tensors`. With `memory_limit`, both conditions must hold.
+        0.05 if no other goal is given. With `memory_limit`, both conditions must hold.
     n_tensors
         Manual mode: number of storages to swap per step, longest-lived first. −1 swaps all, 0 disables offload.
     lb
@@ -90,7 +90,8 @@ def enable(
         matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
 
     optimizer
-        The optimizer of the model, or a list of them. Needed by ``optimizer_state=True`` and `step_in_backward`.
+        The optimizer of the model, or a list of them. Needed by ``optimizer_state=True``, `step_in_backward`
+        and `gradients`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
         parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the
@@ -235,7 +236,7 @@ def _enable(
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
-    # Where only the first step runs (`offload plan`, `offload fit`), no plan chooses which state moves.
+    # `offload plan` and `offload fit` run no step that follows a plan, so no plan chooses which state moves.
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned

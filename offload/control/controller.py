@@ -179,7 +179,11 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step. Swap on demand if a profile still waits for its backward, or steps have deviated often."""
+        """Profile this step, or only swap on demand.
+
+        Swap on demand if the signature's last profile still waits for its backward, or if its steps have deviated too
+        often.
+        """
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:

@@ -65,8 +65,9 @@ class StepCost:
     step, computed
         Elapsed seconds of the whole step, and of all its nodes together.
     own_step
-        CPU time of the thread + `share` × the time that its hooks waited. `share` = `own_computed` / `computed`,
-        at most 1. Equal to `step` if the CPU time is unknown.
+        An estimate of `step` without other programs: CPU time of the thread, plus `share` × the time that its hooks
+        waited. `share` is the fraction of the processor that other programs left to the thread: `own_computed` /
+        `computed`, at most 1. Equal to `step` if the CPU time is unknown.
     own_computed
         CPU time of the thread without the CPU time of hooks. Equal to `computed` if the CPU time is unknown.
     """
@@ -184,7 +185,7 @@ class Frontier:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Return whether the plan after the search was too slow in all `looks`, with a margin for noise."""
+        """Return whether the plan that the search ended with was too slow beside each of the last reference steps."""
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
@@ -284,10 +285,9 @@ class Frontier:
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.
 
-        If the last plan was too slow, another is tried, unless a plan that kept `max_slowdown` needs at most
-        `peak_step` more memory than the last one. If the last plan was much faster than allowed (`spare`) and its peak
-        is not the least possible, another is tried, unless the last plan needs at most `peak_step` more memory than one
-        that was too slow.
+        Another plan is tried in two cases. First, the last plan was too slow, and each plan that kept `max_slowdown`
+        needs over `peak_step` more memory than it. Second, the last plan was much faster than allowed (`spare`), its
+        peak is not the least possible, and it needs over `peak_step` more memory than each plan that was too slow.
 
         Parameters
         ----------

@@ -29,7 +29,9 @@ log = logging.getLogger("offload")
 
 
 class SlowdownPromise:
-    """Keeps `max_slowdown` (the promise) for a session, with the reference steps and plans of its signatures.
+    """Keeps `max_slowdown` (the promise) for a session: compares plans with reference steps, and makes new plans.
+
+    `frontier.py` explains reference steps.
 
     Parameters
     ----------
@@ -69,7 +71,7 @@ class SlowdownPromise:
         return moves and self._on_cpu and self._options.max_slowdown is not None
 
     def is_open(self, planned: PlannedStep) -> bool:
-        """Return whether the search for a plan that keeps the promise has not ended."""
+        """Return whether the search for a plan that keeps the promise goes on."""
         return self.applies(planned) and not planned.frontier.is_settled
 
     def begin_reference(self, planned: PlannedStep, counts: Counts) -> bool:
@@ -82,7 +84,10 @@ class SlowdownPromise:
         return False
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
-        """Defer the copy-outs of the reference step that `stopwatch` measures until the step waits for them."""
+        """Defer the copy-outs of a reference step, which `stopwatch` measures.
+
+        All of them begin as soon as the step waits for one of them.
+        """
         self._reference = stopwatch
         stopwatch.defer_copy_outs()
 
@@ -145,7 +150,10 @@ class SlowdownPromise:
         return True
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Return whether a new plan is due because an optimizer has made its first update. True only once."""
+        """Return whether an optimizer has made its first update since the plan was made, so that a new plan is due.
+
+        If so, the search begins again, and a second call returns False.
+        """
         if self._plan_state is None or planned.plan is None or not self._plan_state.is_outdated(planned):
             return False
         planned.frontier.search_again()
@@ -167,7 +175,7 @@ class SlowdownPromise:
             self._release()
 
     def _release(self) -> None:
-        """Return free memory to the system: what the profile and the search took, and tensors of the plan before."""
+        """Make malloc return free memory to the system, such as memory that the profile and the search have used."""
         if self._on_cpu:
             release_free_memory()
 
@@ -183,7 +191,7 @@ class SlowdownPromise:
         least = least_feasible_limit(trace)
         kept = make_plan(trace, planned.link, ())
         if options.memory_limit is None and not self._limits.is_worth_hooks(least, kept.peak_bytes):
-            frontier.is_settled = True  # no plan can be worth its hooks
+            frontier.is_settled = True  # no plan can save enough to be worth the time of its hooks
             return kept
         if frontier.tried:
             peak = min(max(frontier.wanted_peak(allowed), least), options.memory_limit or sys.maxsize)
@@ -195,7 +203,7 @@ class SlowdownPromise:
             return self._last(planned, allowed)
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
-            wanted = self._limits.exploring * allowed  # what swapping costs is not known yet
+            wanted = self._limits.exploring * allowed  # only measured steps will show the cost
             return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
         return plan
 

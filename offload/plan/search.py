@@ -3,7 +3,8 @@
 The search is deterministic: the same trace, link and options give the same plan.
 
 `swap_search` chooses the set of tensors to swap, and `placement` chooses their nodes. If tensors have recipes,
-`joint_search` also chooses the set to recompute; the result is never slower than the swap-only plan.
+`joint_search` also chooses the set to recompute. Within the same limit, its plan is never slower than the swap-only
+plan.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 # Search budgets, in estimated seconds (see `SearchBudget`), for n <= 1,000 tensors. For larger n, the budgets of
 # swap-only searches grow with n, those of searches with recomputation with n**0.4.
 _BUDGET_SECONDS = 0.6  # swap-only search
-_PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection
+_PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection and before a search with recomputation
 _JOINT_SECONDS = 2.0  # search with recomputation
 _JOINT_PROBE_SECONDS = 0.1  # search with recomputation, for each limit of a bisection
-_JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each of `_LOWER_LIMITS`
+_JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each limit after a bisection
 _EXHAUSTIVE_MAX = 12  # up to this number of tensors, all sets are tried; 4,096 sets
-_EXHAUSTIVE_PROBE_MAX = 8  # the same, for each limit of a bisection
+_EXHAUSTIVE_PROBE_MAX = 8  # the same, in searches for one of several limits, and in the short search before another
 _LIMITS_MAX = 16  # limits tried by bisection
-# After the bisection, limits between its result and the least feasible limit are tried, at these shares of the way.
+# After the bisection, lower limits are tried: the least feasible one, and those that are lower than its result by these
+# shares of the distance between the two.
 _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 
@@ -168,7 +170,7 @@ def manual_plan(
         Bandwidths and latency.
     n_tensors : int
         Number of tensors to swap; -1 swaps all, 0 none. Tensors with the most nodes between their last use in forward
-        and their first use in backward are swapped first.
+        and their first use in backward are chosen first.
     lead_nodes : int or "auto", default "auto"
         Backward nodes between the prefetch and the first use in backward (`lb`). "auto" prefetches each tensor as
         late as is possible without a stall, and does not swap tensors that are needed before their copy-out has ended.
@@ -178,7 +180,8 @@ def manual_plan(
     Returns
     -------
     Plan
-        Each tensor is released at the first node that does not wait for its copy-out, at the latest at its prefetch.
+        Each tensor is released before the first node that starts after the end of its copy-out and of its last use in
+        forward, or before its prefetch if that is earlier.
 
     Raises
     ------
@@ -304,7 +307,10 @@ def _fastest_joint(
 def _prefetch_earlier(
     step: Step, placement: SwapPlacement, limit_bytes: int, allowed_seconds: float = 0.0
 ) -> SwapPlacement:
-    """Prefetch earlier if memory allows it and the step takes no longer, so that a slower link causes no stall."""
+    """Prefetch earlier if memory allows it, so that a slower link causes no stall.
+
+    The step then takes no longer than before, or at most `allowed_seconds` if that is more.
+    """
     for safety_factor in _SAFETY_FACTORS:
         found = step.place(placement.indices, limit_bytes, safety_factor=safety_factor)
         if found is not None and found.step_seconds <= max(placement.step_seconds, allowed_seconds):

@@ -1,6 +1,7 @@
 """Executes a schedule during a step: starts what is due and measures the durations of nodes and hooks.
 
-Hooks report every pack and unpack; the executor waits for copy-outs and starts copy-ins in time.
+C++ handles most packs and unpacks; the hooks report the others. At the nodes where they are due, the executor waits for
+copy-outs and starts copy-ins.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class StepObserver(Protocol):
     def pass_by(self, pack_index: int) -> None:
         """Called at the pack of a kept tensor at which Python has to act.
 
-        Either a release or a prefetch is due at the node that begins after the pack, or device events time the nodes.
+        A release or a prefetch is due at the node that begins after the pack, or an event of the device has to be
+        recorded there, to measure when the node begins.
         """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
@@ -119,7 +121,7 @@ class Measured:
     """Measured durations of a step, in seconds; node starts are relative to the start of the step."""
 
     starts: tuple[float, ...]  # by node
-    node_seconds: tuple[float, ...]  # by node, without the time that hooks took
+    node_seconds: tuple[float, ...]  # by node, without `stall_seconds`
     waits: dict[int, float]  # by pack index: how long backward waited for the tensor
     stall_seconds: float  # elapsed time of the hooks that swap, prefetch, wait or recompute
     hook_seconds: float  # CPU time of these hooks; zero on a CUDA device
@@ -254,7 +256,7 @@ class ScheduleExecutor:
             self.cursor.node = node
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Return why this storage is kept; None if it is swapped or dropped, by the schedule or after a deviation."""
+        """Return why this storage is kept; None if it is swapped or dropped."""
         if not self.on_schedule:
             return None
         entry = self._swapped_bytes.get(pack_index)
@@ -274,7 +276,7 @@ class ScheduleExecutor:
         return entry[1] if entry is not None else self.schedule.need(pack_index)
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """Store a storage whose copy-out has been queued, to release and prefetch it when the schedule says so."""
+        """Register a storage whose copy-out has been queued, so that it is released and prefetched as scheduled."""
         self.copies.add(pack_index, slot, tensor.untyped_storage())
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:

@@ -135,7 +135,7 @@ class StepHooks(HookCore):
         return self.keep(tensor, index, self._observer.reason, nbytes)
 
     def pack_candidate(self, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        """Swap a tensor or keep it, depending on its storage and on the observer."""
+        """Swap, drop or keep a tensor, depending on its storage and on the observer."""
         observer, recomputation = self._observer, self._recomputation
         observer.begin()
         if recomputation is None:
@@ -187,7 +187,7 @@ class StepHooks(HookCore):
         return tensor
 
     def unpack_swapped(self, view: SwappedView) -> Tensor:
-        """Return a swapped tensor as it was saved.
+        """Return a swapped or dropped tensor as it was saved.
 
         Raises
         ------
