@@ -38,7 +38,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // A test disables this guard. Then the extent is released here, before it is read; otherwise with its slot.
+  // For a test (mutants.h): the extent is released here, before it is read, instead of with its slot (free_slot).
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 

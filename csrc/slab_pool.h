@@ -1,9 +1,9 @@
-// Pinned host memory: large slabs registered with the driver, cut into exact-size blocks.
+// Pinned host memory: large slabs registered with the driver, divided into blocks of any size.
 //
-// Blocks are rounded up to multiples of 4 KiB, so that they serve both DMA and direct I/O. Allocation is best fit;
-// adjacent free ranges are merged. Reuse is fenced: a block released with an event is not allocated again before that
-// event is done. The pool never holds more than `max_bytes`. Not thread safe: the swap store calls it under its lock.
-// Blocks and slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
+// A block takes its size rounded up to a multiple of 4 KiB, so that it serves both DMA and direct I/O. Allocation is
+// best fit; adjacent free ranges are merged. Reuse is fenced: a block released with an event is not allocated again
+// before that event is done. The pool never holds more than `max_bytes`. Not thread safe: the swap store calls it under
+// its lock. Blocks and slabs belong to the pool; slabs are unregistered when it is destroyed or trimmed.
 #pragma once
 
 #include <chrono>

@@ -23,7 +23,7 @@
 // driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
 // RAM.
 //
-// Thread safety: every method may be called from any thread, but a ticket is prefetched by one thread at a time. A
+// Thread safety: every method may be called from any thread, but callers must not prefetch a ticket twice at a time. A
 // Ticket may be destroyed at any time and in any state; its destructor does not wait (see prefetch for the target).
 //
 // Errors: if the device fails, every method except id, bytes, state, failure_text, cancel and release throws
@@ -74,7 +74,7 @@ struct StoreOptions {
   size_t host_bytes_max = 0;              // limit on the slab tier's pinned memory
   size_t slab_bytes = size_t{256} << 20;  // size of a slab, which is pinned in one call
   size_t slice_bytes = size_t{32} << 20;  // larger blocks are copied in slices, between which urgent copies can start
-  std::string spill_directory;            // empty: no disk tier
+  std::string spill_directory;            // empty: the slab tier has no file; the direct tier needs one
 };
 
 struct StoreStats {
@@ -180,7 +180,7 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   void record_copies(size_t limit);
   // Returns the recorded copies that have ended, each once. If this throws, the next call returns them.
   std::vector<CopyEntry> take_copies();
-  // Whether swap_out, and prefetch of a block whose copy-out has ended, only queue the copy and wait for nothing.
+  // Whether these two never wait: swap_out, and prefetch of a block whose copy-out has ended.
   virtual bool only_queues() const { return false; }
   // Returns the alignment modulo which a target's address must be congruent to its source's; 1 allows any address.
   virtual size_t alignment_bytes() const = 0;

@@ -150,7 +150,8 @@ class Session:
         Parameters
         ----------
         target
-            TensorBoard's ``SummaryWriter``, a run of W&B, or a function of the figures by name and the step's number.
+            TensorBoard's ``SummaryWriter``, a run of W&B, or a function with two arguments: a dictionary of the figures
+            by name, and the step's number.
         commit
             For W&B. False: the figures are sent with your loop's next ``run.log``. True: they are sent at once, for
             loops that do not call ``run.log``.

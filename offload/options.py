@@ -231,8 +231,8 @@ def check_parameters(parameters: object) -> Parameters | None:
     """
     if parameters is not False and parameters not in get_args(Parameters):
         raise ValueError(
-            f'parameters takes "all", "frozen" (those without gradients) or False, not {parameters!r}: these leave '
-            "memory while no module uses them"
+            'parameters says which parameters leave memory while no module uses them: "all", "frozen" (those without '
+            f"gradients) or False (none), not {parameters!r}"
         )
     return parameters or None  # type: ignore[return-value]
 
@@ -263,7 +263,10 @@ def _check_host_limit(device: torch.device, host_limit: int | str | None) -> int
 
 
 def default_host_limit(root: Path = Path("/")) -> int:
-    """Return this process's share of half of the available RAM or, if less, of the unused cgroup limit, in bytes.
+    """Return this process's share of the host memory that may be pinned, in bytes.
+
+    All processes of this job on this machine share the smaller of two amounts: half of the available RAM, and all of
+    the unused part of the control group's limit.
 
     Parameters
     ----------

@@ -94,10 +94,10 @@ def enable(
         and `gradients`.
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much of it leaves: as much as the
-        limit demands, or more if steps are then faster. This concerns every optimizer that steps parameters of the
-        model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory. ``False``, the
-        default: it stays in memory.
+        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much state leaves: as much as the
+        limit demands, or more if steps are then faster. It needs no `optimizer`: it applies to every optimizer that
+        steps parameters of the model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory.
+        ``False``, the default: it stays in memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
         freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
@@ -122,7 +122,7 @@ def enable(
     ------
     ValueError, OSError
         An argument is wrong, conflicts with another one or does not fit the machine; nothing is enabled then. If no
-        plan stays within `memory_limit`, the model's second forward raises an `InfeasibleLimitError`.
+        plan stays within `memory_limit`, a forward, usually the second, raises an `InfeasibleLimitError`.
     RuntimeError
         A call of the CUDA driver failed.
 
@@ -163,8 +163,8 @@ def materialize(
 ) -> Session:
     """Give a model that was built on the meta device its values from safetensors files, and enable offload on it.
 
-    It is read tensor by tensor, and each parameter that is to leave memory does so before the next one is read, so the
-    model can be larger than memory. Freeze parameters before the call.
+    The files are read one tensor at a time. A parameter that is to leave memory leaves before the next tensor is read,
+    so the model can be larger than memory. Freeze parameters before the call.
 
     Parameters
     ----------
@@ -178,7 +178,8 @@ def materialize(
     parameters
         As in `enable`; with ``False`` all of the model is in memory.
     **options
-        The other arguments of `enable`, by name; not `optimizer`.
+        The other arguments of `enable`, by name, except those about the optimizer: `optimizer`, `optimizer_state`,
+        `step_in_backward` and `gradients`.
 
     Returns
     -------
@@ -207,9 +208,15 @@ def materialize(
     known = inspect.signature(enable).parameters
     taken = {"model", "parameters"} | _OF_OPTIMIZER
     if unknown := options.keys() - (known.keys() - taken):
-        raise ValueError(
-            f"materialize takes no {min(unknown)}: create the optimizer after it, and give it to handle.add_optimizer"
-        )
+        name = min(unknown)
+        if name in _OF_OPTIMIZER:
+            remedy = f"materialize takes no {name}: create the optimizer after it, and give it to handle.add_optimizer"
+        else:
+            remedy = (
+                f"materialize has no argument {name}; it takes weights, device, parameters and those of enable that "
+                "need no optimizer"
+            )
+        raise ValueError(remedy)
     asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}
     moved = check_parameters(parameters)
     there = check_model(model, _enabled_models(), will_be_on=torch.device(device))

@@ -62,7 +62,7 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
         binary = f"{number:g}{unit[0].upper()}iB"
         decimal = f"{number:g}{'k' if unit[0] == 'k' else unit[0].upper()}B"
         raise ValueError(
-            f'{name}: {value!r} leaves open which unit; write "{binary}" (1024 to a step) or "{decimal}" (1000)'
+            f'{name}: {value!r} can be two units; write "{binary}" (powers of 1024) or "{decimal}" (powers of 1000)'
         )
     if unit and unit not in _BYTES:
         raise _error(name, value, example)

@@ -80,7 +80,7 @@ def test_a_loss_of_ones_own_and_several_arguments() -> None:
     ("knobs", "message"),
     [
         ({"batch": 1}, "batch must be at least 2"),
-        ({"memory": "1G"}, "leaves open which unit"),
+        ({"memory": "1G"}, "can be two units"),
         ({"device": "cuda"}, "write memory, link and speed"),
     ],
 )

@@ -24,20 +24,20 @@ from offload.units import format_bytes, parse_bytes, round_up_bytes
 __all__ = ["Choice", "Fit", "answer", "on_device"]
 
 _REASONS_MAX = 5
-_TIMES_FROM = 9.0  # a slowdown from which on it is said how many times as long a step takes
+_TIMES_FROM = 9.0  # larger slowdowns are given as multiples: 10 × instead of +900 %
 KEEP, SWAP, RECOMPUTE = "keep everything", "swap", "swap or recompute"
 MOVED = "state moved"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the step: keep every tensor, swap, swap and recompute, or that with moved optimizer state.
+    """One way to run the step.
 
     Attributes
     ----------
     name : str
-        ``"keep everything"``, ``"swap"``, ``"swap or recompute"``, or ``"state moved"``: the last of the
-        others, with the optimizers' state in the store between steps.
+        ``"keep everything"``, ``"swap"``, ``"swap or recompute"``, or ``"state moved"``: as
+        ``"swap or recompute"`` (``"swap"``, if no recipes were tried), with optimizer state in the store between steps.
     plan : Plan or None
         The fastest plan within the limit at the batch size that was recorded; None if none stays within it.
     largest_batch : int or None
@@ -110,9 +110,10 @@ class Fit:
     batch : int or None
         Batch size of the recorded step; None if it is not known.
     choices : tuple of Choice
-        Keeping every tensor, swapping, and if recipes were tried, swapping and recomputing.
+        In this order: keep everything; swap; swap or recompute, if recipes were tried; state moved, if there is
+        optimizer state that can move.
     peak_bytes, least_bytes : int
-        Memory of the recorded step at its peak as it is, and with every swap there is and moved optimizer state.
+        Peak of the recorded step with every tensor kept; and the least peak, if everything that can leave memory does.
     in_the_way : tuple of Reason
         What is on the device under every plan at the node that needs `least_bytes`, largest first.
     notes : tuple of str
@@ -157,8 +158,8 @@ class Fit:
         best, limit = self.best, format_bytes(self.limit_bytes)
         if best is None:
             least = format_bytes(self.least_bytes)
-            moved = " and moved optimizer state" if any(choice.moved is not None for choice in self.choices) else ""
-            return f"DOES NOT FIT in {limit}: the least is {least}, with every swap there is{moved}"
+            moved = ", and optimizer state is moved" if any(choice.moved is not None for choice in self.choices) else ""
+            return f"DOES NOT FIT in {limit}: it needs {least} even if every tensor that can be swapped is{moved}"
         if best.name == KEEP:
             return f"FITS AS IT IS in {limit}: {format_bytes(self.peak_bytes)} at the peak of a step"
         assert best.plan is not None
@@ -210,12 +211,12 @@ class Fit:
             smaller = max((choice.largest_batch or 0 for choice in self.choices), default=0)
             if smaller:
                 lines += [
-                    f"Write a batch of {smaller:,} or less, or a limit of {round_up_bytes(self.least_bytes)}.",
+                    f"Use a batch of {smaller:,} or less, or a limit of {round_up_bytes(self.least_bytes)}.",
                     "",
                 ]
         if self.line is not None:
             made = "the model" if self.best is None or self.best.moved is None else "the model and its optimizer"
-            lines += [f"Add behind the line that makes {made}:", f"  import offload; {self.line}", ""]
+            lines += [f"Add after the line that makes {made}:", f"  import offload; {self.line}", ""]
         return [*lines, *(textwrap.fill(note, 100) for note in self.notes)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,15 +238,15 @@ class Fit:
 
 
 def on_device(step: SizedStep | Trace, device: AbsentDevice, flops_here: float) -> tuple[SizedStep | Trace, str]:
-    """Return the step as it would take on another device, and a note that says how that is estimated.
+    """Return the step with its durations estimated for another device, and a note that says how they are estimated.
 
     Bytes stay. Durations change by the ratio of the speeds in matrix products; copies take what the link says.
     """
     factor = flops_here / device.flops
     note = (
-        f"Estimated for a device that is not here ({device}). Bytes are those that the step needed here. Its durations "
-        f"are those here times {factor:.3g}: a matrix product runs at {flops_here / 1e12:.3g} TFLOP/s here. Other "
-        "kernels may gain more or less, and may save other tensors."
+        f"Estimated for a device that is not here ({device}). Bytes and durations were measured here. Durations "
+        f"are multiplied by {factor:.3g}, the ratio of the speeds of matrix products ({flops_here / 1e12:.3g} TFLOP/s "
+        "here). Other kernels may gain more or less, and may save other tensors."
     )
     if isinstance(step, Trace):
         return retimed(step, factor, device.link), note
@@ -267,7 +268,7 @@ def answer(
     Parameters
     ----------
     name
-        What the step is of.
+        The script, or the model's class.
     step
         The step as a function of its batch size; or a trace, if the batch size is not known.
     link

@@ -41,7 +41,7 @@ CHUNK_BYTES = 32 << 20
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
 
-STAYS_BY_PLAN = "the plan keeps memory_limit without moving it, and no other plan is faster"
+STAYS_BY_PLAN = "steps stay within memory_limit without moving it"
 
 _SAMPLE = SimpleNamespace(state={})
 _HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value
@@ -112,7 +112,7 @@ class StateMover:
             ]
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # makes copies: the caller may hold the loaded tensors
+        self._after_load_state_dict(optimizer)  # copies loaded state, which the caller may still hold
         self.look()
 
     def close(self) -> None:
@@ -185,7 +185,8 @@ class StateMover:
         if key not in self.share:
             state.stay(key)
             return
-        self.engine.collect()  # a tensor that was read back during its copy-out shares memory with it
+        # A tensor that came back before its copy-out had ended shares its memory with the copy-out until `collect`.
+        self.engine.collect()
         self.counts.out_bytes += state.leave(key, SPILL_FIRST + need)
         self.limit_writing()
 
@@ -194,7 +195,7 @@ class StateMover:
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
-        """Move out all state that is in memory: what the step did not use, and what the program has asked for since."""
+        """Move out the share's state that is in memory: what the step did not use, and what the program has read."""
         for need, key in enumerate(list(state)):
             self._leave(state, key, need)
         self.look()
@@ -241,7 +242,8 @@ class StateMover:
                 untraced(self._step_now, optimizer, step)
             return loss
 
-        # The step's own function calls this after all hooks: a hook that was registered later may change gradients.
+        # Torch's step function calls this closure after all hooks. So hooks that were registered later can still change
+        # gradients.
         return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
 
     def _why_whole(

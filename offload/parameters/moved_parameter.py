@@ -1,7 +1,8 @@
 """The class of a parameter that leaves memory: each access to its bytes brings them back first.
 
-A parameter gets this class when it leaves, and its ordinary class again when it stays. Torch calls
-`__torch_function__` of this class for every function that gets such a parameter, and for reads of its attributes.
+A parameter gets this class when it first leaves. It has its ordinary class again when it stays in memory for good, and,
+if it is trained, during each call that uses it. Torch calls `__torch_function__` of this class for every function that
+gets such a parameter, and for reads of its attributes.
 """
 
 from __future__ import annotations
@@ -98,15 +99,15 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """Call a function that may use the bytes of moved parameters. They are in memory during the call.
 
     Instead of a frozen parameter, the function gets a plain tensor with the same memory. A function that changes the
-    parameter as an object gets the parameter itself. Because the graph refers to trained parameters, they have their
-    ordinary class during the call.
+    parameter as an object gets the parameter itself. A trained parameter is passed itself, with its ordinary
+    class during the call, because the autograd graph must refer to it.
     """
     first = args[0] if args else None
     if type(first) is MovedParameter and first._offload_stored.is_away_in(first):
         if func in OF_THE_LAYOUT:
             return func(first._offload_stored.content.layout, *args[1:], **kwargs)
         if func is Tensor.to and call_without_overrides(func, (), args, kwargs) is first:
-            return first  # `Module.to` asks this, and nothing has to be done
+            return first  # there is nothing to convert: no bytes are needed
     if func == SETS_DATA and args[1] is first:
         return None
     if func == SETS_DATA and type(first) is MovedParameter and type(args[1]) is Tensor:  # needs no old bytes
@@ -136,7 +137,8 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             if _changes_object(func):
                 return call_without_overrides(func, (), args, kwargs)
             if trained and torch.is_grad_enabled() and hooks_forbidden_reason() is not None:
-                # The graph would hold the parameter, whose memory may leave. It gets a view, which holds the memory.
+                # Without hooks the graph would save the parameter, whose memory may leave before backward. So the
+                # function gets a view: as long as the view exists, the memory stays.
                 aliases.update({id(each): (each, each.view_as(each)) for each, _ in trained})
             result = func(*_with_aliases(args, aliases), **_with_aliases(kwargs, aliases))
         for parameter, record in trained:
@@ -151,7 +153,10 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _changes_object(func: Callable[..., Any]) -> bool:
-    """Return whether a function that is not written in Python may change the parameter as an object, or return it."""
+    """Return whether a function may change the parameter as an object, or return it.
+
+    True for in-place functions that are not written in Python.
+    """
     name = getattr(func, "__name__", "")
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return is_in_place and not isinstance(func, FunctionType)

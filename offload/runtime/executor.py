@@ -1,7 +1,7 @@
 """Executes a schedule during a step: starts what is due and measures the durations of nodes and hooks.
 
-C++ handles most packs and unpacks; the hooks report the others. At the nodes where they are due, the executor waits for
-copy-outs and starts copy-ins.
+C++ handles most packs and unpacks alone; `hooks.py` reports the others to the executor. At the nodes that begin with
+these, the executor waits for the copy-outs and starts the copy-ins that are due; at other nodes C++ does.
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ class StepObserver(Protocol):
         """Called when a hook begins that may wait."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Called at the pack of a kept tensor at which Python has to act.
+        """Called at the pack of a kept tensor if a release or a prefetch is due at the node that begins after it.
 
-        A release or a prefetch is due at the node that begins after the pack, or an event of the device has to be
-        recorded there, to measure when the node begins.
+        In timed steps on an accelerator called at every such pack, to record an event when a node begins.
         """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Return why this storage is kept; None if it is swapped."""
+        """Return why this storage is kept; None if it is swapped or dropped."""
 
     def need(self, pack_index: int) -> int:
         """Return the spill priority: larger if backward needs the tensor later."""
@@ -226,7 +225,8 @@ class ScheduleExecutor:
         self.copies = StepCopies(self.cursor, counts.prefetches, counts.prefetches_left)
         if schedule.plan is None:
             self.copies.caps_in_flight = True
-        self._acted = False  # whether the current hook swaps, waits or starts a copy; if not, it counts as computation
+        # Whether the current hook swaps, waits, starts a copy or recomputes. If not, its time counts as computation.
+        self._acted = False
 
     @property
     def caps_in_flight(self) -> bool:

@@ -178,6 +178,8 @@ def test_weights_of_another_model_are_refused(kind, tmp_path):
 
 def test_arguments_that_are_refused(tmp_path):
     path = save(make_model(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="materialize has no argument memory_limti"):
+        offload.materialize(nn.Linear(2, 2), "x.safetensors", memory_limti="1GiB")
     with pytest.raises(ValueError, match="materialize takes no optimizer"):
         fill(on_meta(), path, optimizer=None)
     with pytest.raises(ValueError, match="has no file"):

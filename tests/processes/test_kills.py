@@ -88,7 +88,9 @@ def test_space_is_back_on_a_disk_of_its_own(processes, small_disk):
     """Counted in blocks, where nobody else writes."""
     for seconds in (0.3, 0.6, 1.0):  # one after the other: there is room for one file
         before = os.statvfs(small_disk).f_bfree
-        (outcome,) = processes.run("train", kill_after_s=[seconds], directory=str(small_disk), tier="direct", count=None)
+        (outcome,) = processes.run(
+            "train", kill_after_s=[seconds], directory=str(small_disk), tier="direct", count=None
+        )
         assert (outcome["status"], outcome["stderr"]) == (-signal.SIGKILL, "")
         assert os.statvfs(small_disk).f_bfree == before
 
