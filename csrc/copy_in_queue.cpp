@@ -38,7 +38,7 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // For a test (mutants.h): the extent is released here, before it is read, instead of with its slot (free_slot).
+  // Only in a test without this guard (mutants.h): releases the extent too early. Otherwise free_slot releases it.
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 

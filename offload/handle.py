@@ -143,8 +143,9 @@ class Session:
     def log_to(self, target: Any, *, commit: bool = False) -> None:
         """Log figures of each step from now on: peak memory, bytes swapped, time stalled, memory saved, slowdown.
 
-        They are logged when the next step begins, as far as they are known: ``offload/peak_mib``, ``swapped_mib`` and
-        ``stalled_ms``, ``saved_mib`` with a plan, ``slowdown_percent`` once steps are measured. If `target` raises an
+        They are logged when the next step begins, as far as they are known: ``offload/peak_mib``,
+        ``offload/swapped_mib`` and ``offload/stalled_ms``; ``offload/saved_mib`` with a plan;
+        ``offload/slowdown_percent`` once steps are measured. If `target` raises an
         exception, the step that has just begun raises it, and no further step is logged to this target.
 
         Parameters

@@ -66,7 +66,8 @@ def enable(
         inputs, temporaries, saved tensors.
     max_slowdown
         Limit on the slowdown of steps, as a fraction. The plan that needs the least memory within it is used. Default:
-        0.05 if no other goal is given. With `memory_limit`, both conditions must hold.
+        0.05 if no other goal is given. With `memory_limit`, both apply. If no
+        plan meets both, the fastest plan within `memory_limit` is used, with a warning.
     n_tensors
         Manual mode: number of storages to swap per step, longest-lived first. −1 swaps all, 0 disables offload.
     lb
@@ -95,9 +96,9 @@ def enable(
     optimizer_state
         ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
         parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much state leaves: as much as the
-        limit demands, or more if steps are then faster. It needs no `optimizer`: it applies to every optimizer that
-        steps parameters of the model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory.
-        ``False``, the default: it stays in memory.
+        limit demands; without `max_slowdown` more, if steps are then over 1 % faster. It needs no `optimizer`: it
+        applies to every optimizer that steps parameters of the model. Without `memory_limit`, or with
+        `step_in_backward`, all state stays in memory. ``False``, the default: it stays in memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
         freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
@@ -106,9 +107,9 @@ def enable(
         ``True``, with ``optimizer_state=True``: each complete gradient leaves memory in backward. It comes back for the
         update of its parameter, or when the program uses it. ``False``: gradients stay in memory.
     parameters
-        ``"frozen"``: parameters without gradients, of at least `min_tensor_bytes`, are in the swap store while no
-        module uses them. Each module reads its own before its forward, and autograd reads them again in backward; they
-        are written once. ``"all"``: trained parameters too, which are written again after each update. With
+        ``"frozen"``: parameters with ``requires_grad=False``, of at least `min_tensor_bytes`, are in the swap store
+        while no module uses them. They are read before the forward of their module, and again in backward if it needs
+        them; they are written once. ``"all"``: trained parameters too, which are written again after each update. With
         `step_in_backward` a parameter is updated in backward, which needs it in memory anyway. With
         ``optimizer_state=True``, `optimizer.step()` brings in a few parameters at a time, with their state. With
         neither, each parameter is read when the optimizer uses it. ``False``: they stay in memory.
@@ -213,8 +214,8 @@ def materialize(
             remedy = f"materialize takes no {name}: create the optimizer after it, and give it to handle.add_optimizer"
         else:
             remedy = (
-                f"materialize has no argument {name}; it takes weights, device, parameters and those of enable that "
-                "need no optimizer"
+                f"materialize has no argument {name}; it takes weights, device, parameters and those of enable, "
+                "except those about the optimizer"
             )
         raise ValueError(remedy)
     asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}

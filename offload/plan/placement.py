@@ -12,9 +12,9 @@ Given the set, few choices remain:
   uses are released there, in copy-out order, until the node fits, and compute waits for their copy-outs.
 * Prefetches. They are chosen as if copy-ins ran in the order of `first_backward`, the node in which backward first
   uses the tensor. A copy-in is queued as late as possible: at the last node from which this copy-in and all later
-  ones still end in time. The tensor needs memory from its prefetch node up to `first_backward`. If some of these
-  nodes have no room, the prefetch is moved to the first later node from which every node up to `first_backward` has
-  room. A tensor that backward uses later may then be copied in before this one.
+  ones still end in time. The tensor needs memory from its prefetch node to the node before `first_backward`. If
+  one of these nodes has no room, the prefetch moves to the node after the last one without room. A tensor that
+  backward uses later may then be copied in before this one.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 

@@ -1,7 +1,8 @@
 """Executes a schedule during a step: starts what is due and measures the durations of nodes and hooks.
 
-C++ handles most packs and unpacks alone; `hooks.py` reports the others to the executor. At the nodes that begin with
-these, the executor waits for the copy-outs and starts the copy-ins that are due; at other nodes C++ does.
+C++ handles most packs and unpacks alone, with the copies that are due there. `hooks.py` reports the others to the
+executor. If a node begins at a reported pack or unpack, the executor waits for the copy-outs and starts the copy-ins
+that are due at this node.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class StepObserver(Protocol):
     def pass_by(self, pack_index: int) -> None:
         """Called at the pack of a kept tensor if a release or a prefetch is due at the node that begins after it.
 
-        In timed steps on an accelerator called at every such pack, to record an event when a node begins.
+        In a timed step on an accelerator, called at every pack of a tensor that the schedule keeps: if a node begins
+        there, an event is recorded.
         """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
@@ -310,7 +312,7 @@ class ScheduleExecutor:
             self._start_over(self._watched[pack_index], pack_index)
             asked = cursor.ask(pack_index)
         if asked == _UNWATCHED:
-            if self._acted:  # the recorded backward ran only part of the graph
+            if self._acted:  # the recorded backward, of a part of the graph, did not unpack this tensor
                 self._deviate()
             return
         if clock is not None and cursor.node > before:
