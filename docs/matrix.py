@@ -1,10 +1,10 @@
 """Writes docs/matrix.md: what of frameworks and switches is tested, from the results of a test run.
 
-    pytest --long tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml
+    pytest --full tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml
 
 Several files of results may be given; what a later one has of a test file replaces what an earlier one has. Sections of
 the page whose test file is not among the results stay as they are. Only what has passed is claimed: a variant that was
-skipped or has failed is named as such. Without `--long` the page would lose the rows of tests that only run with it.
+skipped or has failed is named as such. Without `--full` the page would lose the rows of tests that only run with it.
 """
 
 import argparse
@@ -47,7 +47,7 @@ test that was not run, the reason is given.
 RUN = "Run on {day} with {versions}{where}."
 SECTION = re.compile(r"^## .+?(?=^## |^Generated: |\Z)", re.M | re.S)
 FILE = re.compile(r"^`tests/integrations/(\w+\.py)`$", re.M)
-COMMAND = "pytest --long tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml"
+COMMAND = "pytest --full tests/integrations --junitxml=integrations.xml && python docs/matrix.py integrations.xml"
 FOOT = f"Generated: `{COMMAND}`."
 
 

@@ -128,8 +128,7 @@ class Session:
     def postfix(self) -> dict[str, str]:
         """Return values for a progress bar: peak memory so far, swapped bytes and stall of the latest step, slowdown.
 
-        Swapped bytes and stall are means if several steps were taken since the last call. Slowdown is that of the last
-        measured steps; it is left out until it is known.
+        Swapped bytes and stall are means if several steps were taken since the last call. Slowdown: once it is known.
 
         Examples
         --------
@@ -143,19 +142,16 @@ class Session:
     def log_to(self, target: Any, *, commit: bool = False) -> None:
         """Log figures of each step from now on: peak memory, bytes swapped, time stalled, memory saved, slowdown.
 
-        They are logged when the next step begins, as far as they are known: ``offload/peak_mib``,
-        ``offload/swapped_mib`` and ``offload/stalled_ms``; ``offload/saved_mib`` with a plan;
-        ``offload/slowdown_percent`` once steps are measured. If `target` raises an
-        exception, the step that has just begun raises it, and no further step is logged to this target.
+        They are logged when the next step begins, as far as they are known, as ``offload/peak_mib``, ``swapped_mib``,
+        ``stalled_ms``, ``saved_mib`` and ``slowdown_percent`` (all with ``offload/``). If `target` raises an exception,
+        the step that has just begun raises it, and no further step is logged to this target.
 
         Parameters
         ----------
         target
-            TensorBoard's ``SummaryWriter``, a run of W&B, or a function with two arguments: a dictionary of the figures
-            by name, and the step's number.
+            TensorBoard's ``SummaryWriter``, a run of W&B, or a function of two: the figures by name, the step's number.
         commit
-            For W&B. False: the figures are sent with your loop's next ``run.log``. True: they are sent at once, for
-            loops that do not call ``run.log``.
+            For W&B. False: the figures go with your loop's next ``run.log``. True, for other loops: they go at once.
 
         Raises
         ------

@@ -5,8 +5,9 @@ into a failure. With `--device sim` it runs on the simulated accelerator of test
 tests/twin/inside: in a process of their own, which tests/twin/test_twin.py starts. `--all-databases` runs
 tests/test_databases.py on every case instead of the quick subset.
 
-Tests marked `long` run with `--long` only: CI runs them after the rest. None of them is the one that misses a guard.
-The campaigns of docs/reliability.md run in a short form; `--long` runs them in full. What they count (faults injected,
+Tests marked `long` run with `--long` only: CI runs them after the rest. Tests marked `full` run with `--full` only:
+further rows of tests that have a row by default or with `--long`. None of either is the one that misses a guard.
+The campaigns of docs/reliability.md run in a short form; `--full` runs them in full. What they count (faults injected,
 kills survived, …) is written as JSON where `--reliability-json PATH` is given.
 
 The whole suite (`pytest` without a path) runs in three processes, where pytest-xdist is installed; `-n N` asks for
@@ -44,13 +45,16 @@ def pytest_addoption(parser):
         default=os.environ.get("OFFLOAD_ALL_DATABASES") == "1",
         help="run PyTorch's whole operator and module databases (also: OFFLOAD_ALL_DATABASES=1)",
     )
+    parser.addoption("--long", action="store_true", help="also run tests marked long")
     parser.addoption(
-        "--long",
+        "--full",
         action="store_true",
-        help="also run tests marked long; run the campaigns of docs/reliability.md and torch.compile's matrix in full",
+        help="also run tests marked long or full; the campaigns and the matrix of torch.compile in full",
     )
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
-    parser.addoption("--seeds", type=int, help="how many seeds tests/campaign walks (default: 100; --long: 2000)")
+    parser.addoption(
+        "--seeds", type=int, help="how many seeds tests/campaign walks (default: 60; with --long 500 more)"
+    )
     parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")
     parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")
     parser.addoption("--device", choices=("cuda", "sim"), default="cuda", help="what tests marked gpu run on")
@@ -88,10 +92,12 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long"):
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    is_full = config.getoption("--full")
+    asked = {"long": is_full or config.getoption("--long"), "full": is_full}
+    absent = [name for name, is_asked in asked.items() if not is_asked]
+    left_out = {item for item in items if any(map(item.get_closest_marker, absent))}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name != "twin")  # the longest first: nobody waits for it at the end
     share = config.getoption("--share")
     if share is None:
@@ -148,9 +154,9 @@ def figures(request):
 
 
 @pytest.fixture(scope="session")
-def is_long(request):
+def is_full(request):
     """Whether the campaigns run in full."""
-    return request.config.getoption("--long")
+    return request.config.getoption("--full")
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +200,7 @@ def pytest_sessionfinish(session, exitstatus):
         name: {outcome: len(cases) for outcome, cases in outcomes.items()} for name, outcomes in stash[TALLY].items()
     }
     found = {
-        "long": session.config.getoption("--long"),
+        "full": session.config.getoption("--full"),
         "figures": stash[FIGURES],
         "passed": dict(stash[PASSED]),
         "failed": session.testsfailed,

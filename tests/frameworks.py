@@ -13,7 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 # How a Trainer gets the engine. By default some tests run both ways, the others one of them.
-ONE_WAY = [pytest.param("mixin", marks=pytest.mark.long), "callback"]
+ONE_WAY = [pytest.param("mixin", marks=pytest.mark.full), "callback"]
 
 
 def need(name: str) -> ModuleType:

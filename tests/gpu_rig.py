@@ -13,7 +13,7 @@ from accelerator import gpu, is_available, is_simulated
 MIB = 1 << 20
 POISON = 0xDB
 SLEEP_CYCLES = 50_000_000  # some 30 ms
-LONG_IF_SIMULATED = pytest.mark.long if is_simulated else pytest.mark.gpu  # what a processor takes its time for
+LONG_IF_SIMULATED = pytest.mark.full if is_simulated else pytest.mark.gpu  # what a processor takes its time for
 
 
 @pytest.fixture(scope="module", autouse=True)

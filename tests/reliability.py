@@ -1,11 +1,11 @@
 """Run the campaigns and write their results: docs/reliability.json and docs/reliability.md.
 
     python tests/reliability.py                 all parts, in the size of a CI run
-    python tests/reliability.py --long          all parts, in full
-    python tests/reliability.py --long seeds-2  the parts that are named; --list prints the names
+    python tests/reliability.py --full          all parts, in full
+    python tests/reliability.py --full seeds-2  the parts that are named; --list prints the names
     python tests/reliability.py --table         only the page, from the present JSON
 
-With --long some parts are cut into shares, so that each command ends within minutes. Every share is recorded when it
+With --full some parts are cut into shares, so that each command ends within minutes. Every share is recorded when it
 ends, so an interruption loses only the share that runs.
 """
 
@@ -48,11 +48,11 @@ RECORDED = ("date", "processor", "processors", "python", "torch", "device")
 
 @dataclass(frozen=True)
 class Part:
-    """A selection of tests. `long`: arguments added with --long. `shares`: number of commands that it is cut into."""
+    """A selection of tests. `full`: arguments added with --full. `shares`: number of commands that it is cut into."""
 
     what: str
     selection: tuple[str, ...]
-    long: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     shares: int = 1
 
 
@@ -64,51 +64,51 @@ PARTS = {
     "state": Part("optimizer state and gradients: failing disk, forks, exits, copies", ("tests/optimizer_state",)),
     "parameters": Part("frozen and trained parameters: failing disk, interrupts, forks, exits", ("tests/parameters",)),
     "databases": Part("PyTorch's test databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
-    "sanitizers": Part("stress program under sanitizers", ("tests/stress", "--long"), ("--rounds=500",), shares=2),
+    "sanitizers": Part("stress program under sanitizers", ("tests/stress", "--full"), ("--rounds=500",), shares=2),
     "seeds": Part("random programs", ("tests/campaign/test_seeds.py",), shares=4),
     "mutants": Part("removed guards", ()),
 }
 
 
-def names(is_long: bool) -> dict[str, tuple[str, int, int]]:
+def names(is_full: bool) -> dict[str, tuple[str, int, int]]:
     """Return the parts or shares that can be named, each with its part, the number of the share and of all shares."""
     found = {}
     for name, part in PARTS.items():
-        shares = part.shares if is_long else 1
+        shares = part.shares if is_full else 1
         for share in range(1, shares + 1):
             found[name if shares == 1 else f"{name}-{share}"] = (name, share, shares)
     return found
 
 
-def command_of(name: str, share: int, shares: int, is_long: bool, counted: Path) -> list[str]:
+def command_of(name: str, share: int, shares: int, is_full: bool, counted: Path) -> list[str]:
     """Return the command that runs one share of a part and writes its counts to `counted`."""
     if name == "mutants":
         return [sys.executable, "-m", "campaign.mutants", str(counted)]
     part = PARTS[name]
     command = [sys.executable, "-m", "pytest", "-q", *part.selection, f"--reliability-json={counted}"]
-    if not is_long:
+    if not is_full:
         return command
-    command += ["--long", *part.long]
+    command += ["--full", *part.full]
     if name == "seeds":
         each = SEEDS // shares
         return [*command, f"--seeds={each}", f"--first-seed={(share - 1) * each}"]
     return [*command, f"--share={share}/{shares}"]
 
 
-def run_share(label: str, is_long: bool) -> int:
+def run_share(label: str, is_full: bool) -> int:
     """Run one share of a part and record its counts. Returns 0 if all tests passed."""
-    name, share, shares = names(is_long)[label]
+    name, share, shares = names(is_full)[label]
     counted = JSON.with_suffix(f".{label}")
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     began = time.monotonic()
-    command = command_of(name, share, shares, is_long, counted)
+    command = command_of(name, share, shares, is_full, counted)
     status = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
     if not counted.exists():
         print(f"{label} left nothing to record: it ended with status {status}")
         return status or 1
     about = json.loads(counted.read_text())
     counted.unlink()
-    about |= {"part": name, "shares": shares, "long": is_long, "seconds": round(time.monotonic() - began)}
+    about |= {"part": name, "shares": shares, "full": is_full, "seconds": round(time.monotonic() - began)}
     about["machine"] = {key: value for key, value in described().items() if key in RECORDED}
     parts = read().get("parts", {})
     parts = {label: held for label, held in parts.items() if held["part"] != name or held["shares"] == shares}
@@ -265,8 +265,8 @@ CLAIMS = (
 )
 RERUN = """## Run it again
 
-`python tests/reliability.py` runs all parts in the short form that CI uses, or in full with `--long`, and writes this
-page. The table shows the newest run of each part. *Size*: *full* is `--long`, *CI* the short form.
+`python tests/reliability.py` runs all parts in the short form that CI uses, or in full with `--full`, and writes this
+page. The table shows the newest run of each part. *Size*: *full* is `--full`, *CI* the short form.
 """
 GUARDS = """Each item names guards, by what they ensure, and the tests that failed when one of them was removed. The
 tests are in `tests/`. *Bounce*: the buffer between file and device. *Slot*: the record of one swapped block of bytes.
@@ -295,7 +295,7 @@ def page(parts: dict[str, dict]) -> str:
             continue
         passed = sum(sum(about.get("passed", {}).values()) for about in held)
         failed, seconds = (sum(about[key] for about in held) for key in ("failed", "seconds"))
-        size = "full" if all(about["long"] for about in held) else "CI"
+        size = "full" if all(about["full"] for about in held) else "CI"
         minutes, passed_words = max(1, round(seconds / 60)), number(passed) if passed else "–"
         lines.append(f"| {part.what} | {passed_words} | {failed} | {minutes} min | {size} | {days(held)} |")
     lines += ["", "## Guards removed on purpose", ""]
@@ -333,7 +333,7 @@ def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
 
 def is_full(about: dict, name: str) -> bool:
     """Return whether a run is of another part, or ran in full."""
-    return about["part"] != name or about["long"]
+    return about["part"] != name or about["full"]
 
 
 def days(held: Sequence[dict]) -> str:
@@ -360,11 +360,11 @@ def main() -> int:
     """Run the parts that were named, or all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="parts or shares of them (default: all)")
-    parser.add_argument("--long", action="store_true", help="run the campaigns in full")
+    parser.add_argument("--full", action="store_true", help="run the campaigns in full")
     parser.add_argument("--list", action="store_true", help="only print the names of the parts")
     parser.add_argument("--table", action="store_true", help="only write the page, from docs/reliability.json")
     options = parser.parse_args()
-    known = names(options.long)
+    known = names(options.full)
     asked = [label for label in known if not options.parts or {label, known[label][0]} & set(options.parts)]
     unknown = set(options.parts) - set(known) - set(PARTS)
     if unknown:
@@ -374,7 +374,7 @@ def main() -> int:
         return 0
     status = 0
     for label in [] if options.table else asked:
-        status |= run_share(label, options.long)
+        status |= run_share(label, options.full)
         PAGE.write_text(page(read().get("parts", {})))
     PAGE.write_text(page(read().get("parts", {})))
     return status

@@ -42,7 +42,9 @@ def bits(bench: Any, family: str, contestant: Any) -> tuple[list[tuple[str, str]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [each if each == "resnet" else pytest.param(each, marks=pytest.mark.full) for each in FAMILIES]
+)
 def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> None:
     contestants = bench["contestants"]
     expected, _ = bits(bench, family, contestants.PLAIN)

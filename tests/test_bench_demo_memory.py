@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZES = ["--layers=2", "--width=64", "--heads=2", "--batch=4", "--length=256"]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_both_runs_keep_their_last_step_and_their_peak(tmp_path: Path) -> None:
     out = tmp_path / "demo.json"

@@ -52,7 +52,7 @@ def test_a_row_misses_its_target_above_a_third(tmp_path: Path) -> None:
     assert figures in lines["gpt"]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_row_of_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "recomputation.json"
     command = [sys.executable, "bench/recomputation.py", "--json", str(out), "--size", "tiny", "--network", "gpt"]

@@ -29,7 +29,7 @@ raise SystemExit(recording.main({arguments}))
     return run.returncode, row, run.stdout
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_row_above_its_goal(tmp_path):
     status, row, printed = row_under_goal(0.0, tmp_path / "rows.json")

@@ -47,7 +47,7 @@ def test_memory_that_varies_and_slowdowns_that_are_not_kept_are_marked(
     assert rows[f"all {len(runs)}"][0] == "bit-equal"
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_short_run_alone_and_beside_another_program(tmp_path: Path) -> None:
     out = tmp_path / "same.json"

@@ -76,7 +76,7 @@ def test_the_picture_is_drawn(run: dict[str, Any], tmp_path: Path) -> None:
     assert "data:image/svg+xml;base64," in said
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "settling.json"

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_row_of_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "slowdown.json"
     command = [sys.executable, "bench/slowdown.py", "--json", str(out), "--size", "tiny", "--steps", "2"]

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_rows_of_a_tiny_network(tmp_path: Path) -> None:
     out = tmp_path / "state.json"
     command = [sys.executable, "bench/moved_state.py", "--quick", "--rounds", "2", "--steps", "1", "--json", str(out)]

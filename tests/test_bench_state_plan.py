@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_three_limits_of_a_tiny_model(tmp_path: Path) -> None:
     out = tmp_path / "state.json"

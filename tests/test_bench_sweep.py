@@ -44,7 +44,7 @@ def test_a_row_off_the_frontier_is_marked(tmp_path: Path) -> None:
     assert marks(results, tmp_path) == expected
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_row_of_a_short_sweep(tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     command = [sys.executable, "bench/sweep.py", "--json", str(out), "--size", "tiny", "--family", "encoder"]

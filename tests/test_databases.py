@@ -32,7 +32,7 @@ from offload.control import enabled_model
 from offload.runtime import hooks
 
 QUICK_SHARE = 6  # every sixth operator and module
-LONG_SHARE = 3  # with `--long` every third
+FULL_SHARE = 3  # with `--full` every third
 QUICK_SAMPLES = 3
 PLAIN_RUNS_MAX = 200
 DTYPES = (torch.float64, torch.complex128)
@@ -209,11 +209,11 @@ def pytest_generate_tests(metafunc):
     for argument, entries in (("op", differentiable), ("info", module_db)):
         if argument in metafunc.fixturenames:
             numbers = {entry.formatted_name: zlib.crc32(entry.formatted_name.encode()) for entry in entries}
-            chosen = [entry for entry in entries if everything or numbers[entry.formatted_name] % LONG_SHARE == 0]
+            chosen = [entry for entry in entries if everything or numbers[entry.formatted_name] % FULL_SHARE == 0]
             marked = [
                 entry
                 if everything or numbers[entry.formatted_name] % QUICK_SHARE == 0
-                else pytest.param(entry, marks=pytest.mark.long)
+                else pytest.param(entry, marks=pytest.mark.full)
                 for entry in chosen
             ]
             metafunc.parametrize(argument, marked, ids=[entry.formatted_name for entry in chosen])

@@ -83,7 +83,7 @@ def a_chart(count: int = 1, **changes: Any) -> str:
     return document("a page", chart("a chart", seconds=1.0, origin="the start", **{**given, **changes}))
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_page_opens_hovers_and_zooms(browser: Browser, tmp_path: Path, kind: str, scheme: str) -> None:
     opened(browser, tmp_path, PAGES[kind](), dark=SCHEMES[scheme])

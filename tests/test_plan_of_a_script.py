@@ -21,7 +21,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_plan_of_a_script(tmp_path, steps):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(steps=steps))
@@ -95,8 +95,8 @@ def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
     ("steps", "options"),
     [
         (1, ""),
-        pytest.param(3, ", recompute=False", marks=pytest.mark.long),
-        pytest.param(3, ", n_tensors=1", marks=pytest.mark.long),
+        pytest.param(3, ", recompute=False", marks=pytest.mark.full),
+        pytest.param(3, ", n_tensors=1", marks=pytest.mark.full),
     ],
 )
 def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):

@@ -29,7 +29,7 @@ def about(part, **more):
         "python": "3",
         "torch": "2",
     }
-    return {"part": part, "shares": 1, "long": True, "seconds": 1800, "failed": 0, "machine": machine, **more}
+    return {"part": part, "shares": 1, "full": True, "seconds": 1800, "failed": 0, "machine": machine, **more}
 
 
 def test_the_page_is_made_from_the_results(reliability):
@@ -59,7 +59,7 @@ def test_the_page_says_when_and_where(reliability):
     assert "Machine: Some CPU, 2 cores, Python 3, torch 2. 1 of 2 runs are from before runs recorded" in text
     assert "| test cases of autograd | 3 | 0 | 30 min | full | 2026-01-03 |" in text
     assert "ran in full" not in text
-    short = {"seeds": about("seeds"), "double": about("double") | {"long": False}}
+    short = {"seeds": about("seeds"), "double": about("double") | {"full": False}}
     said = "In the short form of CI: *the CUDA code on a simulated driver*. All other parts ran in full. [Each part"
     assert said in reliability.page(short)
     assert "| failing disk and memory | not run | | | | |" in text
@@ -79,7 +79,7 @@ def test_a_run_records_its_machine(reliability, tmp_path, monkeypatch):
 
     monkeypatch.setattr(reliability.subprocess, "run", run)
     monkeypatch.setattr(reliability, "described", lambda: {"date": "2026-01-01", "processor": "CPU", "ram_bytes": 1})
-    assert reliability.run_share("double", is_long=False) == 0
+    assert reliability.run_share("double", is_full=False) == 0
     held = json.loads((tmp_path / "reliability.json").read_text())["parts"]["double"]
     assert held["machine"] == {"date": "2026-01-01", "processor": "CPU"}
-    assert not held["long"]
+    assert not held["full"]

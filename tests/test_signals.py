@@ -10,7 +10,7 @@ from forked_python import run_python
 
 WORKER = Path(__file__).with_name("signals_worker.py")
 SIGNALS = 10
-SIGNALS_LONG = 400
+SIGNALS_FULL = 400
 # The signal that comes, and how the model is enabled: by default, by a plan that swaps, and by hand.
 CASES = {
     "default": ("SIGINT", {}),
@@ -27,8 +27,8 @@ def train(name, count, seed, knobs):
 
 
 @pytest.fixture(scope="module")
-def count(is_long):
-    return SIGNALS_LONG if is_long else SIGNALS
+def count(is_full):
+    return SIGNALS_FULL if is_full else SIGNALS
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def plain(count):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "case", [each if each == "default" else pytest.param(each, marks=pytest.mark.long) for each in CASES]
+    "case", [each if each == "default" else pytest.param(each, marks=pytest.mark.full) for each in CASES]
 )
 def test_every_signal_arrives_and_training_goes_on(case, count, plain, figures):
     name, knobs = CASES[case]

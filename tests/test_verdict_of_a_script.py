@@ -108,7 +108,7 @@ BY_DEFAULT = ("planned", "refused")
 
 @pytest.fixture(
     scope="module",
-    params=[each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.long) for each in KINDS],
+    params=[each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.full) for each in KINDS],
 )
 def told(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """What a script says that trains with these knobs."""

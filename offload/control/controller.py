@@ -179,11 +179,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step, or only swap on demand.
-
-        Swap on demand if the signature's last profile still waits for its backward, or if its steps have deviated too
-        often.
-        """
+        """Profile this step. Only swap if its last profile still waits for backward, or steps have deviated often."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:

@@ -85,10 +85,10 @@ def pytest_generate_tests(metafunc):
     if "setup" not in metafunc.fixturenames:
         return
     if metafunc.config.getoption("--device") == "sim":
-        setups = ON_SIM if metafunc.config.getoption("--long") else ON_SIM[:1]
+        setups = ON_SIM if metafunc.config.getoption("--full") else ON_SIM[:1]
     else:
         file, test = metafunc.definition.path.stem, metafunc.function.__name__
-        left_out = pytest.mark.long
+        left_out = pytest.mark.full
         by_default = [runs_by_default(setup, file, test) for setup in ON_CPU]
         setups = [
             setup if runs else pytest.param(setup, marks=left_out)

@@ -325,13 +325,13 @@ class SavedTensors(RuleBasedStateMachine):
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.only_cpu("stores of the host driver, whose copies are stepped through")
-def test_any_order_of_events(is_long, campaign_counts):
+def test_any_order_of_events(is_full, campaign_counts):
     before = COUNTS.copy()
     chosen = settings(
-        max_examples=3000 if is_long else 100,  # two guards of the campaign are not missed by the first 60
+        max_examples=3000 if is_full else 100,  # two guards of the campaign are not missed by the first 60
         stateful_step_count=40,
         deadline=None,
-        derandomize=not is_long,  # what a short run covers is then no matter of luck
+        derandomize=not is_full,  # what a short run covers is then no matter of luck
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )

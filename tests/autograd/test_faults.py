@@ -36,10 +36,10 @@ COUNTED = {}  # how many operations the two steps have, by setup and operation
 
 
 def rows():
-    """Each case once and each persistent; those that repeat another with another number are for `--long`."""
+    """Each case once and each persistent; those that repeat another with another number are for `--full`."""
     for persistent in (False, True):
         for case in CASES:
-            marks = [pytest.mark.long] if persistent and case not in PERSISTENT else []
+            marks = [pytest.mark.full] if persistent and case not in PERSISTENT else []
             named = "-".join([*map(str, case), "persistent" if persistent else "transient"])
             yield pytest.param(*case, persistent, marks=marks, id=named)
 
@@ -149,9 +149,9 @@ class Campaign:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("operation", "kind", "number", "persistent"), list(rows()))
-def test_nth_operation_fails(spilling, operation, kind, number, persistent, is_long, campaign_counts):
-    if spilling.setup.schedule == "delays" and not is_long:
-        pytest.skip("only with --long")
+def test_nth_operation_fails(spilling, operation, kind, number, persistent, is_full, campaign_counts):
+    if spilling.setup.schedule == "delays" and not is_full:
+        pytest.skip("only with --full")
     is_repeatable = spilling.setup.schedule == "stepped" or spilling.setup.settles
     campaign = Campaign(spilling)
     count = campaign.count_operations(operation)

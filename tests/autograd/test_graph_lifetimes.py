@@ -192,11 +192,11 @@ def test_parts_of_one_graph_one_after_another(offloaded):
 
 
 @pytest.mark.timeout(1200)
-def test_abandoned_forwards_leave_the_pool_as_it_was(offloaded, is_long, campaign_counts):
+def test_abandoned_forwards_leave_the_pool_as_it_was(offloaded, is_full, campaign_counts):
     model = small_net()
     handle = offloaded.enable(model)
     held = []
-    count = 10_000 if is_long else 1000
+    count = 10_000 if is_full else 1000
     campaign_counts["forwards abandoned"] += count
     for number in range(count):
         model(batch(4))

@@ -32,7 +32,7 @@ def test_every_guard_is_in_the_table():
 
 
 def collected(*arguments):
-    """The tests that pytest would run without `--long`."""
+    """The tests that pytest would run without `--long` and `--full`."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr  # it fails where one of these tests does not exist, too
@@ -41,7 +41,7 @@ def collected(*arguments):
 
 def is_the_default_run(config):
     """Whether this is `pytest` as it is: what it has collected is then what pytest runs by default."""
-    narrowed = ("long", "markexpr", "keyword", "deselect", "ignore", "ignore_glob", "share", "lf")
+    narrowed = ("long", "full", "markexpr", "keyword", "deselect", "ignore", "ignore_glob", "share", "lf")
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return is_whole and not any(config.getoption(name) for name in narrowed)
 

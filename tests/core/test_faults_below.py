@@ -168,7 +168,7 @@ def test_a_prefetch_that_is_refused_keeps_no_target(tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("spills", [True, False], ids=["with disk", "without"])
-def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_long, campaign_counts):
+def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_full, campaign_counts):
     """Each waits for room that the others hold: all of them go on, and every byte is right."""
     lanes = _core.HostDriver()
     host_bytes_max = BLOCK_BYTES + (24 << 10 if spills else 0)  # beside the block: what reading from disk goes through
@@ -176,7 +176,7 @@ def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_long, campai
     store = _core.SwapStore.slab(
         lanes, lanes, host_bytes_max, directory, slab_bytes=host_bytes_max, slice_bytes=16 << 10
     )
-    end = time.monotonic() + (60 if is_long else 2)
+    end = time.monotonic() + (60 if is_full else 2)
     done, wrong = [0] * 8, []
 
     def work(thread):

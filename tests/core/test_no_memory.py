@@ -43,7 +43,7 @@ def run_rounds(preloaded, *arguments, program="core.without_memory"):
     "times",
     [
         pytest.param(1, id="once"),
-        pytest.param(3, id="three times", marks=pytest.mark.long),
+        pytest.param(3, id="three times", marks=pytest.mark.full),
         pytest.param(1 << 20, id="from then on"),
     ],
 )

@@ -60,25 +60,14 @@ def is_worth_running(case: Case) -> bool:
     return case.option in ("", "fullgraph") or (case.model == "class" and case.mode != "n_tensors=0")
 
 
-def quick_cases() -> list[Case]:
-    """The case in which most may go wrong: compiled and called before the engine comes, with sizes left open."""
-    return [Case("class", "whole in place", ORDERS[2], "mode=default, dynamic", "n_tensors=-1, lb=auto")]
-
-
-def more_cases() -> list[Case]:
-    """Some more, which CI runs beside its long tests: with the quick ones every way, option and mode at least once."""
-    whole, inner, _, block, blocks = WAYS
-    first, between, _ = ORDERS
+def some_cases() -> list[Case]:
+    """Those that CI runs: a whole model, blocks, and a model that was called before enable, with sizes left open."""
+    whole, _, in_place, block, _ = WAYS
+    first, between, last = ORDERS
     return [
+        Case("class", in_place, last, "mode=default, dynamic", "n_tensors=-1, lb=auto"),
         Case("class", whole, between, "", "default"),
-        Case("sequential", inner, first, "fullgraph", "n_tensors=-1, lb=2"),
-        Case("class", blocks, between, "another batch size", "default"),
-        Case("class", blocks, between, "fullgraph", "n_tensors=0"),
-        Case("class", inner, first, "", "memory_limit"),
         Case("class", block, first, "", "memory_limit"),
-        Case("sequential", inner, between, "fullgraph", "default"),
-        Case("class", block, between, "", "default"),
-        Case("class", blocks, first, "fullgraph", "n_tensors=-1, lb=auto"),
     ]
 
 

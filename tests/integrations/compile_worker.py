@@ -1,6 +1,6 @@
 """What torch.compile makes of a model, with and without the engine: kernels, graph breaks, autograd nodes, gradients.
 
-    python tests/integrations/compile_worker.py [--long]     prints the table; --json reads cases from stdin
+    python tests/integrations/compile_worker.py [--full]     prints the table; --json reads cases from stdin
 
 Every case is a user's script in a process of its own, without a warm-up: torch's counters are read at its end. The
 processes are forked from one that has imported torch and the compiler and has compiled nothing.
@@ -19,7 +19,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 import torch
 import torch._inductor.compile_fx
-from compile_cases import MODES, OPTIONS, ORDERS, Case, differences, every_case, quick_cases
+from compile_cases import MODES, OPTIONS, ORDERS, Case, differences, every_case, some_cases
 from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._inductor import metrics
@@ -130,7 +130,7 @@ def run_apart(case: Case) -> dict:
 def main() -> int:
     """Print the table, or one line of JSON per case; 1 where a case differs from the run without the engine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--long", action="store_true", help="the whole matrix")
+    parser.add_argument("--full", action="store_true", help="the whole matrix")
     parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose names have this in them")
     parser.add_argument("--json", action="store_true", help="answer each line of stdin, a case, with a line")
     args = parser.parse_args()
@@ -141,7 +141,7 @@ def main() -> int:
     known: dict[Case, dict] = {}
     different = 0
     print(f"{'kernels':>13} {'graph breaks':>13}  bit-equal  case")
-    for case in every_case() if args.long else quick_cases():
+    for case in every_case() if args.full else some_cases():
         if args.only not in str(case):
             continue
         if case.plain not in known:

@@ -1,7 +1,7 @@
 """A compiled model is compiled with the engine as without: as many kernels, graph breaks and graphs, the same bits.
 
 Each case is a script of its own in a fresh process, without a warm-up (`compile_worker.py`, which also prints the
-table). Some of them run by default, the whole matrix with `--long`.
+table). Some of them run with `--long`, the whole matrix with `--full`.
 """
 
 import json
@@ -10,15 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_cases import Case, differences, every_case, more_cases, quick_cases
+from compile_cases import Case, differences, every_case, some_cases
 
 SCRIPT = Path(__file__).with_name("compile_worker.py")
 
 
 def pytest_generate_tests(metafunc):
-    more = more_cases()
-    cases = every_case() if metafunc.config.getoption("--long") else quick_cases() + more
-    marked = [pytest.param(case, marks=[pytest.mark.long] if case in more else [], id=str(case)) for case in cases]
+    some = some_cases()
+    cases = every_case() if metafunc.config.getoption("--full") else some
+    marked = [
+        pytest.param(case, marks=pytest.mark.long if case in some else pytest.mark.full, id=str(case)) for case in cases
+    ]
     metafunc.parametrize("case", marked)
 
 

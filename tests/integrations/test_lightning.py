@@ -267,7 +267,7 @@ def test_wrong_option():
         OffloadCallback(tensors=3)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_ddp_with_two_processes(tmp_path):
     """Both ranks: the same gradients as without the engine, and all is undone."""
     results = {}

@@ -58,7 +58,7 @@ def test_transformers_trainer(how, switches, tmp_path):
     assert_equal(everything(moved.model, moved.optimizer), everything(plain.model, plain.optimizer))
 
 
-@pytest.mark.parametrize("how", ["mixin", pytest.param("callback", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["mixin", pytest.param("callback", marks=pytest.mark.full)])
 def test_trl_trainer(how, tmp_path, monkeypatch):
     need("trl")
     import test_trl as rig

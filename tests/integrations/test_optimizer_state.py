@@ -72,8 +72,8 @@ def test_transformers_trainer(how, switches, tmp_path):
     [
         pytest.param(False, "mixin", id="full-mixin"),
         pytest.param(True, "callback", id="adapters-callback"),
-        pytest.param(True, "mixin", marks=pytest.mark.long, id="adapters-mixin"),
-        pytest.param(False, "callback", marks=pytest.mark.long, id="full-callback"),
+        pytest.param(True, "mixin", marks=pytest.mark.full, id="adapters-mixin"),
+        pytest.param(False, "callback", marks=pytest.mark.full, id="full-callback"),
     ],
 )
 def test_trl_trainer(how, adapters, tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_peft_adapters(kind):
 
 
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
-@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("accumulated", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_accelerate(when, accumulated):
     plain, optimizer, _ = accelerate_run("", None, STEPS, accumulated, max_norm=0.5)
     model, moved, handle = accelerate_run(when, ON, STEPS, accumulated, max_norm=0.5)

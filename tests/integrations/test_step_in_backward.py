@@ -41,7 +41,7 @@ def assert_all_in_backward(report, steps=loops.STEPS):
 
 
 @pytest.mark.parametrize(
-    "asked", [pytest.param(IN_BACKWARD, marks=pytest.mark.long, id="state in memory"), pytest.param(MOVED, id="moved")]
+    "asked", [pytest.param(IN_BACKWARD, marks=pytest.mark.full, id="state in memory"), pytest.param(MOVED, id="moved")]
 )
 @pytest.mark.parametrize("loop", LOOPS, ids=words)
 def test_loops_that_step_in_backward(loop, asked, tmp_path):
@@ -70,7 +70,7 @@ def test_loops_that_need_all_gradients(loop, tmp_path):
 
 @HOW
 @pytest.mark.parametrize(
-    "switches", [pytest.param({}, id="plain"), pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.long)]
+    "switches", [pytest.param({}, id="plain"), pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.full)]
 )
 def test_transformers_trainer_steps_in_backward(how, switches, tmp_path):
     switches = {
@@ -98,7 +98,7 @@ def test_transformers_trainer_that_needs_all_gradients(how, switches, tmp_path):
 
 @HOW
 @pytest.mark.parametrize(
-    "adapters", [pytest.param(False, id="full"), pytest.param(True, id="adapters", marks=pytest.mark.long)]
+    "adapters", [pytest.param(False, id="full"), pytest.param(True, id="adapters", marks=pytest.mark.full)]
 )
 def test_trl_trainer_steps_in_backward(how, adapters, tmp_path, monkeypatch):
     need("trl")
@@ -121,7 +121,7 @@ def test_trl_trainer_that_needs_all_gradients(how, tmp_path, monkeypatch):
         rig.make_trainer(tmp_path, how, max_steps=1).train()
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.full)])
 def test_peft_adapters_step_in_backward(kind):
     plain, optimizer, _ = peft_run(kind, None, loops.STEPS)
     model, stepped, handle = peft_run(kind, ON, loops.STEPS)

@@ -63,13 +63,13 @@ def plain():
     ("way", "on", "backend"),
     [
         ("whole", "wrapper", "aot_eager"),
-        pytest.param("whole", "wrapper", "inductor", marks=pytest.mark.long),
+        pytest.param("whole", "wrapper", "inductor", marks=pytest.mark.full),
         ("whole", "inner", "aot_eager"),
-        pytest.param("whole", "inner", "inductor", marks=pytest.mark.long),
+        pytest.param("whole", "inner", "inductor", marks=pytest.mark.full),
         ("whole in place", "inner", "aot_eager"),
         ("per block", "inner", "aot_eager"),
         ("per block in place", "inner", "aot_eager"),
-        pytest.param("per block in place", "inner", "inductor", marks=pytest.mark.long),
+        pytest.param("per block in place", "inner", "inductor", marks=pytest.mark.full),
     ],
 )
 def test_compiled_training(plain, caplog, backend, way, on, when):
@@ -234,7 +234,7 @@ def test_a_part_that_torch_gives_up_on_is_said():
     "way",
     [
         "whole",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("whole in place", "per block")),
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("whole in place", "per block")),
         "per block in place",
     ],
 )

@@ -146,7 +146,9 @@ def test_trained_lightning(kind, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["DDP, enabled before", "DDP, enabled after", "FSDP2"])
+@pytest.mark.parametrize(
+    "kind", ["DDP, enabled before", pytest.param("DDP, enabled after", marks=pytest.mark.full), "FSDP2"]
+)
 def test_trained_several_processes(kind, tmp_path):
     command = [sys.executable, str(WORKER), kind, str(tmp_path), "all"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -107,8 +107,8 @@ def assert_plain(model) -> None:
 
 SWITCHES = [
     {},
-    pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.long),
-    pytest.param({"bf16": True}, marks=pytest.mark.long),
+    pytest.param({"gradient_accumulation_steps": 3}, marks=pytest.mark.full),
+    pytest.param({"bf16": True}, marks=pytest.mark.full),
     {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.1},
 ]
 

@@ -131,7 +131,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("stride", [5 * PRIME, pytest.param(PRIME, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [5 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line(call, stride, tmp_path):
     """Each gradient is afterwards as before the call or as after it."""
     model, optimizer, on = prepared(False, tmp_path)

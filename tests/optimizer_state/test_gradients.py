@@ -21,7 +21,7 @@ STEPS = 20
 
 
 @pytest.mark.parametrize("variant", ["default", "foreach", "fused"])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, dtype, variant, tmp_path):
     if (name, variant, dtype) in TORCH_DIFFERS:

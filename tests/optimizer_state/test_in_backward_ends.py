@@ -131,10 +131,10 @@ def test_state_that_cannot_be_read_in_backward(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked", [pytest.param(IN_BACKWARD, id="in memory", marks=pytest.mark.long), pytest.param(MOVED, id="moved")]
+    "asked", [pytest.param(IN_BACKWARD, id="in memory", marks=pytest.mark.full), pytest.param(MOVED, id="moved")]
 )
 @pytest.mark.parametrize("call", ["backward", "step"])
-@pytest.mark.parametrize("stride", [17 * PRIME, pytest.param(PRIME, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [17 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line(call, stride, asked, tmp_path):
     model, optimizer = prepared(On(False, tmp_path))
     before = parts(model, optimizer)

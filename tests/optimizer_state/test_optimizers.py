@@ -19,7 +19,7 @@ from state_rig import (
 from offload.optimizer_state import mover as mover_module
 
 STEPS = 20
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)]
 
 
 def make(name, variant, dtype):

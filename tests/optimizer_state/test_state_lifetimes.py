@@ -150,7 +150,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(
-    "ending", [each if each == "loader" else pytest.param(each, marks=pytest.mark.long) for each in ENDINGS]
+    "ending", [each if each == "loader" else pytest.param(each, marks=pytest.mark.full) for each in ENDINGS]
 )
 def test_a_process_ends_with_copies_in_flight(ending):
     run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]))

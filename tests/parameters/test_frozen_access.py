@@ -312,7 +312,7 @@ LONG = {"transforms of functions"}  # torch compiles decompositions for them
 
 @pytest.mark.parametrize(
     "function",
-    [pytest.param(each, marks=pytest.mark.long) if name in LONG else each for name, each in SCENARIOS.items()],
+    [pytest.param(each, marks=pytest.mark.full) if name in LONG else each for name, each in SCENARIOS.items()],
     ids=SCENARIOS,
 )
 def test_a_program_sees_true_values(function, tmp_path):

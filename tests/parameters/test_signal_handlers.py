@@ -92,13 +92,13 @@ def at_any_line(kind, call, way, folder, times_per_line, under="", function=None
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.long
+@pytest.mark.full
 def test_trained_parameters_and_their_state(call, way, tmp_path):
     at_any_line(Trained, call, way, tmp_path, 1)
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.long
+@pytest.mark.full
 def test_frozen_parameters(call, tmp_path):
     at_any_line(Frozen, call, "", tmp_path, 1)
 

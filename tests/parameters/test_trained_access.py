@@ -328,7 +328,7 @@ def test_a_program_sees_and_writes_true_values(name, way, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=pytest.mark.long) if each == "transforms of functions" else each for each in OF_FROZEN],
+    [pytest.param(each, marks=pytest.mark.full) if each == "transforms of functions" else each for each in OF_FROZEN],
 )
 def test_as_of_frozen_ones(name, tmp_path):
     with_grad = {"moving to where it is", "another dtype and back", "what is held stays valid"}

@@ -40,7 +40,7 @@ def test_a_read_that_fails_is_repeated(kind, way, tmp_path):
     assert_same(moved, plain)
 
 
-@pytest.mark.parametrize("kind", ["error", pytest.param("flipped_bit", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["error", pytest.param("flipped_bit", marks=pytest.mark.full)])
 @pytest.mark.parametrize("when", range(1, 30, 4))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_read_that_goes_on_failing_is_told_and_a_checkpoint_goes_on(kind, when, way, tmp_path):

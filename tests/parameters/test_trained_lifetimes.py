@@ -79,7 +79,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(
-    "ending", [each if each == "fork" else pytest.param(each, marks=pytest.mark.long) for each in ENDINGS]
+    "ending", [each if each == "fork" else pytest.param(each, marks=pytest.mark.full) for each in ENDINGS]
 )
 def test_a_process_ends_while_parameters_are_away(ending):
     run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]))
@@ -125,7 +125,9 @@ for how in sys.argv[3:]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["in place", "wrapped", "later", "whole"])
+@pytest.mark.parametrize(
+    "how", ["in place", *(pytest.param(each, marks=pytest.mark.full) for each in ("wrapped", "later", "whole"))]
+)
 def test_compiled_blocks_have_the_bits_of_compiled_blocks(how, tmp_path):
     run_fresh_python(COMPILED, str(ROOT / "tests"), str(tmp_path), how)
 

@@ -107,7 +107,7 @@ def test_a_bound_that_is_none_is_noticed(broken, monkeypatch):
         list(map(check_bound, range(8)))
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_no_plan_of_many_small_cycles_is_faster_than_the_bound():
     assert sum(check_bound(seed) for seed in range(100, 160)) == 29
 

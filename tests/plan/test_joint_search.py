@@ -40,7 +40,7 @@ def test_within_the_limit_and_never_slower_than_by_swapping_alone(trace, seed, b
     check(trace, Link(bandwidth, 2 * bandwidth, latency), limit_at(trace, part))
 
 
-@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3))])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3))])
 def test_larger_traces_keep_the_promises_too(seed):
     trace = naive.with_recipes(naive.random_trace(seed, 120, 60), seed)
     for part in (0.0, 0.3):

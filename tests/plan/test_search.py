@@ -89,7 +89,7 @@ def test_the_same_call_gives_the_same_plan(trace, part):
     assert fastest_plan(trace, Link(2.0, 3.0), limit).to_dict() == fastest_plan(trace, Link(2.0, 3.0), limit).to_dict()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 def test_larger_traces_keep_the_promises_too(seed):
     trace = naive.random_trace(seed, 120, 60)
     link = Link(40.0, 40.0)

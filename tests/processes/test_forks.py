@@ -48,8 +48,8 @@ assert torch.equal(gradient(), plain)
 
 
 @pytest.mark.timeout(3600)
-def test_child_that_touches_the_engine(processes, spill_directory, tier, is_long, campaign_counts):
-    times = 100 if is_long else 4
+def test_child_that_touches_the_engine(processes, spill_directory, tier, is_full, campaign_counts):
+    times = 100 if is_full else 4
     found = processes.ask("fork_and_touch", directory=str(spill_directory), tier=tier, times=times)
     equal = found.pop("equal")
     assert found.pop("drop", [""]) == [""]
@@ -65,6 +65,6 @@ def test_child_that_leaves_the_engine_alone(processes, spill_directory, tier):
     assert found == {"equal": True, "status": 0}
 
 
-@pytest.mark.parametrize("knobs", [pytest.param("n_tensors=-1", marks=pytest.mark.long), "max_slowdown=0.05"])
+@pytest.mark.parametrize("knobs", [pytest.param("n_tensors=-1", marks=pytest.mark.full), "max_slowdown=0.05"])
 def test_what_the_error_says_to_do_helps(processes, knobs):
     processes.ask("run_code", code=CHILD.replace("{knobs}", knobs))

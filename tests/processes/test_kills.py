@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 TOGETHER = 6
-one_tier = pytest.mark.parametrize("tier", ["direct", pytest.param("slab", marks=pytest.mark.long)])
+one_tier = pytest.mark.parametrize("tier", ["direct", pytest.param("slab", marks=pytest.mark.full)])
 
 
 def holders(directory):
@@ -42,13 +42,13 @@ def test_a_held_file_is_seen(spill_directory):
 
 
 @pytest.mark.timeout(3600)
-def test_killed_at_random_points(processes, spill_directory, is_long, campaign_counts):
+def test_killed_at_random_points(processes, spill_directory, is_full, campaign_counts):
     seed = random.randrange(1 << 32)
     choose = random.Random(seed)
     trained, patience = 0, 1.0
     while trained <= 10:  # on a busy machine all may be killed before their first step
         assert patience < 60, f"seed {seed}: none trains"
-        trained += kill_trainings(processes, spill_directory, choose, 25 if is_long else 1, patience, campaign_counts)
+        trained += kill_trainings(processes, spill_directory, choose, 25 if is_full else 1, patience, campaign_counts)
         patience *= 3
 
 
@@ -111,9 +111,9 @@ def test_eight_processes_in_one_folder(processes, spill_directory, tier):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("where", ["after forward", "prefetching", "in a thread", "mid-backward"])
-def test_exit_with_copies_in_flight(processes, spill_directory, tier, where, is_long, campaign_counts):
-    copies = 4 if is_long else 1
-    for _ in range(7 if is_long else 1):
+def test_exit_with_copies_in_flight(processes, spill_directory, tier, where, is_full, campaign_counts):
+    copies = 4 if is_full else 1
+    for _ in range(7 if is_full else 1):
         outcomes = processes.run("end", copies=copies, directory=str(spill_directory), tier=tier, where=where)
         assert [(outcome["status"], outcome["stderr"]) for outcome in outcomes] == [(0, "")] * copies
         campaign_counts["exits with copies in flight"] += copies

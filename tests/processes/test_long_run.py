@@ -7,8 +7,8 @@ GROWTH_BYTES_MAX = 4 << 20  # of resident memory: the allocator's, over the seco
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_grows(processes, spill_directory, tier, is_long, campaign_counts):
-    count = 2000 if is_long else 150
+def test_nothing_grows(processes, spill_directory, tier, is_full, campaign_counts):
+    count = 2000 if is_full else 150
     samples = processes.ask("run_long", directory=str(spill_directory), tier=tier, count=count)
     campaign_counts["steps of the long runs"] += count
     later = samples[len(samples) // 2 :]

@@ -99,7 +99,7 @@ def draw_a_python_number(block, x):
 
 @pytest.mark.parametrize(
     "change",
-    [draw_a_python_number, *(pytest.param(each, marks=pytest.mark.long) for each in (keep_a_loss, append_a_loss))],
+    [draw_a_python_number, *(pytest.param(each, marks=pytest.mark.full) for each in (keep_a_loss, append_a_loss))],
 )
 def test_a_region_with_side_effects_runs_once(change, tmp_path):
     def run(model, steps=4):

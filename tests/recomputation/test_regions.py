@@ -16,7 +16,7 @@ from offload.control.regions import CompiledRegions
 from offload.runtime import regions
 
 
-@pytest.mark.parametrize("style", ["in place", pytest.param("wrapper", marks=pytest.mark.long)])
+@pytest.mark.parametrize("style", ["in place", pytest.param("wrapper", marks=pytest.mark.full)])
 def test_compiled_blocks_run_again_and_give_the_same_bits(style, tmp_path):
     expected = train(make(style=style), 6)
     torch._dynamo.reset()
@@ -169,7 +169,7 @@ def test_a_part_that_two_enabled_models_share(is_first):
     assert block._compiled_call_impl is plain
 
 
-@pytest.mark.parametrize("how", ["in place", pytest.param("data", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["in place", pytest.param("data", marks=pytest.mark.full)])
 def test_a_parameter_that_changes_before_backward(tmp_path, how):
     def change(model):
         with torch.no_grad():

@@ -41,6 +41,7 @@ ROWS = {
     "limit": [f"tests/twin/inside/test_{name}.py" for name in ("memory_limit", "memory_of_a_loss")],
     "processes": ["tests/twin/inside/test_processes.py"],
 }
+LATER = ("models", "processes")  # with --long
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
 LONG_FILES = (
     "twin/inside/test_memory_limit",
@@ -52,7 +53,7 @@ LONG_FILES = (
     "test_gpu_planned",
     "test_gpu_store",
 )
-LONG = ["--long", "-m", "long", *(f"tests/{path}.py" for path in LONG_FILES)]
+LONG = ["--full", "-m", "long or full", *(f"tests/{path}.py" for path in LONG_FILES)]
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="device memory is mapped twice, as Linux does it"),
@@ -86,13 +87,16 @@ def run_row(row, arguments, figures, folder=ROOT):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=pytest.mark.long) if row in ("limit", "models", "processes") else row for row in ROWS],
+    [
+        pytest.param(row, marks=[pytest.mark.full] if row == "limit" else [pytest.mark.long] * (row in LATER))
+        for row in ROWS
+    ],
 )
 def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_the_long_ones_on_the_simulated_accelerator(backend, figures):
     run_row("long", LONG, figures)
@@ -106,7 +110,7 @@ def test_no_file_is_forgotten():
     }
     assert marked == set(MARKED_GPU)
     inside = (ROOT / "tests" / "twin" / "inside").glob("test_*.py")
-    long = {f"twin/inside/{path.stem}" for path in inside if "pytest.mark.long" in path.read_text()}
+    long = {f"twin/inside/{path.stem}" for path in inside if re.search(r"pytest\.mark\.(long|full)", path.read_text())}
     assert long == {name for name in LONG_FILES if name.startswith("twin/")}
 
 

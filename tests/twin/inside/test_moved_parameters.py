@@ -72,7 +72,7 @@ def train(frozen, **knobs):
     return [each.cpu() for each in found] + weights + [each.detach().cpu() for each in model.parameters()], counts
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("n_tensors", [0, -1])
 @pytest.mark.parametrize("way", WAYS)
 def test_trained_parameters(way, n_tensors, seed):

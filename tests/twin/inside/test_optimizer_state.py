@@ -91,7 +91,7 @@ def planned(limit):
     return [*(parameter.detach().cpu() for parameter in model.parameters()), *state], max(peaks[3:]), plan
 
 
-@pytest.mark.parametrize("room", [0.0, *(pytest.param(room, marks=pytest.mark.long) for room in (0.25, 0.5, 0.8))])
+@pytest.mark.parametrize("room", [0.0, *(pytest.param(room, marks=pytest.mark.full) for room in (0.25, 0.5, 0.8))])
 def test_state_that_a_plan_moves(room):
     expected, plain_peak, _ = planned(None)
     with pytest.raises(offload.InfeasibleLimitError) as refused:

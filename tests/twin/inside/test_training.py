@@ -19,7 +19,7 @@ BY_HAND = [
     {"n_tensors": 5, "lb": "auto", "min_tensor_bytes": 1},
 ]
 SEEDS = [0, 1, 2]
-SEEDS_OF_ROWS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[1:])]
+SEEDS_OF_ROWS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:])]
 
 
 def mlp(width=WIDTH):
@@ -74,7 +74,7 @@ def test_by_hand(options, in_flight, seed):
 
 
 @pytest.mark.parametrize(
-    "wish", [{"memory_limit": 0.99}, pytest.param({"max_slowdown": 0.5}, marks=pytest.mark.long), {}]
+    "wish", [{"memory_limit": 0.99}, pytest.param({"max_slowdown": 0.5}, marks=pytest.mark.full), {}]
 )
 def test_planned(wish):
     options = {"min_tensor_bytes": 1, **wish}
@@ -214,7 +214,7 @@ STEPS = [
 ORDERED = [two_forwards, partly, abandoned, out_of_memory, side_stream]
 AHEAD = [
     pytest.param(
-        step, lb, marks=[pytest.mark.long] if lb == 8 and step not in ORDERED else [], id=f"{step.__name__}-{lb}"
+        step, lb, marks=[pytest.mark.full] if lb == 8 and step not in ORDERED else [], id=f"{step.__name__}-{lb}"
     )
     for step in STEPS
     for lb in (1, 8)
