@@ -231,8 +231,7 @@ class Session:
             The largest norm after clipping; the order of the norm, such as 2.
         **options
             `error_if_nonfinite` and `foreach` of torch's function. With `gradients=True` on an accelerator, `foreach`
-            is False by default: otherwise all gradients would be in memory at once. The last bits of the norm may then
-            differ from those with torch's default.
+            is False by default, so that not all gradients are in memory at once; the norm's last bits may then differ.
 
         Returns
         -------
