@@ -135,9 +135,9 @@ def test_no_operator_is_recorded(monkeypatch):
             event = pending.pop()
             pending.extend(event.children)
             names.append(event.name)
-        return []
+        return ()
 
-    monkeypatch.setattr(allocation_profile, "_events", seen)
+    monkeypatch.setattr(allocation_profile, "AllocationEvents", seen)
     watched = StepAllocations(CPU)
     watched.begin()
     watched.node(0)

@@ -6,15 +6,16 @@ Used only during a recorded step. Torch's profiler reports every allocation on t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
 import torch
 
+from offload.devices.allocator import release_free_memory
 from offload.plan.trace import SavedTensor
-from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationProfile
+from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationEvents, AllocationProfile
 from offload.torch_compat.autograd import backward_caller
 
 log = logging.getLogger("offload")
@@ -47,7 +48,7 @@ class StepAllocations:
         self._device = device
         self._profile = AllocationProfile(device)
         self._other_threads = False
-        self._events: list[Event] = []
+        self._events: Iterable[Event] = ()
 
     def begin(self) -> None:
         """Start recording the allocations of this thread, and those of backward passes that it starts.
@@ -89,13 +90,15 @@ class StepAllocations:
             return True
         if self._profile.is_of_another_thread and self._profile.thread_is_alive:
             return False
+        if self._device.type == "cpu":
+            release_free_memory()  # torch needs 700 bytes for each event: not beside the memory of the step
         found = self._profile.stop()
         if found is None:
             log.info(
                 "another profiler was started, or a thread has ended: the bytes of temporaries stay unknown to the plan"
             )
             return True
-        self._events = [_numbered(kind, which, nbytes) for kind, which, nbytes in found]
+        self._events = _NumberedEvents(found)
         self.complete = not self._other_threads
         return True
 
@@ -107,7 +110,7 @@ class StepAllocations:
 
 
 def footprint(
-    events: Sequence[Event],
+    events: Iterable[Event],
     saved: Sequence[SavedTensor],
     places: Mapping[int, int],
     gradient_places: Set[int],
@@ -123,14 +126,14 @@ def footprint(
     ----------
     events
         In order of time: ("node", number, 0), ("saved", tensor's id, 0), ("reload" or "apart", 1 or 0, 0), and
-        ("alloc" or "free", address, bytes).
+        ("alloc" or "free", address, bytes). They are iterated twice.
     """
     wanted = {tensor.id: tensor for tensor in saved}
     produced: dict[int, int] = {}
     owned: dict[int, int] = {}  # number of the allocating event → its bytes that belong to saved tensors
-    live: dict[int, tuple[int, int]] = {}  # address → (number of the event, node)
+    live: dict[int, tuple[int, int, int]] = {}  # address → (number of the event, node, bytes)
     node = 0
-    for number, (kind, which, _) in enumerate(events):
+    for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
             node = which
         elif kind == "saved" and which in wanted:
@@ -139,17 +142,17 @@ def footprint(
                 owned[found[0]] = owned.get(found[0], 0) + wanted[which].bytes
                 produced[which] = found[1]
         elif kind == "alloc":
-            live[which] = (number, node)
+            live[which] = (number, node, nbytes)
         elif kind == "free":
             live.pop(which, None)
     gradients = [0] * (node_count + 1)
     for place in gradient_places & live.keys():
-        number, node = live[place]
-        gradients[min(node + 1, node_count)] += events[number][2]
+        _, node, nbytes = live[place]
+        gradients[min(node + 1, node_count)] += nbytes
     return Footprint(_others(events, owned, node_count), list(accumulate(gradients[:node_count])), produced)
 
 
-def _others(events: Sequence[Event], owned: Mapping[int, int], node_count: int) -> list[int]:
+def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int) -> list[int]:
     highest = [0] * node_count
     charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
     inside: dict[int, None] = {}  # addresses that were allocated in a part that `apart` marks
@@ -177,10 +180,19 @@ def _others(events: Sequence[Event], owned: Mapping[int, int], node_count: int) 
     return highest
 
 
-def _numbered(kind: str, which: int | str, nbytes: int) -> Event:
-    """Convert a mark to its kind and number; return an allocation unchanged."""
-    for prefix, name in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload"), (APART, "apart")):
-        if isinstance(which, str) and which.startswith(prefix):
-            return name, int(which.removeprefix(prefix)), 0
-    assert isinstance(which, int)
-    return kind, which, nbytes
+class _NumberedEvents:
+    """The events of a recording, with the kinds and numbers of their marks. They are converted at each iteration."""
+
+    def __init__(self, events: AllocationEvents) -> None:
+        self._events = events
+
+    def __iter__(self) -> Iterator[Event]:
+        for kind, which, nbytes in self._events:
+            yield (kind, which, nbytes) if isinstance(which, int) else _numbered(which)
+
+
+def _numbered(text: str) -> Event:
+    for prefix, kind in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload"), (APART, "apart")):
+        if text.startswith(prefix):
+            return kind, int(text.removeprefix(prefix)), 0
+    raise ValueError(f"unknown mark: {text}")
