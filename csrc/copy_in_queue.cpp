@@ -52,6 +52,8 @@ void CopyInQueue::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   if (slot.issued_bytes == 0) {
     await_target(slot);
     slot.in = std::make_shared<Transfer>();
+    slot.in->copies = 1;
+    slot.in->bytes = slot.bytes;
     slot.in->begin = parts_.events->record(parts_.in_stream);
   }
   if (bytes > 0)
@@ -60,15 +62,14 @@ void CopyInQueue::issue_slice(SlabSlot& slot, const char* from, size_t bytes) {
   ++parts_.stats.in_transfers;
   if (slot.issued_bytes < slot.bytes) return;
   slot.in->end = parts_.events->record(parts_.in_stream);
+  parts_.note_in(slot.in);
   end(slot);
 }
 
-// Called when the last slice of a copy-in has been issued: sets in_event, counts and logs the copy, and changes the
-// state to `arriving`.
+// Called when the last slice of a copy-in has been issued: sets in_event, logs the copy, and changes the state to
+// `arriving`.
 void CopyInQueue::end(SlabSlot& slot) {
   slot.in_event = slot.in->end;
-  ++parts_.stats.in_copies;
-  parts_.stats.in_bytes += slot.bytes;
   parts_.log.add(CopyKind::in, slot.id, slot.bytes, slot.in->begin, slot.in->end);
   advance(slot, State::arriving);
 }
@@ -105,11 +106,16 @@ void CopyInQueue::issue_run(const SlabRefs& slots) {
 void CopyInQueue::copy(const SlabRefs& slots) {
   auto transfer = std::make_shared<Transfer>();
   std::vector<Copy> copies;
-  for (const SlabRef& slot : slots) copies.push_back({slot->target, slot->block.data, slot->bytes});
+  for (const SlabRef& slot : slots) {
+    copies.push_back({slot->target, slot->block.data, slot->bytes});
+    transfer->bytes += slot->bytes;
+  }
+  transfer->copies = slots.size();
   transfer->begin = parts_.events->record(parts_.in_stream);
   parts_.device->copy_in_batch(copies.data(), copies.size(), parts_.in_stream);
   transfer->end = parts_.events->record(parts_.in_stream);
   ++parts_.stats.in_transfers;
+  parts_.note_in(transfer);
   for (const SlabRef& slot : slots) {
     slot->in = transfer;
     slot->issued_bytes = slot->bytes;

@@ -32,6 +32,10 @@ void CopyOutQueue::issue() {
   while (!slots_.empty()) issue_next();
 }
 
+void CopyOutQueue::issue(const SlabSlot& slot) {
+  while (slot.state == State::queued) issue_next();
+}
+
 void CopyOutQueue::issue_next() {
   const SlabRef first = slots_.front();
   const SlabRefs run = next_run();

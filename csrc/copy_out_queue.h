@@ -28,6 +28,8 @@ class CopyOutQueue {
   void push(const SlabRef& slot);
   // Issues everything queued.
   void issue();
+  // Issues the queued slots up to this one. Later ones can still be joined.
+  void issue(const SlabSlot& slot);
   // Cancels a queued slot and frees its block.
   void cancel(SlabSlot& slot);
   void cancel_all();

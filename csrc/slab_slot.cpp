@@ -48,10 +48,10 @@ EventRef SlabParts::last_copy(const SlabSlot& slot) {
 void SlabParts::free_slot(SlabSlot& slot) {
   try {
     count_out(slot);
-    count_in(slot);
-  } catch (const DriverError&) {
-    // One copy is missing from the statistics; the slot is freed nevertheless.
+  } catch (const std::exception&) {
+    // A failed query: the copy is missing from the statistics; the slot is freed nevertheless.
   }
+  count_in();
   if (slot.block) {
     try {
       pool.release(slot.block, last_copy(slot));
@@ -75,9 +75,23 @@ void SlabParts::count_out(SlabSlot& slot) {
   slot.out = nullptr;
 }
 
-void SlabParts::count_in(SlabSlot& slot) {
-  if (slot.in == nullptr || slot.in->begin == nullptr || slot.issued_bytes < slot.bytes) return;
-  if (device->event_done(slot.in_event.get())) stats.in_seconds += seconds_once(*slot.in);
+void SlabParts::note_in(const std::shared_ptr<Transfer>& transfer) noexcept {
+  count_in();
+  try {
+    copies_in_.push_back(transfer);
+  } catch (const std::bad_alloc&) {
+    // The copy is missing from the statistics.
+  }
+}
+
+void SlabParts::count_in() noexcept {
+  while (!copies_in_.empty() && is_reached(copies_in_.front()->end)) {
+    Transfer& transfer = *copies_in_.front();
+    stats.in_seconds += seconds_once(transfer);
+    stats.in_copies += transfer.copies;
+    stats.in_bytes += transfer.bytes;
+    copies_in_.pop_front();
+  }
 }
 
 // The duration of a transfer, counted once for all its blocks; 0 if the device cannot time it.
@@ -86,7 +100,7 @@ double SlabParts::seconds_once(Transfer& transfer) {
   if (begin == nullptr) return 0;
   try {
     return 1e-3 * device->event_elapsed_ms(begin.get(), transfer.end.get());
-  } catch (const DriverError&) {
+  } catch (const std::exception&) {
     return 0;
   }
 }
@@ -102,7 +116,7 @@ bool SlabParts::is_reached(const EventRef& event) {
 bool SlabParts::settle(Stream stream) {
   try {
     device->stream_synchronize(stream);
-  } catch (const DriverError&) {
+  } catch (const std::exception&) {  // the device's error, or no memory for its message
     return false;
   }
   return true;
@@ -123,7 +137,7 @@ void InFlight::await_room(std::unique_lock<std::mutex>& lock) {
     lock.unlock();
     try {
       parts_.device->event_synchronize(oldest.get());
-    } catch (const DriverError&) {
+    } catch (const std::exception&) {
       // The next transfer is issued early and reports the device's error itself.
     }
     lock.lock();

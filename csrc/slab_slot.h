@@ -20,6 +20,7 @@ namespace offload {
 struct Transfer {  // one issued transfer, shared by its blocks
   EventRef begin;  // null once its duration has been added to the statistics
   EventRef end;
+  size_t copies = 0, bytes = 0;  // of a copy-in
 };
 
 // A slot's state in the spiller. It is separate from Slot::state, because a block may be prefetched while it is being
@@ -65,9 +66,12 @@ struct SlabParts {
   bool settle(Stream stream);
   // Returns the event after which no copy reads or writes the slot's block any more.
   EventRef last_copy(const SlabSlot& slot);
-  // Add the time of the slot's copy-out or copy-in to the statistics, if the copy has ended.
+  // Adds the slot's copy-out to the statistics, if it has ended.
   void count_out(SlabSlot& slot);
-  void count_in(SlabSlot& slot);
+  // Notes a copy-in that has been issued. It is added to the statistics by the first count_in after its end, also if its
+  // slot has been freed by then: a consumer on the device may be far behind the host.
+  void note_in(const std::shared_ptr<Transfer>& transfer) noexcept;
+  void count_in() noexcept;
   // Frees the block and the extent, and drops the target's owner. If a copy is still in flight, the block is reused
   // only after that copy's event.
   void free_slot(SlabSlot& slot);
@@ -91,6 +95,8 @@ struct SlabParts {
  private:
   std::array<Block, 2> take_bounces();
   double seconds_once(Transfer& transfer);
+
+  std::deque<std::shared_ptr<Transfer>> copies_in_;  // issued, not yet in the statistics; they end in this order
 };
 
 // Limits how many transfers of a lane are in flight.

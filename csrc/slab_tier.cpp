@@ -94,7 +94,7 @@ bool SlabStore::out_done(Slot& base) {
 
 void SlabStore::issue_out(Slot& slot) {
   std::lock_guard lock(mutex_);
-  if (slot.state == State::queued) copy_out_queue_.issue();
+  copy_out_queue_.issue(static_cast<SlabSlot&>(slot));
 }
 
 bool SlabStore::cancel(Slot& slot) {
@@ -108,7 +108,7 @@ bool SlabStore::cancel(Slot& slot) {
 void SlabStore::prefetch(const SlotRef& base, void* target, Stream compute, std::shared_ptr<void> owner) {
   auto slot = std::static_pointer_cast<SlabSlot>(base);
   std::lock_guard lock(mutex_);
-  if (slot->state == State::queued) copy_out_queue_.issue();
+  copy_out_queue_.issue(*slot);
   require_prefetchable(*slot);
   copy_in_queue_.push(slot, compute);
   set_target(*slot, target, owner);
@@ -169,6 +169,7 @@ size_t SlabStore::trim() {
 StoreStats SlabStore::stats() {
   require_same_process();
   std::lock_guard lock(mutex_);
+  parts_.count_in();
   StoreStats result = stats_;
   result.pool = parts_.pool.stats();
   if (parts_.file) result.spill = parts_.file->stats();

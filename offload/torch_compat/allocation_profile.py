@@ -67,8 +67,7 @@ class AllocationEvents:
         return len(self._kinds)
 
     def __iter__(self) -> Iterator[tuple[str, int | str, int]]:
-        kinds, places, sizes = (memoryview(column) for column in (self._kinds, self._places, self._sizes))
-        for kind, place, size in zip(kinds, places, sizes, strict=True):
+        for kind, place, size in zip(self._kinds.data, self._places.data, self._sizes.data, strict=True):
             yield self._KINDS[kind], self._texts[place] if kind == 2 else place, size
 
 

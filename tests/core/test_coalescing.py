@@ -114,6 +114,17 @@ def gathered(store, fake_cuda):
     return sources
 
 
+def test_who_needs_a_queued_block_leaves_those_behind_it_to_be_joined(tmp_path, fake_cuda):
+    store = cuda_store(tmp_path, fake_cuda, slice_bytes=1 << 20)
+    sources = gathered(store, fake_cuda)
+    sources[3].prefetch()
+    assert [source.ticket.state == "queued" for source in sources] == [False] * 4 + [True] * (COUNT - 4)
+    fake_cuda.hold_streams(False)
+    for source in sources:
+        source.wait_copied_out()
+    sources[3].swap_in()
+
+
 def test_a_failed_batch_fails_only_the_block_that_fails_alone(tmp_path, fake_cuda):
     store = cuda_store(tmp_path, fake_cuda, slice_bytes=1 << 20)
     sources = gathered(store, fake_cuda)

@@ -205,3 +205,42 @@ def test_a_failed_wait_spills_nothing_early(tmp_path, double):
     for each in swapped:
         each.come_back()
     assert store.stats()["spilled_bytes"] > 0
+
+
+def await_state(ticket, state):
+    while ticket.state != state:  # the test's own timeout ends it where it never comes
+        time.sleep(0.001)
+
+
+def test_a_copy_in_that_outlives_its_slot_is_counted_with_its_bytes_and_time(double):
+    """The host frees a slot as soon as it has queued the consumer: the device is then often behind."""
+    store = make_store("")
+    swapped = Swapped(store, 0)
+    swapped.leave(store)
+    target = _core.HostBlock(NBYTES, 4096, 0)
+    double.hold_streams(True)
+    swapped.ticket.prefetch(target.address, 0, target)
+    threading.Timer(0.3, double.hold_streams, [False]).start()
+    await_state(swapped.ticket, "arriving")
+    swapped.ticket.release()
+    stats = store.stats()
+    assert (stats["in_seconds"] > 0) == (stats["in_bytes"] > 0) == (stats["in_copies"] > 0)
+    store.quiesce()
+    stats = store.stats()
+    assert (stats["in_copies"], stats["in_bytes"]) == (1, NBYTES)
+    assert stats["in_seconds"] > 0
+
+
+def test_a_copy_in_that_fails_leaves_the_source_to_its_copy_out(double):
+    store = make_store("")
+    double.hold_streams(True)
+    swapped = Swapped(store, 0)
+    target = _core.HostBlock(NBYTES, 4096, 0)
+    double.fail_at("cuStreamWaitEvent", 1)
+    double.fail_at("cuStreamSynchronize", 1)  # it would wait for what is held
+    swapped.ticket.prefetch(target.address, 0, target)
+    await_state(swapped.ticket, "out")
+    assert not swapped.ticket.out_done()
+    double.hold_streams(False)
+    swapped.leave(store)
+    swapped.come_back()
