@@ -211,13 +211,13 @@ def materialize(
     if unknown := options.keys() - (known.keys() - taken):
         name = min(unknown)
         if name in _OF_OPTIMIZER:
-            remedy = f"materialize takes no {name}: create the optimizer after it, and give it to handle.add_optimizer"
-        else:
-            remedy = (
-                f"materialize has no argument {name}; it takes weights, device, parameters and those of enable, "
-                "except those about the optimizer"
+            raise ValueError(
+                f"materialize takes no {name}: create the optimizer after it, and give it to handle.add_optimizer"
             )
-        raise ValueError(remedy)
+        raise ValueError(
+            f"materialize has no argument {name}; it takes weights, device, parameters and those of enable, except "
+            "those about the optimizer"
+        )
     asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}
     moved = check_parameters(parameters)
     there = check_model(model, _enabled_models(), will_be_on=torch.device(device))
