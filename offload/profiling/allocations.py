@@ -23,6 +23,7 @@ log = logging.getLogger("offload")
 _NODE = f"{MARK_PREFIX}node "
 _SAVED = f"{MARK_PREFIX}saved "
 _RELOAD = f"{MARK_PREFIX}reload "
+_MARKS = ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload"), (APART, "apart"))
 NO_NODE = 2**31  # larger than every node's number
 
 Event = tuple[str, int, int]
@@ -192,7 +193,5 @@ class _NumberedEvents:
 
 
 def _numbered(text: str) -> Event:
-    for prefix, kind in ((_NODE, "node"), (_SAVED, "saved"), (_RELOAD, "reload"), (APART, "apart")):
-        if text.startswith(prefix):
-            return kind, int(text.removeprefix(prefix)), 0
-    raise ValueError(f"unknown mark: {text}")
+    prefix, kind = next(row for row in _MARKS if text.startswith(row[0]))
+    return kind, int(text.removeprefix(prefix)), 0
