@@ -158,8 +158,8 @@ class Fit:
         best, limit = self.best, format_bytes(self.limit_bytes)
         if best is None:
             least = format_bytes(self.least_bytes)
-            moved = ", and optimizer state is moved" if any(choice.moved is not None for choice in self.choices) else ""
-            return f"DOES NOT FIT in {limit}: it needs {least} even if every tensor that can be swapped is{moved}"
+            moved = " and moved optimizer state" if any(choice.moved is not None for choice in self.choices) else ""
+            return f"DOES NOT FIT in {limit}: it needs {least} even with all possible swaps{moved}"
         if best.name == KEEP:
             return f"FITS AS IT IS in {limit}: {format_bytes(self.peak_bytes)} at the peak of a step"
         assert best.plan is not None

@@ -152,7 +152,7 @@ class Verdict:
         if whole is not None:
             parts.append(f"whole step {_compared(planned, whole, words, '', ' (predicted)')}")
         if self.limit_bytes is not None and self.least_limit_bytes is not None:
-            parts.append(f"at least {words(self.least_limit_bytes)} even if every tensor that can be swapped is")
+            parts.append(f"at least {words(self.least_limit_bytes)} even with all possible swaps")
         return "; ".join(parts) or "not known yet"
 
     def time(self) -> str:
