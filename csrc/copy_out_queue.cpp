@@ -33,7 +33,7 @@ void CopyOutQueue::issue() {
 }
 
 void CopyOutQueue::issue(const SlabSlot& slot) {
-  while (slot.state == State::queued) issue_next();
+  while (slot.state == State::queued && !slots_.empty()) issue_next();
 }
 
 void CopyOutQueue::issue_next() {
