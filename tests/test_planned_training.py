@@ -28,7 +28,7 @@ from offload.plan.trace import Trace
 
 
 @pytest.mark.parametrize(
-    "fraction", [pytest.param(0.6, marks=pytest.mark.full), 0.4, pytest.param(0.3, marks=pytest.mark.long)]
+    "fraction", [pytest.param(0.6, marks=pytest.mark.full), 0.4, pytest.param(0.3, marks=pytest.mark.full)]
 )
 def test_memory_limit_is_kept(fraction, tmp_path):
     rows = [512] * 6

@@ -49,7 +49,7 @@ class AllocationEvents:
             if kind.name == "Allocation":
                 if about.device.type != device.type or device.index not in (None, about.device.index):
                     continue
-                row = int(about.alloc_size < 0), about.ptr, abs(about.alloc_size)
+                row = int(about.alloc_size <= 0), about.ptr, abs(about.alloc_size)
             elif event.name.startswith(MARK_PREFIX):
                 row = 2, len(self._texts), 0
                 self._texts.append(event.name)

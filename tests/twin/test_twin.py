@@ -41,7 +41,7 @@ ROWS = {
     "limit": [f"tests/twin/inside/test_{name}.py" for name in ("memory_limit", "memory_of_a_loss")],
     "processes": ["tests/twin/inside/test_processes.py"],
 }
-LATER = ("models", "processes")  # with --long
+LATER = {"models": "long", "processes": "long", "limit": "full"}
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
 LONG_FILES = (
     "twin/inside/test_memory_limit",
@@ -88,7 +88,7 @@ def run_row(row, arguments, figures, folder=ROOT):
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=[pytest.mark.full] if row == "limit" else [pytest.mark.long] * (row in LATER))
+        pytest.param(row, marks=getattr(pytest.mark, LATER[row])) if row in LATER else row
         for row in ROWS
     ],
 )

@@ -20,7 +20,7 @@ def families(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "room", [0.0, pytest.param(0.3, marks=pytest.mark.full), 0.6, pytest.param(0.9, marks=pytest.mark.long)]
+    "room", [0.0, pytest.param(0.3, marks=pytest.mark.full), 0.6, pytest.param(0.9, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("name", ["gpt", "lstm", "resnet", "unet", "vit"])
 def test_the_peak_of_a_planned_step(name, room, families):
