@@ -87,10 +87,7 @@ def run_row(row, arguments, figures, folder=ROOT):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, marks=getattr(pytest.mark, LATER[row])) if row in LATER else row
-        for row in ROWS
-    ],
+    [pytest.param(row, marks=getattr(pytest.mark, LATER[row])) if row in LATER else row for row in ROWS],
 )
 def test_on_the_simulated_accelerator(row, backend, figures):
     run_row(row, ROWS[row], figures)
