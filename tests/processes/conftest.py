@@ -15,7 +15,11 @@ class Processes:
     """Runs jobs, functions of jobs.py, each in a process of its own."""
 
     def __init__(self, folder):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # a thread's own arena takes 64 MiB of an address space that a test has limited
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
         self.zygote = subprocess.Popen(
             [sys.executable, HERE / "zygote.py", folder],
             stdin=subprocess.PIPE,
