@@ -50,7 +50,8 @@ def run_out(body: str, options: str = "n_tensors=2") -> str:
     body = textwrap.indent(textwrap.dedent(body), "    ").strip()
     program = SCRIPT.replace("{body}", body).replace("{options}", options)
     # What glibc keeps of freed blocks may serve a whole step: have it give back the large ones.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    # A thread's arena would take 64 MiB of what is left.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
