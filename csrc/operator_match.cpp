@@ -1,5 +1,7 @@
 #include "operator_match.h"
 
+#include <algorithm>
+
 #include "mutants.h"
 #include "operator_values.h"
 #include "saved_identity.h"
@@ -131,7 +133,8 @@ Match match_history(const ScriptLine& line, PyObject* args) {
   bool has_history = false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && !has_history; ++i) {
     PyObject* const given = PyTuple_GET_ITEM(args, i);
-    if (!is_tensor(given)) continue;
+    const bool is_added = std::find(line.added.begin(), line.added.end(), i) != line.added.end();
+    if (is_added || !is_tensor(given)) continue;
     const int requires_grad = is_true(get(tensors.requires_grad, given));
     if (requires_grad < 0) return Match::failed;
     if (requires_grad == 0) continue;
@@ -170,7 +173,7 @@ Match match_line(Follower* self, const Script& script, const ScriptLine& line, P
   if (!line.is_quick) return Match::differs;
   Match found = match_writes(self, line, args, kwargs);
   if (found != Match::same || !line.is_needed()) return found;
-  if (line.is_heavy) found = match_history(line, args);
+  if (line.saves_factors) found = match_history(line, args);
   if (found == Match::same) found = match_arguments(self, line, args, kwargs);
   return found == Match::same ? match_settings(line, script.readers.get()) : found;
 }

@@ -51,26 +51,28 @@ bool read_made(PyObject* encoded, std::vector<Made>* made) {
 }
 
 bool read_line(PyObject* encoded, ScriptLine* line) {
-  if (!is_tuple(encoded, 11)) return false;
+  if (!is_tuple(encoded, 12)) return false;
   line->func = shared(item(encoded, 0));
   line->line = shared(item(encoded, 1));
   line->is_quick = item(encoded, 2) == Py_True;
-  line->is_heavy = item(encoded, 3) == Py_True;
-  line->saves_weights = item(encoded, 4) == Py_True;
-  line->writes = shared(item(encoded, 5));
-  line->settings = shared(item(encoded, 6));
-  PyObject* const args = item(encoded, 7);
+  line->saves_factors = item(encoded, 3) == Py_True;
+  PyObject* const added = item(encoded, 4);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(added); ++i) line->added.push_back(PyLong_AsSsize_t(item(added, i)));
+  line->saves_weights = item(encoded, 5) == Py_True;
+  line->writes = shared(item(encoded, 6));
+  line->settings = shared(item(encoded, 7));
+  PyObject* const args = item(encoded, 8);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
     line->args.emplace_back();
     if (!read_expected(item(args, i), &line->args.back())) return false;
   }
   PyObject *name, *value;
-  for (Py_ssize_t at = 0; PyDict_Next(item(encoded, 8), &at, &name, &value);) {
+  for (Py_ssize_t at = 0; PyDict_Next(item(encoded, 9), &at, &name, &value);) {
     line->kwargs.emplace_back();
     line->kwargs.back().name = shared(name);
     if (!read_expected(value, &line->kwargs.back().expected)) return false;
   }
-  return read_made(item(encoded, 9), &line->made) && read_made(item(encoded, 10), &line->written);
+  return read_made(item(encoded, 10), &line->made) && read_made(item(encoded, 11), &line->written);
 }
 
 bool is_same_float(PyObject* expected, PyObject* given) {

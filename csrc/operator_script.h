@@ -41,8 +41,9 @@ struct ScriptLine {
   Owned writes;        // tuple: places of arguments that it changes and that the template does not follow
   Owned settings;      // tuple: the settings of torch with which the operator ran
   bool is_quick = false;  // C++ may run the operator
-  bool is_heavy = false;
-  bool saves_weights = false;
+  bool saves_factors = false;  // autograd saves arguments that are not in `added`, if another one has a history
+  std::vector<Py_ssize_t> added;  // positions of arguments that are only added
+  bool saves_weights = false;  // autograd saved them in the recorded step
   std::vector<Expected> args;
   std::vector<Named> kwargs;
   std::vector<Made> made;

@@ -32,6 +32,7 @@ from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
+from offload.torch_compat import late_writes
 from offload.torch_compat.compiled import has_compiled_parts
 from offload.torch_compat.tensors import has_own_bytes
 
@@ -92,6 +93,7 @@ class DeviceSession:
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._warned: set[type] = set()
+        self._watches = late_writes.watch(model) if options.n_tensors != 0 else []
         fixed = options.n_tensors == 0 or (options.n_tensors is not None and options.lookahead_nodes is not None)
         if fixed and on_profile is None:
             self.controller = ManualController(options, engine, self.counts, on_recorded, limits)
@@ -126,6 +128,8 @@ class DeviceSession:
             Whether to free the memory and disk space that the store keeps for reuse. No other session may use the
             store then.
         """
+        for watch in self._watches:
+            watch.remove()
         if self.held is not None:
             self.held.close()
         self.controller.end_profiles()
@@ -151,21 +155,26 @@ class DeviceSession:
         return tensor.device == self.engine.device and not tensor.is_quantized and has_own_bytes(tensor)
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """Return what else holds this storage: "parameter" (or buffer, or a view of one) or "leaf"; None if unknown."""
+        """Return why a storage is kept whatever the plan is; None if it may be swapped.
+
+        "parameter" (or buffer, or a view of one) and "leaf" say what else holds it. "written later" says that the
+        operator that saves it writes into it afterwards.
+        """
         if storage_id in self.state.storages:
             return "parameter"
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # the program reads a leaf's gradient, so it holds the leaf
         if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was added since the last look
-            if storage_id in self.state.not_held:
-                return None
-            self.state.expire()
-            self.state.look()
-            if storage_id in self.state.storages:
-                return "parameter"
-            if len(self.state.not_held) >= UNHELD_MAX:
-                self.state.not_held.clear()
-            self.state.not_held.add(storage_id)
+            if storage_id not in self.state.not_held:
+                self.state.expire()
+                self.state.look()
+                if storage_id in self.state.storages:
+                    return "parameter"
+                if len(self.state.not_held) >= UNHELD_MAX:
+                    self.state.not_held.clear()
+                self.state.not_held.add(storage_id)
+            if late_writes.is_writing():
+                return "written later"
         return None
 
     def holds_state(self, storage_id: int) -> bool:
@@ -176,6 +185,10 @@ class DeviceSession:
         """Return whether a part of the model is compiled; it may have been compiled since the last step."""
         model = self._model()
         return model is not None and has_compiled_parts(model)
+
+    def asks_modules(self) -> bool:
+        """Return whether the module that runs decides, too, which tensors may be swapped."""
+        return bool(self.options.exclude or self._watches)
 
     def is_excluded(self) -> bool:
         """Return whether the module now running in this thread is one of `exclude`."""
@@ -196,6 +209,7 @@ class DeviceSession:
     def begin_step(self) -> None:
         """Begin a forward pass in this thread, outside of excluded modules."""
         self._local.excluded = 0
+        late_writes.begin_forward()
         self.counts.begin_step()
 
     @contextmanager

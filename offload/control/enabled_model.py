@@ -252,6 +252,7 @@ class EnabledModel:
         run_pending_callbacks()
         if not self.applies():
             self.on_device.controller.end_finished_profiles()
+            self.on_device.engine.collect()  # an evaluation needs what freed graphs have left
             return nullcontext()
         if self.is_removed():
             return nullcontext()

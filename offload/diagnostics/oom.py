@@ -37,7 +37,7 @@ _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _MIN_TENSOR_BYTES = 1 << 20
 _SMALL_BYTES = 64 << 10
 # Reasons for keeping a saved tensor that no argument changes. For all other reasons, other arguments would swap it.
-_FIXED = {"parameter", "leaf", "unsupported kind", "view of a larger storage", "pinning failed"}
+_FIXED = {"parameter", "leaf", "written later", "unsupported kind", "view of a larger storage", "pinning failed"}
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,8 @@ class HeldMemory:
         if self._before_step is not None:
             self._before_step()
         self._engine.collect()  # backward is over: free the memory of its graph before the optimizer needs memory
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._engine.settle_dropped(stepped)  # of a graph whose backward is still to come
         if any(each is optimizer for each in self._optimizers):
             return
         model = self._state.model

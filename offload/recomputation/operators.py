@@ -27,12 +27,15 @@ HEAVY = _names(
 )
 HEAVY_BEGINNINGS = ("_scaled_dot_product", "_cudnn_", "cudnn_conv", "mkldnn_", "miopen_conv", "miopen_rnn", "linalg_")
 BLANK = frozenset(["empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"])
-# Operators whose order of summation varies on some device, or that replace or resize a storage.
+# Operators whose order of summation or of writes varies on some device, that write to an argument without declaring it,
+# or that replace or resize a storage.
 REFUSED = _names(
     """
     index_add index_add_ index_reduce index_reduce_ index_put index_put_ _index_put_impl_ put put_ scatter_add
     scatter_add_ scatter_reduce scatter_reduce_ bincount kthvalue _ctc_loss _cudnn_ctc_loss
-    nll_loss2d_forward set_ resize_ resize_as_ _resize_output_ _efficientzerotensor
+    nll_loss2d_forward scatter scatter_ index_copy index_copy_ cumsum cumsum_ histc median nanmedian max_unpool2d
+    max_unpool3d rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional set_ resize_ resize_as_ _resize_output_
+    _efficientzerotensor
     """
 )
 # Positions of arguments that are only added, so that autograd does not save them.
@@ -41,6 +44,7 @@ ADDED = {
     "addbmm": (0,),
     "baddbmm": (0,),
     "addmv": (0,),
+    "addr": (0,),
     "convolution": (2,),
     "_convolution": (2,),
     "linear": (2,),
@@ -68,7 +72,11 @@ class Operator:
     is_seeded
         Whether it draws random numbers.
     is_heavy
-        Whether it is a matrix product, a convolution, a recurrent layer or attention.
+        Whether it is a matrix product, a convolution, a recurrent layer, attention, or of linear algebra.
+    is_convolution
+        Whether it is a convolution.
+    saves_factors
+        Whether autograd saves each tensor argument that is not in `added`, if another one of them has a history.
     is_blank
         Whether it allocates memory without writing to it.
     writes_lists
@@ -89,6 +97,8 @@ class Operator:
     passes: bool = False
     is_seeded: bool = False
     is_heavy: bool = False
+    is_convolution: bool = False
+    saves_factors: bool = False
     is_blank: bool = False
     writes_lists: bool = False
     writes_all: bool = False
@@ -127,13 +137,17 @@ def _look(func: Any) -> Operator:
         refusal = f"made by {namespace}::{name}, which is not torch's own"
     elif name in REFUSED:
         refusal = f"made by {name}, which may not repeat itself"
+    is_heavy = name in HEAVY or name.startswith(HEAVY_BEGINNINGS)
     statistics, training = STATISTICS.get(name, ((), -1))
     return Operator(
         name=str(func),
         writes=writes,
         passes=is_view and not refusal,
         is_seeded=torch.Tag.nondeterministic_seeded in func.tags,
-        is_heavy=name in HEAVY or name.startswith(HEAVY_BEGINNINGS),
+        is_heavy=is_heavy,
+        is_convolution=is_heavy and "conv" in name,
+        # Of a linear system autograd saves the matrix and the solution, but not the right side.
+        saves_factors=is_heavy and not name.startswith("linalg_"),
         is_blank=name in BLANK,
         writes_lists=any(
             argument.alias_info is not None

@@ -31,10 +31,14 @@ class _DeviceGenerator:
 
 def random_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor] | None:
     """Return the generator from which a call draws, and its state. None if the generator cannot be determined."""
-    given = kwargs.get("generator")
+    # Some operators, such as `poisson`, take the generator by position.
+    found = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
+    given: Any = next(found, None)
     if given is None:
-        tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
-        device = tensor.device if tensor is not None else torch.device(kwargs.get("device") or "cpu")
+        device = kwargs.get("device")  # `rand_like` may draw on another device than that of its argument
+        if device is None:
+            device = next((each.device for each in args if isinstance(each, torch.Tensor)), "cpu")
+        device = torch.device(device)
         if not is_known(device):
             return None
         given = _DeviceGenerator(device)

@@ -14,7 +14,7 @@ from offload.recomputation.random_state import as_before
 from offload.recomputation.values import Held, Probe, View
 from offload.torch_compat.dispatch import undisturbed
 from offload.torch_compat.settings import Settings, restored
-from offload.torch_compat.tensors import version_of
+from offload.torch_compat.tensors import storage_identity, version_of
 
 __all__ = ["Argument", "ChangedSource", "Place", "Recipe", "Step"]
 
@@ -132,6 +132,11 @@ class Recipe:
     def held_bytes(self) -> int:
         """Bytes that stay in memory only for this recipe."""
         return sum(held.nbytes for held in self.held.values() if held.is_own)
+
+    def reads_state(self, storages: frozenset[int]) -> bool:
+        """Return whether the recipe reads one of these storages, of parameters or buffers, where it is."""
+        held = (each.tensor for each in self.held.values() if each.is_state and not each.is_own)
+        return any(storage_identity(tensor.untyped_storage()) in storages for tensor in held)
 
     @property
     def changeable(self) -> list[Held | Probe]:

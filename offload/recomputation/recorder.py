@@ -18,6 +18,7 @@ from offload.recomputation.operators import Operator
 from offload.recomputation.random_state import random_state
 from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
+from offload.torch_compat.autograd import innermost_hooks
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, tracer
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
@@ -59,6 +60,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._is_state = is_state
         self.thread = get_ident()
         self._modes = mode_count()
+        self._hooks = innermost_hooks(while_tracing=True)  # of the step; within others, what autograd saves is unknown
         self._calls = 0
         self.is_closed = False
         self._pack_before = -1
@@ -143,7 +145,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         noted = tuple([note(each) for each in args])
         named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
         random = random_state(args, kwargs) if operator.is_seeded else None
-        saves = saves_factors(operator, args)
+        saves = saves_factors(operator, args) and innermost_hooks(while_tracing=True) == self._hooks
         settings = in_force(is_heavy=operator.is_heavy)
         call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves, settings)
         self._calls += 1
@@ -255,8 +257,10 @@ def is_known(tensor: torch.Tensor) -> bool:
 
 
 def saves_factors(operator: Operator, args: tuple[Any, ...]) -> bool:
-    """Return whether autograd saves the factors of a matrix product or convolution; not without gradients."""
-    return operator.is_heavy and torch.is_grad_enabled() and any(map(_has_history, args))
+    """Return whether autograd surely saves the factors of a matrix product or convolution; not without gradients."""
+    if not (operator.saves_factors and torch.is_grad_enabled()):
+        return False
+    return any(_has_history(given) for place, given in enumerate(args) if place not in operator.added)
 
 
 def _has_history(given: Any) -> bool:

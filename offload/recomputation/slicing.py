@@ -7,6 +7,7 @@ from typing import Any
 from offload.recomputation.measured import Refusal
 from offload.recomputation.recipe import Argument, Recipe, Step
 from offload.recomputation.values import Call, Held, Probe, Reference, Value, references
+from offload.torch_compat.settings import may_choose_otherwise
 
 __all__ = ["NOT_MADE", "Cut", "Sources", "cut_of", "recipe_of"]
 
@@ -87,6 +88,8 @@ class Cut:
                 return f"needs more than {_CALLS_MAX} operators"
             if call.operator.refusal:
                 return call.operator.refusal
+            if call.operator.is_convolution and may_choose_otherwise():
+                return "a convolution, for which torch.backends.cudnn.benchmark may choose another kernel in backward"
             if call.operator.is_seeded and call.random is None:
                 return "draws from a generator that cannot be set back"
             self.calls[call.number] = call

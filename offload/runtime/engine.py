@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,6 +106,20 @@ class Engine(_core.EngineCore):
         self._dropped_handles[key] = reference
         return handle
 
+    def settle_dropped(self, changing: Iterable[torch.Tensor]) -> None:
+        """Recompute what has been dropped and not yet used, if its recipe reads a tensor that is about to be changed.
+
+        Raises
+        ------
+        OSError
+            A tensor that a recipe reads could not be read back.
+        """
+        pending = [handle for reference in list(self._dropped_handles.values()) if (handle := reference()) is not None]
+        if pending:
+            storages = frozenset(self.identity(tensor) for tensor in changing if has_storage(tensor))
+            for handle in pending:
+                handle.record.settle(storages)
+
     def dropped_before(self, key: StorageKey) -> DroppedHandle | None:
         """Return the handle of a storage that has been dropped already; None if it has not."""
         reference = self._dropped_handles.get(key)
@@ -136,6 +150,10 @@ class Engine(_core.EngineCore):
             for record in list(self._dropped):
                 if record.is_gone():
                     _discard(self._dropped, record)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        self._device.synchronize()
 
     def mark(self) -> Any:
         """Return a point in time: of the clock on the CPU, of the current stream on an accelerator."""

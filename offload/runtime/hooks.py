@@ -62,7 +62,13 @@ class Policy(Protocol):
         """Return whether the engine can move tensors of this kind."""
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
-        """Return what else holds this storage, if known. Swapping would then free nothing."""
+        """Return why this storage is kept whatever the plan is; None if it may be swapped.
+
+        Other code holds it, so that swapping would free nothing; or the operator that saves it writes into it later.
+        """
+
+    def asks_modules(self) -> bool:
+        """Return whether the module that runs decides, too, which tensors may be swapped."""
 
     def is_excluded(self) -> bool:
         """Return whether the module that runs in this thread is excluded."""
@@ -120,7 +126,7 @@ class StepHooks(HookCore):
             self._recomputation.begin(self.policy)
         policy = self.policy
         # Recomputation and `exclude` need Python for every swapped tensor. Without them C++ follows a schedule alone.
-        is_plain = observer.recomputation is None and not policy.options.exclude
+        is_plain = observer.recomputation is None and not policy.asks_modules()
         copies = observer.copies if is_plain else None
         follow(self, observer, observer.cursor, observer.reason, copies, policy.state)
 

@@ -15,6 +15,7 @@ import torch
 
 from offload._core import Gauge, GaugeShare, version_owner
 from offload.recomputation.recipe import ChangedSource, Recipe
+from offload.recomputation.values import copy_of
 from offload.torch_compat.tensors import StorageWatch, raise_changed, weak_reference
 
 __all__ = ["DroppedHandle", "Memory", "RecomputedStorage", "StorageKey", "WeakDroppedHandle"]
@@ -33,6 +34,9 @@ class Memory(Protocol):
 
     def current_stream(self) -> int:
         """Return the handle of the compute stream that the calling thread uses now."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
 
 
 class DroppedHandle:
@@ -61,6 +65,7 @@ class RecomputedStorage:
     __slots__ = (
         "_dropped",
         "_engine",
+        "_is_settled",
         "_lock",
         "_owner",
         "_ran",
@@ -90,6 +95,7 @@ class RecomputedStorage:
         self._owner = weak_reference(version_owner(tensor))  # keeps the owner's address from being used again
         self._source: StorageWatch | None = StorageWatch(tensor.untyped_storage())
         self._storage: torch.UntypedStorage | None = None
+        self._is_settled = False
         self._stream = 0
         # The shares of this storage in the engine's gauges.
         self._unswapped = engine.unswapped.share(self.nbytes)
@@ -146,22 +152,79 @@ class RecomputedStorage:
             A tensor that the recipe reads could not be read back; a later call tries again.
         """
         with self._lock:
-            stream = self._engine.current_stream()
-            if self._storage is not None and self._stream != stream:
-                self._drop_storage()  # the memory was allocated on another stream
-            if self._storage is None:
-                self._storage, self._stream = self._made(), stream
-                self._resident = self._engine.resident.share(self.nbytes)
-            storage = self._storage
+            storage = self._present()
             self._views_left -= 1
             if self._views_left <= 0:
                 self._views_left = self.views  # a second backward over a retained graph may ask again
                 self._drop_storage()
             return storage, 0
 
+    def settle(self, state: frozenset[int]) -> None:
+        """Recompute the bytes now and keep them, if the recipe reads parameters that are about to be changed.
+
+        Torch allows this change if backward does not need the parameters any more: autograd no longer checks them.
+
+        Parameters
+        ----------
+        state
+            Identities of the storages of these parameters.
+
+        Raises
+        ------
+        OSError
+            A tensor that the recipe reads could not be read back.
+        """
+        with self._lock:
+            recipe = self._recipe
+            if recipe is None or self._is_settled or not recipe.reads_state(state):
+                return
+            if any(source.is_changed for source in recipe.changeable):
+                return  # too late: backward will raise the error
+            self._present()
+            self._is_settled = True
+
+    def _present(self) -> torch.UntypedStorage:
+        """Return the bytes for the current stream; recompute them if they are not there."""
+        stream = self._engine.current_stream()
+        if self._storage is not None and self._stream != stream and not self._is_settled:
+            self._drop_storage()  # the memory was allocated on another stream
+        if self._storage is None:
+            self._storage, self._stream = self._made(), stream
+            self._resident = self._engine.resident.share(self.nbytes)
+        elif self._stream != stream:
+            self._engine.synchronize()
+            copied = copy_of(self._storage)
+            self._engine.synchronize()  # the copy on this stream must not read memory that is freed on the other one
+            return copied
+        return self._storage
+
+    def _missing_below(self) -> list[RecomputedStorage]:
+        """Return the storages to be recomputed first, in this order: sources of the recipe, their sources, and so on.
+
+        A recursion would exceed Python's limit in a long chain of dropped tensors.
+        """
+        found: dict[RecomputedStorage, None] = {}
+        pending: list[tuple[RecomputedStorage, bool]] = [(self, False)]
+        while pending:
+            record, is_after_its_sources = pending.pop()
+            if is_after_its_sources:
+                found[record] = None
+            elif record not in found:
+                recipe = record._recipe
+                assert recipe is not None  # a recipe holds the handles of its sources
+                pending.append((record, True))
+                below = [slot.record for slot, _ in recipe.slots.values()]
+                missing = [each for each in below if isinstance(each, RecomputedStorage) and each._storage is None]
+                pending += [(each, False) for each in reversed(missing)]
+        del found[self]
+        return list(found)
+
     def _made(self) -> torch.UntypedStorage:
         recipe = self._recipe
         assert recipe is not None  # the caller holds a handle, so `free` has not been called
+        for record in self._missing_below():
+            with record._lock:
+                record._present()
         try:
             storages = recipe.load()
         except ChangedSource as changed:
@@ -172,12 +235,13 @@ class RecomputedStorage:
         return storage
 
     def _drop_storage(self) -> None:
-        self._storage = self._resident = None
+        if not self._is_settled:
+            self._storage = self._resident = None
 
     def free(self) -> None:
         """Free memory and sources after the last handle was freed. An interrupted call may be repeated."""
         self._unswapped.close()
         self._dropped.close()
         self._source = None
-        self._drop_storage()
+        self._storage = self._resident = None
         self._recipe = None

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from offload.torch_compat import late_writes
 from offload.units import format_bytes
 
 _REASON = (
@@ -69,10 +70,12 @@ def _keep_tracer_out(rules: Any) -> None:
     """Add rules by which the tracer skips this package. Unlike a wrapper, a rule takes no time in each hook call.
 
     All modules that run within a step are loaded at this time. There is one rule per module, because a rule for the
-    whole package would also skip models that are defined in it.
+    whole package would also skip models that are defined in it. `late_writes` is traced: its hooks belong to modules
+    that a graph may contain, and do nothing there.
     """
     loaded = [module for name, module in list(sys.modules.items()) if name.startswith(f"{_PACKAGE}.")]
-    own = [module for module in loaded if not hasattr(module, "__path__") and not _defines_models(module)]
+    modules = [module for module in loaded if not hasattr(module, "__path__")]
+    own = [module for module in modules if not _defines_models(module) and module is not late_writes]
     rules.SKIP_DIRS.extend(module.__file__ for module in own if module.__file__ is not None)
     rules.add(__name__)  # it is among them; `add` also compiles all rules into one expression, which takes long
 

@@ -26,7 +26,21 @@ _NAMES = ("mkldnn_enabled", *(("cudnn_enabled",) if _HAS_CUDA else ()))
 _NAMES_FOR_HEAVY = (
     "mkldnn_deterministic",
     "nnpack_enabled",
-    *(("cudnn_benchmark", "cudnn_deterministic") if _HAS_CUDA else ()),
+    "cpu_allow_fp16_reduced_precision_reduction",
+    "math_sdp_allow_fp16_bf16_reduction",
+    *(
+        (
+            "cudnn_benchmark",
+            "cudnn_deterministic",
+            "cublas_allow_fp16_reduced_precision_reduction",
+            "cublas_allow_bf16_reduced_precision_reduction",
+            "cublas_allow_fp16_accumulation",
+            "blas_preferred_backend",
+            "linalg_preferred_backend",
+        )
+        if _HAS_CUDA
+        else ()
+    ),
 )
 _PRECISIONS = [("generic", "all")] + [
     (backend, operator)
@@ -37,7 +51,24 @@ _PRECISIONS = [("generic", "all")] + [
 
 def _named(names: tuple[str, ...]) -> list[_Setting]:
     found = [(getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)) for name in names]
-    return [(get, set_) for get, set_ in found if get is not None and set_ is not None]
+    return [(get, partial(_set, set_)) for get, set_ in found if get is not None and set_ is not None]
+
+
+def _set(set_: Callable[..., Any], value: Any) -> None:
+    """Call a setter. Of some settings the getter returns a tuple, the arguments of the setter."""
+    set_(*value) if isinstance(value, tuple) else set_(value)
+
+
+_SMALL, _SMALLER, _LARGE = 1e-300, 1e-10, 1e20  # names, so that Python does not compute the product when it compiles
+
+
+def _scaled_denormal() -> float:
+    """Return 0.0 if this thread flushes denormal numbers to zero, which torch sets and does not tell; else 1e-290."""
+    return _SMALL * _SMALLER * _LARGE
+
+
+def _set_flushing(scaled_denormal: float) -> None:
+    torch.set_flush_denormal(scaled_denormal == 0.0)
 
 
 def _warn_only(value: bool) -> None:
@@ -45,7 +76,8 @@ def _warn_only(value: bool) -> None:
 
 
 def _for_all() -> list[_Setting]:
-    return [  # all of these are C functions, which take a tenth of the time of Python functions
+    return [  # the other getters are C functions, which take a tenth of the time of Python functions
+        (_scaled_denormal, _set_flushing),
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
         (torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),  # resets the next setting
@@ -74,6 +106,11 @@ _READ = [read for read, _ in _SETTINGS]
 def in_force(*, is_heavy: bool) -> Settings:
     """Return the current settings that affect an operator; heavy operators, such as matrix products, depend on more."""
     return tuple([read() for read in (_READ if is_heavy else _READ_ALL)])
+
+
+def may_choose_otherwise() -> bool:
+    """Return whether cuDNN chooses the kernel of a convolution by timing, anew in each thread (`cudnn.benchmark`)."""
+    return _HAS_CUDA and torch._C._get_cudnn_benchmark()
 
 
 def readers() -> tuple[Callable[[], Any], ...]:

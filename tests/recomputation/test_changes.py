@@ -1,12 +1,16 @@
 """Tensors that change before backward: what plain torch raises is raised, what it lets change may change."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from forced import Calls, gradients, made, plain_step, silu_twice
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from offload.profiling.model_state import HeldMemory
 
 
 def both_raise(forcing, make, spoil):
@@ -238,6 +242,118 @@ def test_settings_of_torch_are_those_of_forward(forcing):
         return nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.SiLU(), nn.Conv2d(16, 4, 3))
 
     forcing.compare(convolutions, step)
+
+
+def test_denormal_numbers_are_flushed_as_in_forward(forcing):
+    """Torch has no getter of this setting of a thread."""
+
+    def step(model, number):
+        model.zero_grad()
+        torch.set_flush_denormal(True)
+        try:
+            loss = (model(torch.randn(32, 64)) * 1e-30).square().mean()
+        finally:
+            torch.set_flush_denormal(False)
+        loss.backward()
+        assert torch.tensor([1e-45]).mul(1).item() != 0.0
+        return gradients(model)
+
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush denormal numbers")
+    forcing.compare(made(lambda h: functional.silu(functional.gelu(h * 1e-30) * 1e-10) * 1e38), step)
+
+
+def right_side(h, weight):
+    return torch.linalg.solve_triangular(h.sum(0)[:64].diag() * 0.01 + torch.eye(64), weight, upper=True)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda h, weight: torch.addmm(h[:, :64] * 2, torch.ones(512, 64), weight),
+        lambda h, weight: torch.addr(weight, h.sum(0)[:64], h.sum(0)[:64]),
+        right_side,
+    ],
+    ids=["addmm", "addr", "solve_triangular"],
+)
+def test_a_weight_of_which_autograd_needs_no_gradient_may_change(forcing, product):
+    """The other arguments have a history, and autograd does not save this one for their gradients."""
+
+    class Product(Calls):
+        def __init__(self):
+            super().__init__(None)
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return torch.tanh(functional.silu(product(self.a(x), self.weight)))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(512, 64, requires_grad=True)).square().mean()
+        with torch.no_grad():
+            model.weight.add_(0.1)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(Product, step)
+
+
+def hooked(function, x):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        return function(x)
+
+
+@pytest.mark.parametrize("within", [partial(checkpoint, use_reentrant=False), hooked], ids=["checkpoint", "hooks"])
+def test_a_weight_that_other_hooks_save_may_change(forcing, within):
+    class Within(Calls):
+        def forward(self, x):
+            h = self.a(x)
+            return torch.tanh(functional.silu(within(self.function, h)))
+
+    def step(model, number):
+        model.zero_grad()
+        loss = model(torch.randn(512, 64, requires_grad=True)).square().mean()
+        with torch.no_grad():
+            model.function.weight.add_(0.1)
+        loss.backward()
+        return gradients(model)
+
+    forcing.compare(lambda: Within(nn.Linear(256, 64)), step)
+
+
+class Adversaries(nn.Module):
+    """A generator, and a discriminator that sees its result with and without history."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 256))
+        self.discriminator = nn.Sequential(nn.Linear(256, 128), nn.SiLU(), nn.Linear(128, 1))
+
+    def forward(self, x):
+        made = self.generator(x)
+        return -self.discriminator(made).mean(), self.discriminator(made.detach()).mean()
+
+
+def test_an_optimizer_steps_while_recipes_still_read_its_parameters(forcing):
+    """One backward has freed the graph that checked the parameters; what the other one needs is recomputed before."""
+    held = []
+
+    def step(model, number):
+        if model not in held and forcing.handles[-1]._on_device.model is model:
+            here = forcing.handles[-1]._on_device
+            here.held = HeldMemory(here.state, here.engine)  # `n_tensors` needs none
+            held.append(model)
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.generator.parameters(), lr=0.1)
+        first, second = model(torch.randn(32, 64))
+        first.backward()
+        optimizer.step()
+        second.backward(retain_graph=True)
+        second.backward()
+        return gradients(model)
+
+    forcing.compare(Adversaries, step)
+    assert held
 
 
 def test_a_large_bias_that_changes_before_backward(forcing):

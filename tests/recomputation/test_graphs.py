@@ -1,11 +1,16 @@
 """Graphs of all kinds with dropped tensors: retained, partial, several at once, in other threads, with checkpoints."""
 
 import threading
+from typing import ClassVar
 
 import torch
 from forced import Calls, gradients, made, plain_step, silu_twice
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from offload import _core
+from offload.runtime.recomputed_storage import RecomputedStorage
+from offload.torch_compat.tensors import StorageWatch
 
 
 def test_a_retained_graph(forcing):
@@ -112,3 +117,91 @@ def test_hooks_of_modules_run_once(forcing):
 
     forcing.compare(make, plain_step)
     assert len(calls) == 12
+
+
+def test_a_long_chain_of_dropped_tensors(forcing):
+    """Each is made of the one before, so the last one needs all of them."""
+
+    def function(h):
+        for _ in range(500):
+            h = torch.sin(h)
+        return h
+
+    forcing.compare(made(function), plain_step, steps=3)
+
+
+def test_an_evaluation_has_the_memory_of_a_graph_that_was_given_up(forcing):
+    """A recipe holds what it reads; without a backward or another training step, nobody would free it."""
+
+    class Watched(Calls):
+        def forward(self, x):
+            h = self.a(x).exp()
+            self.watch = StorageWatch(h.untyped_storage())
+            return self.b(functional.silu(functional.silu(h) * 2))
+
+    model = Watched(None)
+    handle = forcing.enable(model, wanted=lambda index, recipe: not any("exp" in name for name in recipe.operators))
+    for _ in range(4):
+        loss = model(torch.randn(32, 64)).square().mean()
+        loss.backward()
+    loss = model(torch.randn(32, 64)).square().mean()
+    assert handle._counts.recomputed.tensors > 0
+    kept = model.watch
+    del loss
+    assert not kept.expired()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(32, 64))
+    assert kept.expired()
+
+
+class Streams:
+    """An engine's device with two streams."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.resident, self.unswapped, self.dropped = (_core.Gauge() for _ in range(3))
+        self.stream = self.waits = 0
+
+    def current_stream(self):
+        return self.stream
+
+    def synchronize(self):
+        self.waits += 1
+
+
+class Constant:
+    """A recipe that reads a parameter and gives another storage each time."""
+
+    slots: ClassVar = {}
+    changeable = ()
+
+    def reads_state(self, storages):
+        return True
+
+    def load(self):
+        return {}
+
+    def run(self, storages):
+        return torch.arange(8.0).untyped_storage()
+
+
+def test_a_settled_tensor_serves_another_stream():
+    """It cannot be recomputed there, and its memory belongs to the first stream."""
+    engine, source = Streams(), torch.arange(8.0)
+    key = (1, 0, 0, source.nbytes, 1)
+    record = RecomputedStorage(engine, key, Constant(), source, lambda nbytes, seconds: None)
+    record.add_view()
+    first, _ = record.swap_in()
+    assert record.swap_in()[0].data_ptr() != first.data_ptr(), "recomputed after it was served"
+    record.settle(frozenset())
+    settled, _ = record.swap_in()
+    assert record.swap_in()[0].data_ptr() == settled.data_ptr()
+    engine.stream = 1
+    other, _ = record.swap_in()
+    assert other.data_ptr() != settled.data_ptr()
+    assert (other.tolist(), engine.waits) == (settled.tolist(), 2)
+    assert engine.resident.now == source.nbytes
+    record.free()
+    assert engine.resident.now == 0

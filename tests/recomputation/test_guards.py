@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import test_changes
 import test_following
+import test_graphs
 import test_modes
 import test_values
 import test_workspaces
@@ -18,7 +19,7 @@ from forced import Forcing
 from offload.control import enabled_model
 from offload.profiling import recipe_trial
 from offload.recomputation import following, operators, recipe, recorder, slicing, values
-from offload.runtime import hooks, recomputation
+from offload.runtime import engine, hooks, recomputation, recomputed_storage
 from offload.torch_compat import settings
 
 # Guard: where it stands, its text, what stands there instead, and the test that misses it.
@@ -126,7 +127,7 @@ GUARDS = {
         test_following.test_recurrent_layers,
     ),
     "without gradients no factor is saved": (
-        (recorder, "saves_factors", "torch.is_grad_enabled() and ", ""),
+        (recorder, "saves_factors", " and torch.is_grad_enabled()", ""),
         test_changes.test_a_weight_used_without_gradients_may_change,
     ),
     "a step in another mode is another step": (
@@ -140,6 +141,39 @@ GUARDS = {
     "the mode stays for a conjugated tensor": (
         (recomputation.DroppedTensors, "passed", "self._was_on and is_lazy", "False"),
         test_modes.test_a_window_that_ends_in_the_pack_of_a_conjugated_tensor,
+    ),
+    "a generator given by position is set back": (
+        (recorder, "random_state", "(*args, *kwargs.values())", "kwargs.values()"),
+        partial(test_values.test_a_generator_that_an_operator_takes_by_position, draw=torch.poisson),
+    ),
+    "an added term says nothing of the factors": (
+        (recorder, "saves_factors", "if place not in operator.added", ""),
+        partial(
+            test_changes.test_a_weight_of_which_autograd_needs_no_gradient_may_change,
+            product=lambda h, weight: torch.addmm(h[:, :64] * 2, torch.ones(512, 64), weight),
+        ),
+    ),
+    "the right side of a linear system is no factor": (
+        (operators, "_look", 'saves_factors=is_heavy and not name.startswith("linalg_")', "saves_factors=is_heavy"),
+        partial(
+            test_changes.test_a_weight_of_which_autograd_needs_no_gradient_may_change, product=test_changes.right_side
+        ),
+    ),
+    "within other hooks nothing is known of the factors": (
+        (recorder.OperatorRecorder, "record", " and innermost_hooks(while_tracing=True) == self._hooks", ""),
+        partial(test_changes.test_a_weight_that_other_hooks_save_may_change, within=test_changes.hooked),
+    ),
+    "recipes run before their parameters are stepped": (
+        (engine.Engine, "settle_dropped", "handle.record.settle(storages)", "pass"),
+        test_changes.test_an_optimizer_steps_while_recipes_still_read_its_parameters,
+    ),
+    "a settled tensor stays for backward": (
+        (recomputed_storage.RecomputedStorage, "_drop_storage", "not self._is_settled", "True"),
+        test_changes.test_an_optimizer_steps_while_recipes_still_read_its_parameters,
+    ),
+    "long chains need no recursion": (
+        (recomputed_storage.RecomputedStorage, "_made", "self._missing_below()", "()"),
+        test_graphs.test_a_long_chain_of_dropped_tensors,
     ),
     "the mode goes off with the step": (
         (hooks.HookContext, "__exit__", "self._hooks.end_forward()", "pass"),

@@ -1,9 +1,12 @@
 """What a recipe computes: random numbers, casts, changes in place, scalars, and which operators it may not trust."""
 
+import pytest
 import torch
 from forced import Calls, gradients, made, plain_step, silu_twice
 from torch import nn
 from torch.nn import functional
+
+from offload.recomputation import slicing
 
 
 def test_random_numbers_are_drawn_again(forcing):
@@ -18,6 +21,21 @@ def test_random_numbers_of_a_generator_of_its_own(forcing):
         generator = torch.Generator().manual_seed(number)
         model.function = lambda h: functional.gelu(h + torch.rand(h.shape, generator=generator))
         return [*plain_step(model, number), generator.get_state()]
+
+    forcing.compare(made(None), step)
+
+
+@pytest.mark.parametrize("draw", [torch.poisson, lambda h, g: torch.binomial(h, h.new_full((), 0.5), generator=g)])
+def test_a_generator_that_an_operator_takes_by_position(forcing, draw):
+    """It outlives the step: the trial, too, must leave it as without offload."""
+    generators = {}
+
+    def step(model, number):
+        generator = generators.setdefault(model, torch.Generator().manual_seed(0))
+        model.function = lambda h: functional.gelu(h * draw(h.detach().abs().round() + 1, generator))
+        model.zero_grad()
+        model(torch.randn(512, 64, requires_grad=True)).square().mean().backward()
+        return [*gradients(model), generator.get_state()]
 
     forcing.compare(made(None), step)
 
@@ -171,6 +189,22 @@ def test_operators_that_add_up_in_any_order(forcing):
 
     handle = forcing.compare(made(function), plain_step, recomputes=None)
     assert "made by index_add, which may not repeat itself" in forcing.refused(handle)
+
+
+def test_convolutions_whose_kernel_is_chosen_by_timing(forcing, monkeypatch):
+    def convolutions():
+        return nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.SiLU(), nn.Conv2d(16, 4, 3))
+
+    def step(model, number):
+        model.zero_grad()
+        model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+        return gradients(model)
+
+    assert "aten.convolution.default" in forcing.operators(forcing.compare(convolutions, step))
+    monkeypatch.setattr(slicing, "may_choose_otherwise", lambda: True)
+    handle = forcing.compare(convolutions, step)
+    assert "aten.convolution.default" not in forcing.operators(handle)
+    assert any("cudnn.benchmark may choose another kernel" in text for text in forcing.refused(handle))
 
 
 def test_operators_of_others(forcing):
