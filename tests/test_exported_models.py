@@ -35,6 +35,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return run_python("-c", script, timeout=250)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", [pytest.param("n_tensors=-1", marks=pytest.mark.full), "max_slowdown=0.05"])
 def test_export_and_trace_see_the_plain_model(knobs: str) -> None:
     """Before the first step, in the midst of the one that is profiled, and when there is a plan."""

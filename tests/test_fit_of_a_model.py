@@ -25,6 +25,7 @@ def make() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+@pytest.mark.long
 def test_a_model_is_as_it_was() -> None:
     model = make().eval()
     optimizer = torch.optim.Adam(model.parameters())

@@ -126,6 +126,7 @@ def throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_steps_correct_a_calibration_that_was_too_fast(throttled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.handle.measure_link", lambda *_: Link(1e12, 1e12))
     _, plain_peak = plain_run([512] * 4)

@@ -261,6 +261,7 @@ def test_the_link_is_the_one_that_was_recorded(trace, tmp_path):
     assert json.loads(ran.stdout) == fastest_plan(trace, Link(100.0, 70.0, 0.01), limit).to_dict()
 
 
+@pytest.mark.long
 def test_a_step_is_planned_again_from_the_file_it_was_saved_to(tmp_path):
     script = """
 import torch, offload

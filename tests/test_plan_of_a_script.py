@@ -65,6 +65,7 @@ def plan_of(script, text, *words):
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.long
 def test_plan_of_a_script_tries_recipes_where_the_swap_plan_waits(tmp_path):
     script = tmp_path / "train.py"
     about, printed = plan_of(script, WITH_RECIPES.format(steps=5, options=""), *WITHIN)

@@ -206,6 +206,7 @@ def test_evaluation_and_accumulation_in_between(tmp_path):
         assert handle.report().profiled_steps == 1
 
 
+@pytest.mark.long
 def test_memory_limit_is_kept_while_gradients_accumulate(tmp_path):
     def run(model, optimizer):
         peaks, results = [], []

@@ -45,6 +45,7 @@ def top(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.long
 def test_a_training_process_is_shown_while_somebody_looks(folder: Path) -> None:
     command = [sys.executable, "-c", TRAINING]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as training:

@@ -344,6 +344,7 @@ def test_changed_shapes_of_a_compiled_model():
         assert handle.report().steps == 5
 
 
+@pytest.mark.long
 def test_enabled_before_the_compiler_is_loaded():
     """In a fresh process: enabling loads no compiler, and the tracer, once it comes, still stays out of the engine."""
     code = """

@@ -60,6 +60,7 @@ def outcomes(tmp_path_factory):
     return [json.loads((results / str(rank)).read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.long
 def test_every_run_is_looked_at(outcomes):
     assert [set(each) for each in outcomes] == [{*RUNS, "machine"}] * RANKS
 

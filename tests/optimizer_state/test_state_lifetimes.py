@@ -149,6 +149,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ending", [each if each == "loader" else pytest.param(each, marks=pytest.mark.full) for each in ENDINGS]
 )

@@ -158,6 +158,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.long
 def test_a_frozen_base_larger_than_the_limit_trains_within_it():
     run_fresh_python(RESIDENT, MALLOC_MMAP_THRESHOLD_="1048576", MALLOC_TRIM_THRESHOLD_="1048576", MALLOC_TOP_PAD_="0")
 
@@ -196,6 +197,7 @@ for how in sys.argv[3:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how", ["in place", *(pytest.param(each, marks=pytest.mark.full) for each in ("wrapped", "later", "whole"))]
 )

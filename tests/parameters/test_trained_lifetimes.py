@@ -78,6 +78,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ending", [each if each == "fork" else pytest.param(each, marks=pytest.mark.full) for each in ENDINGS]
 )

@@ -61,6 +61,7 @@ def test_it_counts_that_a_tensor_moves_whole():
     assert proof.bound_seconds == pytest.approx(plan.step_seconds, rel=0.001)
 
 
+@pytest.mark.long
 def test_a_poor_plan_is_replaced_by_a_better_one_that_keeps_the_limit():
     trace = naive.random_trace(5, 40, 25)
     link, limit = Link(30.0, 30.0), tight_limit(trace, 0.3)

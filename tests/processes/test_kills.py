@@ -41,6 +41,7 @@ def test_a_held_file_is_seen(spill_directory):
     assert_nothing_left(spill_directory)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_killed_at_random_points(processes, spill_directory, is_full, campaign_counts):
     seed = random.randrange(1 << 32)

@@ -26,6 +26,7 @@ def write_to_input(block, x):
     x.detach().mul_(0.5)
 
 
+@pytest.mark.long
 def test_a_region_that_changes_an_attribute(tmp_path):
     check(tmp_path, count_calls, refused="it changes a buffer or an attribute")
 

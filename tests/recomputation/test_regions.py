@@ -88,6 +88,7 @@ def test_tensors_inside_containers_are_inputs(tmp_path):
     check_calls(tmp_path, Scaled, call)
 
 
+@pytest.mark.long
 def test_modes_and_hooks_that_come_after_the_trial(tmp_path):
     """Such calls run once."""
     calls = []
@@ -126,6 +127,7 @@ class Scale:
         self.factor = self.factor + 1
 
 
+@pytest.mark.long
 def test_objects_that_come_after_the_trial(tmp_path):
     """Such calls run once: what the object holds may be another tensor in backward."""
 

@@ -41,7 +41,7 @@ ROWS = {
     "limit": [f"tests/twin/inside/test_{name}.py" for name in ("memory_limit", "memory_of_a_loss")],
     "processes": ["tests/twin/inside/test_processes.py"],
 }
-LATER = {"models": "long", "processes": "long", "limit": "full"}
+LATER = {"models": "long", "training": "long", "processes": "long", "limit": "full"}
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
 LONG_FILES = (
     "twin/inside/test_memory_limit",
