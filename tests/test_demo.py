@@ -307,26 +307,6 @@ def test_steps_of_the_search_are_not_counted(tmp_path: Path, monkeypatch: pytest
     assert found["step_seconds_median"] == sorted([seconds[2], seconds[3], seconds[5]])[1]
 
 
-@pytest.mark.parametrize(("searching", "expected"), [(3, (6, 3, 3)), (1000, (7, 6, 0))])
-def test_a_run_that_searches_for_a_plan_takes_more_steps(
-    monkeypatch: pytest.MonkeyPatch, searching: int, expected: tuple[int, int, int]
-) -> None:
-    """Until three have followed the search, at most four more; what is compared stays the same."""
-    plain = demo_worker.train("plain", TINY, steps=3, seed=0, device="cpu", of_state=False, tell=lambda event: None)
-    ended = iter(range(1, 100))
-    monkeypatch.setattr(demo_worker.Contestant, "has_settled", lambda contestant: next(ended) > searching)
-    monkeypatch.setattr(demo_worker.Contestant, "searches", True)
-    monkeypatch.setattr(demo_worker, "SEARCH_STEPS_MAX", 4)
-    told: list[dict[str, Any]] = []
-    found = demo_worker.train("plain", TINY, steps=3, seed=0, device="cpu", of_state=False, tell=told.append)
-    assert (found["steps"], found["steps_counted"], found["steps_settled"]) == expected
-    assert len(told) == len(found["step_seconds"]) == found["steps"]
-    assert (found["losses"], found["gradients"]) == (plain["losses"], plain["gradients"])
-    said = demo.remarks([plain, {**found, "name": "offloaded"}])
-    more = f"{found['steps'] - 3} more steps, for its search for a plan; losses and gradients are those of the first 3"
-    assert f"offloaded: {more}" in said
-
-
 def test_a_contestant_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
     done = run_demo(tmp_path / "page.html", "--contestants", "plain", "--heads", "7")
     assert done.returncode == 2

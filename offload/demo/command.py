@@ -43,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser : argparse.ArgumentParser
         The parser of the command, whose result `run` takes.
     """
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=12,
-        metavar="N",
-        help="steps that are compared (12); a run that still searches for a plan then takes up to 30 more",
-    )
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps of each run (12)")
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -219,9 +213,6 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     ]
     for result in results:
         settled = result["steps_settled"]
-        if result["steps"] > first["steps"]:
-            more = _MORE_STEPS.format(more=result["steps"] - first["steps"], compared=first["steps"])
-            said.append(f"{result['name']}: {more}")
         if settled is not None:
             counted = result["steps_counted"] == settled
             said.append(f"{result['name']}: {_SETTLED if counted else _SEARCHING.format(settled=settled)}")
@@ -232,7 +223,6 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     return said
 
 
-_MORE_STEPS = "{more} more steps, for its search for a plan; losses and gradients are those of the first {compared}"
 _SETTLED = "the median is of the steps after the search for a plan had ended, without reference steps"
 _SEARCHING = (
     "{settled} steps followed the search for a plan, too few for a median: it is of all steps but the first, slower "
@@ -340,12 +330,7 @@ def _progress(name: str, steps: int) -> Iterator[Callable[[], Any]]:
         print(file=sys.stderr)
         return
     with tqdm(total=steps, desc=f"{name:<13}", unit="step", file=sys.stderr) as bar:
-
-        def advance() -> None:
-            bar.total = max(bar.total, bar.n + 1)  # a run that searches for a plan may take more
-            bar.update()
-
-        yield advance
+        yield bar.update
 
 
 def _summary(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:

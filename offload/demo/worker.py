@@ -34,7 +34,6 @@ CORPUS_BYTES = 4 << 20
 LEARNING_RATE = 3e-4
 CURVE_POINTS_MAX = 1200
 SETTLED_STEPS_MIN = 3
-SEARCH_STEPS_MAX = 30  # by how many steps a run is longer if too few have followed its search for a plan
 
 # The arguments of `offload.enable` of each run that uses offload.
 KNOBS: dict[str, dict[str, Any]] = {
@@ -223,9 +222,7 @@ def train(
     shape : Shape
         The model's and the batch's sizes.
     steps : int
-        Number of steps whose losses are compared; at least 2, because the first one is excluded from the step time.
-        A run that searches for a plan takes up to `SEARCH_STEPS_MAX` more, until `SETTLED_STEPS_MIN` have followed the
-        search; only their time and memory count.
+        Number of steps; at least 2, because the first one is excluded from the step time.
     seed : int
         Seed of the initial parameters and the batches.
     device : str
@@ -258,8 +255,7 @@ def train(
     compared: dict[str, Any] = {}
     if not of_state:
         meter.start()
-    steps_max = steps + SEARCH_STEPS_MAX if contestant.searches else steps
-    drawn = batches(text, shape, steps=steps_max, seed=seed, device=device)
+    drawn = batches(text, shape, steps=steps, seed=seed, device=device)
     for step, (x, y) in enumerate(drawn):
         starts.append(meter.seconds())
         counts = name == "plain" and step == 0
@@ -267,7 +263,7 @@ def train(
             loss = loss_of(model, x, y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        value = loss.item()
+        losses.append(loss.item())
         del loss
         seconds.append(meter.seconds() - starts[-1])
         if step == steps - 1 and not of_state:
@@ -275,17 +271,11 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         if contestant.has_settled() and step > 0:
             settled.append(step)
-        if step < steps:
-            losses.append(value)
-        tell({"event": "step", "step": step, "loss": value, "seconds": seconds[-1]})
-        if step >= steps - 1 and len(settled) >= SETTLED_STEPS_MIN:
-            break
+        tell({"event": "step", "step": step, "loss": losses[-1], "seconds": seconds[-1]})
     meter.stop()
     if of_state:  # after the measurement: reading state brings it back
         compared["weights_and_state"], compared["state_bytes"] = weights_and_state_hash(model, optimizer)
-    counted = list(range(1, len(seconds)))
-    if len(settled) >= SETTLED_STEPS_MIN or not contestant.searches:
-        counted = settled
+    counted = settled if len(settled) >= SETTLED_STEPS_MIN or not contestant.searches else list(range(1, steps))
     return {
         "event": "result",
         "name": name,
@@ -295,7 +285,7 @@ def train(
         "step_seconds_median": statistics.median(seconds[step] for step in counted),
         "steps_counted": len(counted),
         "steps_settled": len(settled) if contestant.searches else None,
-        "steps": len(seconds),
+        "steps": steps,
         "seed": seed,
         "batch": shape.batch,
         "length": shape.length,
