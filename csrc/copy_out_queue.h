@@ -4,8 +4,8 @@
 // transfers are in flight, a lane issues the queued blocks that the device has produced as one transfer; if it has not
 // produced the first, this one alone. So a block is copied at once while the link is idle; while it is busy, blocks
 // collect. No block waits until a later one is produced: the host may queue a whole forward pass before the device has
-// run it. The queued blocks are issued immediately when a large block is queued, when the pool is full, and when
-// wait_out or prefetch needs one of them.
+// run it. The queued blocks are issued immediately when a large block is queued and when the pool is full; wait_out and
+// prefetch issue those up to the one that they need.
 //
 // Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks
 // throw only DriverError.
@@ -28,7 +28,8 @@ class CopyOutQueue {
   void push(const SlabRef& slot);
   // Issues everything queued.
   void issue();
-  // Issues the queued slots up to this one. Later ones can still be joined.
+  // Issues the queued slots up to this one, and those after it that fit into its transfer. Later ones can still be
+  // joined.
   void issue(const SlabSlot& slot);
   // Cancels a queued slot and frees its block.
   void cancel(SlabSlot& slot);

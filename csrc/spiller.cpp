@@ -34,7 +34,10 @@ void Spiller::queue_spill(const SlabRef& slot, const std::shared_ptr<void>& unde
   } else {
     OFFLOAD_EDGE("spill waits for copy-out",
                  parts_.lanes->call(lane_, [device = parts_.device, done = slot->out_event] {
-                   device->event_synchronize(done.get());
+                   try {
+                     device->event_synchronize(done.get());
+                   } catch (const std::exception&) {  // `spill` asks again whether the copy has ended
+                   }
                  }));
   }
   const SlabRef held = OFFLOAD_BROKEN("a queued spill holds its slot") ? SlabRef(SlabRef(), slot.get()) : slot;
@@ -53,7 +56,7 @@ void Spiller::spill(const SlabRef& slot) {
       parts_.count_out(*slot);
       advance(*slot, State::out);
     }
-  } catch (const DriverError&) {
+  } catch (const std::exception&) {  // a failed query, or no memory for its message
     failure_ = std::current_exception();
     OFFLOAD_EDGE("a spill that failed may be tried again", offer(slot));
     return;

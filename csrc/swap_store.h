@@ -23,8 +23,8 @@
 // driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
 // RAM.
 //
-// Thread safety: every method may be called from any thread, but a ticket must not be prefetched again before its
-// previous copy-in has ended (in_done, settle). A Ticket may be destroyed at any time and in any state; its destructor
+// Thread safety: every method may be called from any thread, but a ticket must not be prefetched again before swap_in,
+// or before its previous copy-in has ended (in_done, settle). A Ticket may be destroyed at any time and in any state; its destructor
 // does not wait (see prefetch for the target).
 //
 // Errors: if the device fails, every method except id, bytes, state, failure_text, cancel and release throws

@@ -64,7 +64,7 @@ PARTS = {
     "state": Part("optimizer state and gradients: failing disk, forks, exits, copies", ("tests/optimizer_state",)),
     "parameters": Part("frozen and trained parameters: failing disk, interrupts, forks, exits", ("tests/parameters",)),
     "databases": Part("PyTorch's test databases", ("tests/test_databases.py",), ("--all-databases",), shares=4),
-    "sanitizers": Part("stress program under sanitizers", ("tests/stress", "--full"), ("--rounds=500",), shares=2),
+    "sanitizers": Part("stress program under sanitizers", ("tests/stress",), ("--rounds=500",), shares=2),
     "seeds": Part("random programs", ("tests/campaign/test_seeds.py",), shares=4),
     "mutants": Part("removed guards", ()),
 }
@@ -87,7 +87,7 @@ def command_of(name: str, share: int, shares: int, is_full: bool, counted: Path)
     part = PARTS[name]
     command = [sys.executable, "-m", "pytest", "-q", *part.selection, f"--reliability-json={counted}"]
     if not is_full:
-        return command
+        return [*command, "--long"]
     command += ["--full", *part.full]
     if name == "seeds":
         each = SEEDS // shares

@@ -85,6 +85,26 @@ def test_without_this_guard_bits_differ(kind, tmp_path):
     gc.collect()
 
 
+def test_a_hook_of_the_program_that_raises_before_ours(tmp_path):
+    """Torch calls the hooks after forward all the same."""
+    model = made("rrelu")
+    error = [ZeroDivisionError]
+
+    def fail(module, args):
+        if error:
+            raise error.pop()
+
+    model[2].register_forward_pre_hook(fail)
+    with offload.enable(model, n_tensors=-1, lb=1, spill_dir=tmp_path):
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(512, 8))
+        assert not late_writes.is_writing()
+        late_writes._leave(model[2], (), None)
+        late_writes._enter(model[2], ())
+        assert late_writes.is_writing()
+        late_writes._leave(model[2], (), None)
+
+
 def test_modules_that_write_nothing_later_are_not_watched(tmp_path):
     model = nn.Sequential(nn.InstanceNorm1d(4), nn.BatchNorm1d(4), nn.LeakyReLU())
     assert late_writes.watch(model) == []

@@ -61,7 +61,18 @@ def test_two_threads_profile_at_once(tmp_path, request):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_profiler_of_the_user_after_the_profiled_step(tmp_path):
+def apart(name, request, tmp_path):
+    """Run a function of this file in a process of its own: torch's profiler keeps state as long as a process lives."""
+    call = f"import pathlib, test_profiler; test_profiler.{name}(pathlib.Path({str(tmp_path)!r}))"
+    done = run_python("-c", f"import sys; sys.path.insert(0, {str(request.path.parent)!r}); {call}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_profiler_of_the_user_after_the_profiled_step(request, tmp_path):
+    apart("profile_after_the_profiled_step", request, tmp_path)
+
+
+def profile_after_the_profiled_step(tmp_path):
     model, _ = make()
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path):
         loss_of(model, 0).backward()
@@ -71,7 +82,11 @@ def test_a_profiler_of_the_user_after_the_profiled_step(tmp_path):
         assert not torch.autograd._profiler_enabled()
 
 
-def test_a_profiler_of_the_user_around_the_profiled_backward(tmp_path):
+def test_a_profiler_of_the_user_around_the_profiled_backward(request, tmp_path):
+    apart("profile_around_the_profiled_backward", request, tmp_path)
+
+
+def profile_around_the_profiled_backward(tmp_path):
     model, optimizer = make()
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
         loss = loss_of(model, 0)

@@ -179,7 +179,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step; only swap if a profile of it still waits for its backward, or it has deviated often."""
+        """Profile this step. If a profile still waits for its backward, or steps have deviated often, only swap."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:

@@ -185,7 +185,10 @@ class Frontier:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Return whether the plan that the search ended with was too slow beside each of the last reference steps."""
+        """Return whether the plan that the search ended with was too slow beside each of the last reference steps.
+
+        `aim` leaves a margin for noise below `max_slowdown`; the same margin is left above it.
+        """
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)

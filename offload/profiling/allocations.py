@@ -189,9 +189,15 @@ class _NumberedEvents:
 
     def __iter__(self) -> Iterator[Event]:
         for kind, which, nbytes in self._events:
-            yield (kind, which, nbytes) if isinstance(which, int) else _numbered(which)
+            event = (kind, which, nbytes) if isinstance(which, int) else _numbered(which)
+            if event is not None:
+                yield event
 
 
-def _numbered(text: str) -> Event:
-    prefix, kind = next(row for row in _MARKS if text.startswith(row[0]))
-    return kind, int(text.removeprefix(prefix)), 0
+def _numbered(text: str) -> Event | None:
+    """Return the event of a mark; None for a mark of the program's own."""
+    for prefix, kind in _MARKS:
+        number = text.removeprefix(prefix)
+        if number != text and number.isdecimal():
+            return kind, int(number), 0
+    return None

@@ -107,7 +107,7 @@ class Engine(_core.EngineCore):
         return handle
 
     def settle_dropped(self, changing: Iterable[torch.Tensor]) -> None:
-        """Recompute what has been dropped and not yet used, if its recipe reads a tensor that is about to be changed.
+        """Recompute each dropped tensor whose graph is alive, if its recipe reads a tensor that is about to be changed.
 
         Raises
         ------

@@ -63,9 +63,6 @@ class AllocationEvents:
         self._kinds = np.frombuffer(kinds, np.uint8)[order]
         self._places, self._sizes = (np.frombuffer(column, np.uint64)[order] for column in (places, sizes))
 
-    def __len__(self) -> int:
-        return len(self._kinds)
-
     def __iter__(self) -> Iterator[tuple[str, int | str, int]]:
         for kind, place, size in zip(self._kinds.data, self._places.data, self._sizes.data, strict=True):
             yield self._KINDS[kind], self._texts[place] if kind == 2 else place, size

@@ -29,7 +29,7 @@ _running = _Depth()
 def watch(model: nn.Module) -> list[RemovableHandle]:
     """Install hooks on the model's modules of this kind. Returns what removes them; empty if there are none."""
     found = [module for module in model.modules() if _writes(module)]
-    handles = [module.register_forward_pre_hook(_enter) for module in found]
+    handles = [module.register_forward_pre_hook(_enter, prepend=True) for module in found]
     return handles + [module.register_forward_hook(_leave, always_call=True) for module in found]
 
 
@@ -54,4 +54,4 @@ def _enter(module: nn.Module, args: Any) -> None:
 
 def _leave(module: nn.Module, args: Any, result: Any) -> None:
     if not torch.compiler.is_compiling():
-        _running.depth -= 1
+        _running.depth = max(0, _running.depth - 1)  # torch calls this hook even if it has not called `_enter`

@@ -21,6 +21,7 @@ from campaign.mutants import (
     walk_without,
     without_paths,
 )
+from twin.test_twin import LATER, ROWS
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,7 +53,9 @@ def test_who_misses_a_guard_runs_by_default(request):
     here = [item.nodeid for item in request.session.items]
     found = here if is_the_default_run(request.config) else collected(*named)  # in a process of its own
     assert [test for test in named if not any(belongs(each, test) for each in found)] == []
-    on_accelerators = collected("--device", "sim", SCENARIOS.partition("::")[0])
+    file = SCENARIOS.partition("::")[0]
+    assert [row for row, paths in ROWS.items() if file in paths and row not in LATER], "a row that runs by default"
+    on_accelerators = collected("--device", "sim", file)
     assert any(belongs(each, SCENARIOS) for each in on_accelerators)
 
 
