@@ -24,8 +24,8 @@
 // RAM.
 //
 // Thread safety: every method may be called from any thread, but a ticket must not be prefetched again before swap_in,
-// or before its previous copy-in has ended (in_done, settle). A Ticket may be destroyed at any time and in any state; its destructor
-// does not wait (see prefetch for the target).
+// or before its previous copy-in has ended (in_done, settle). A Ticket may be destroyed at any time and in any state;
+// its destructor does not wait (see prefetch for the target).
 //
 // Errors: if the device fails, every method except id, bytes, state, failure_text, cancel and release throws
 // DriverError; other errors are listed with the method. After a failed copy-out the source is unchanged; after a failed

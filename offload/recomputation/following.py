@@ -27,7 +27,6 @@ from offload.recomputation.recorder import (
     is_known,
     key_of,
     run,
-    saves_factors,
     version_after,
     written,
 )
@@ -135,7 +134,7 @@ class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-
         if len(args) != len(line.args) or kwargs.keys() != line.kwargs.keys():
             return False
         operator = call.operator
-        if saves_factors(operator, args) is not call.saves_weights:
+        if self.saves_factors(operator, args) is not call.saves_weights:
             return False
         same = True
         for expected, given in zip(line.args, args, strict=True):

@@ -23,7 +23,7 @@ from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, r
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
-__all__ = ["NO_KEY", "OperatorRecorder", "is_known", "key_of", "saves_factors"]
+__all__ = ["NO_KEY", "OperatorRecorder", "is_known", "key_of"]
 
 _PLAIN = (torch.Tensor, Parameter)
 NO_KEY = 0
@@ -60,7 +60,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._is_state = is_state
         self.thread = get_ident()
         self._modes = mode_count()
-        self._hooks = innermost_hooks(while_tracing=True)  # of the step; within others, what autograd saves is unknown
+        self._hooks = innermost_hooks(while_tracing=True)  # those of the step
         self._calls = 0
         self.is_closed = False
         self._pack_before = -1
@@ -145,7 +145,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         noted = tuple([note(each) for each in args])
         named = {name: note(each) for name, each in kwargs.items()} if kwargs else kwargs
         random = random_state(args, kwargs) if operator.is_seeded else None
-        saves = saves_factors(operator, args) and innermost_hooks(while_tracing=True) == self._hooks
+        saves = self.saves_factors(operator, args)
         settings = in_force(is_heavy=operator.is_heavy)
         call = Call(self._calls, func, operator, noted, named, random, self._pack_before, saves, settings)
         self._calls += 1
@@ -162,6 +162,17 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 if type(made) is torch.Tensor:
                     self._note_result(call, place, made)
         return result
+
+    def saves_factors(self, operator: Operator, args: tuple[Any, ...]) -> bool:
+        """Return whether autograd surely saves the factors of a matrix product or convolution.
+
+        It saves none without gradients. What it saves through hooks other than the step's, such as a checkpoint's, is
+        unknown.
+        """
+        if not (operator.saves_factors and torch.is_grad_enabled()):
+            return False
+        has_history = any(_has_history(given) for place, given in enumerate(args) if place not in operator.added)
+        return has_history and innermost_hooks(while_tracing=True) == self._hooks
 
     def _note(self, given: Any) -> Any:
         kind = type(given)
@@ -254,13 +265,6 @@ def is_known(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a plain, strided one that has its own bytes and a version."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_inference()
     return plain and has_own_bytes(tensor)
-
-
-def saves_factors(operator: Operator, args: tuple[Any, ...]) -> bool:
-    """Return whether autograd surely saves the factors of a matrix product or convolution; not without gradients."""
-    if not (operator.saves_factors and torch.is_grad_enabled()):
-        return False
-    return any(_has_history(given) for place, given in enumerate(args) if place not in operator.added)
 
 
 def _has_history(given: Any) -> bool:

@@ -127,7 +127,7 @@ GUARDS = {
         test_following.test_recurrent_layers,
     ),
     "without gradients no factor is saved": (
-        (recorder, "saves_factors", " and torch.is_grad_enabled()", ""),
+        (recorder.OperatorRecorder, "saves_factors", " and torch.is_grad_enabled()", ""),
         test_changes.test_a_weight_used_without_gradients_may_change,
     ),
     "a step in another mode is another step": (
@@ -147,7 +147,7 @@ GUARDS = {
         partial(test_values.test_a_generator_that_an_operator_takes_by_position, draw=torch.poisson),
     ),
     "an added term says nothing of the factors": (
-        (recorder, "saves_factors", "if place not in operator.added", ""),
+        (recorder.OperatorRecorder, "saves_factors", "if place not in operator.added", ""),
         partial(
             test_changes.test_a_weight_of_which_autograd_needs_no_gradient_may_change,
             product=lambda h, weight: torch.addmm(h[:, :64] * 2, torch.ones(512, 64), weight),
@@ -160,7 +160,7 @@ GUARDS = {
         ),
     ),
     "within other hooks nothing is known of the factors": (
-        (recorder.OperatorRecorder, "record", " and innermost_hooks(while_tracing=True) == self._hooks", ""),
+        (recorder.OperatorRecorder, "saves_factors", " and innermost_hooks(while_tracing=True) == self._hooks", ""),
         partial(test_changes.test_a_weight_that_other_hooks_save_may_change, within=test_changes.hooked),
     ),
     "recipes run before their parameters are stepped": (
