@@ -103,6 +103,9 @@ class Frontier:
     begun
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
+    needs_own
+        Whether the present plan seemed too slow, possibly only beside reference steps of earlier plans. More reference
+        steps are then due, so that it can be judged by its own.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -120,6 +123,7 @@ class Frontier:
     limits: Limits
     references: deque[tuple[tuple[float, ...], StepCost]] = field(init=False)
     begun: int = 0
+    needs_own: bool = False
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
@@ -209,14 +213,15 @@ class Frontier:
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
         of a new plan is not a reference step: planning has already delayed it. No more are due once the present plan
-        has had one and `compute_seconds` is known.
+        has had one (as many as it needs, if `needs_own`) and `compute_seconds` is known.
 
         Parameters
         ----------
         plan_steps
             Number of steps that have followed the present plan, without its reference steps.
         """
-        is_known = self.begun > 0 and self.compute_seconds is not None
+        needed = self.limits.measurements_before_judging if self.needs_own else 1
+        is_known = self.begun >= needed and self.compute_seconds is not None
         return not is_known and self.begun < plan_steps
 
     def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
@@ -273,12 +278,26 @@ class Frontier:
             saved = last.saved_bytes * min(max(factor, low), high)
         return last.plan.unswapped_peak_bytes - int(saved)
 
-    def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
-        """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet."""
+    def forget_steps(self) -> None:
+        """Begin to measure a plan: a new one, or the present one again."""
+        self.begun, self.needs_own = 0, False
+
+    def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
+        """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet.
+
+        Beside reference steps of earlier plans a step may seem too slow because other programs are busier now. A plan
+        that seems too slow is therefore compared with its own reference steps. If it has too few of them, the result
+        is None, and `needs_own` makes more of them due.
+        """
         compute, seconds = self.compute_seconds, [self._step(cost) for cost in steps]
         if compute is None or not self._are_enough(seconds):
             return None
         taken = median(seconds)
+        self.needs_own = self.needs_own or taken > (1 + max_slowdown) * compute
+        if self.needs_own:
+            if self.begun < self.limits.measurements_before_judging:
+                return None
+            compute = median(self._computed(cost) for _, cost in list(self.references)[-self.begun :])
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
         self.tried = [each for each in self.tried if each.plan is not plan]

@@ -187,7 +187,8 @@ class PlannedStep:
         self._forget_measured_steps()
 
     def _forget_measured_steps(self) -> None:
-        self.plan_steps = self.frontier.begun = 0
+        self.plan_steps = 0
+        self.frontier.forget_steps()
         self.step_seconds.clear()
         self.costs.clear()
 
