@@ -259,7 +259,7 @@ def predictions_table(content: Mapping[str, Any]) -> Table:
 
 
 def slowdown_table(content: Mapping[str, Any]) -> Table:
-    """Whether `max_slowdown` was kept, network by network."""
+    """Whether `max_slowdown` was kept, network by network; the longer steps of a network in two sizes are "large"."""
     columns = [
         "network, max_slowdown",
         GRADIENTS,
@@ -272,7 +272,9 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
     rows = []
     for row in content["rows"]:
         lower, upper = row["ratio_spread"]
-        name = f"{row['family']}, {row['max_slowdown']:.0%}"
+        others = [each for each in content["rows"] if each["family"] == row["family"] and each["size"] != row["size"]]
+        is_large = any(each["plain_seconds"] < row["plain_seconds"] for each in others)
+        name = f"{row['family']}{', large' if is_large else ''}, {row['max_slowdown']:.0%}"
         mark = "" if row["kept"] else NOT_REACHED
         cells = [
             EQUAL if row["bits_equal"] else UNEQUAL,

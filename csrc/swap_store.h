@@ -80,11 +80,12 @@ struct StoreOptions {
 
 struct StoreStats {
   uint64_t out_bytes = 0, in_bytes = 0;
-  uint64_t out_copies = 0, in_copies = 0;        // numbers of blocks
-  uint64_t out_transfers = 0, in_transfers = 0;  // numbers of slices of large blocks and of batches of small ones
-  double out_seconds = 0, in_seconds = 0;        // time during which the copies counted in out_bytes, in_bytes ran
-  double stall_seconds = 0;                      // time that callers spent in wait_out and swap_in
-  uint64_t spilled_bytes = 0;                    // written to disk
+  uint64_t out_copies = 0, in_copies = 0;  // numbers of blocks
+  // Slices of large blocks, plus batches of small ones. Copy-outs of the direct tier: a large block counts once.
+  uint64_t out_transfers = 0, in_transfers = 0;
+  double out_seconds = 0, in_seconds = 0;  // time during which copies ran; direct tier: failed and abandoned ones too
+  double stall_seconds = 0;                // time that callers spent in wait_out and swap_in
+  uint64_t spilled_bytes = 0;              // written to disk
   uint64_t cancelled = 0, failed = 0;
   uint64_t live_tickets = 0;  // number of slots that are not freed yet
   PoolStats pool;

@@ -69,7 +69,7 @@ _MODULES = {"_core", "contrib"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names at first use: planning a trace or running a command needs no torch."""
+    """Import public names at first use, because `offload plan TRACE.json` and `offload run` need no torch."""
     home = f"offload.{name}" if name in _MODULES else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")

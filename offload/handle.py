@@ -142,16 +142,16 @@ class Session:
     def log_to(self, target: Any, *, commit: bool = False) -> None:
         """Log figures of each step from now on: peak memory, bytes swapped, time stalled, memory saved, slowdown.
 
-        They are logged when the next step begins, as far as they are known, as ``offload/peak_mib``, ``swapped_mib``,
-        ``stalled_ms``, ``saved_mib`` and ``slowdown_percent`` (all with ``offload/``). If `target` raises an exception,
-        the step that has just begun raises it, and no further step is logged to this target.
+        A step is logged when the next one begins. The names are ``peak_mib``, ``swapped_mib``, ``stalled_ms``,
+        ``saved_mib`` and ``slowdown_percent``, each after ``offload/``; a figure that is not known yet is left out. If
+        `target` raises an exception, the step that has just begun raises it, and nothing more is logged there.
 
         Parameters
         ----------
         target
-            TensorBoard's ``SummaryWriter``, a run of W&B, or a function of two: the figures by name, the step's number.
+            TensorBoard's ``SummaryWriter``, a run of W&B, or a function of a dict of figures and the step's number.
         commit
-            For W&B. False: the figures go with your loop's next ``run.log``. True, for other loops: they go at once.
+            W&B only. False: your loop's next ``run.log`` sends the figures. True, for loops without it: sent at once.
 
         Raises
         ------

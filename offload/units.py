@@ -36,8 +36,8 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
     Parameters
     ----------
     value : str or number
-        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes. ``"12G"`` is an
-        error, because programs differ in whether it is binary or decimal.
+        ``"12GiB"`` (binary: 1024**3), ``"12GB"`` (decimal: 1000**3), ``"512"`` or a number of bytes. ``"12G"`` is
+        refused, because some programs mean 12 GiB by it and others 12 GB.
     name : str, default "size"
         Name of the argument for the error message.
 
@@ -62,7 +62,7 @@ def parse_bytes(value: str | float, name: str = "size") -> int:
         binary = f"{number:g}{unit[0].upper()}iB"
         decimal = f"{number:g}{'k' if unit[0] == 'k' else unit[0].upper()}B"
         raise ValueError(
-            f'{name}: {value!r} can be two units; write "{binary}" (powers of 1024) or "{decimal}" (powers of 1000)'
+            f'{name}: {value!r} is ambiguous; write "{binary}" (powers of 1024) or "{decimal}" (powers of 1000)'
         )
     if unit and unit not in _BYTES:
         raise _error(name, value, example)

@@ -145,7 +145,7 @@ def test_a_device_that_is_not_here() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--memory", "12G"], "can be two units"),
+        (["--memory", "12G"], "is ambiguous"),
         (["--device", "cuda"], "write memory, link and speed"),
         (["--device", "12GiB,12GB/s,40"], None),
     ],

@@ -81,7 +81,7 @@ def test_a_loss_of_ones_own_and_several_arguments() -> None:
     ("knobs", "message"),
     [
         ({"batch": 1}, "batch must be at least 2"),
-        ({"memory": "1G"}, "can be two units"),
+        ({"memory": "1G"}, "is ambiguous"),
         ({"device": "cuda"}, "write memory, link and speed"),
     ],
 )

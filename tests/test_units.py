@@ -59,7 +59,7 @@ def test_what_is_no_size_says_what_to_write(value):
     [("12G", "12GiB", "12GB"), ("12Gi", "12GiB", "12GB"), ("1.5 t", "1.5TiB", "1.5TB"), ("64k", "64KiB", "64kB")],
 )
 def test_a_size_whose_unit_is_open_is_refused_with_both(text, binary, decimal):
-    with pytest.raises(ValueError, match=f'can be two units; write "{binary}" .* or "{decimal}" '):
+    with pytest.raises(ValueError, match=f'is ambiguous; write "{binary}" .* or "{decimal}" '):
         parse_bytes(text)
 
 

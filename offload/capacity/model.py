@@ -59,15 +59,15 @@ def fit(
     memory
         The limit, in bytes or as a string such as ``"12GiB"``. Default: the memory of the device.
     device
-        A GPU that is not here, to estimate for: memory, link and speed, such as ``"12GiB,12GB/s,40TFLOP/s"``. A model
-        on the meta device needs it.
+        Estimate for a GPU that this machine lacks: memory, link and speed, such as ``"12GiB,12GB/s,40TFLOP/s"``. A
+        model on the meta device needs it.
     batch
-        The batch size that the answer is about; it has to fit where the steps run.
+        The batch size that the answer is for. A step of it, with all tensors swapped, has to fit where it runs.
     loss
         Called with the model and what `make_batch` returned; returns the loss. Default: the output's ``loss`` if it has
         one, else the sum of its tensors.
     optimizer
-        Its state counts. It steps, and is put back.
+        Its state counts. It is stepped, and restored afterwards.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def _checked(make_batch: Callable[[int], Any]) -> Callable[[int], Any]:
     def make(items: int) -> Any:
         made = make_batch(items)
         leaves = tree_leaves(made)
-        if all(isinstance(each, Tensor | int | float | str | None) for each in leaves):  # others are not looked into
+        if all(isinstance(each, Tensor | int | float | str | None) for each in leaves):  # others may hold tensors
             seen[items] = [each.shape for each in leaves if isinstance(each, Tensor)]
         for other, shapes in seen.items():
             if other != items and shapes == seen.get(items):
@@ -152,11 +152,11 @@ def _measured(
 
     def listen(step: RecordedStep) -> int | None:
         told.append(step)
-        is_first = len(told) == 1 and bool(step.trace.tensors)  # it is tried which of its tensors can be recomputed
+        is_first = len(told) == 1 and bool(step.trace.tensors)  # the next step is its trial of recomputation
         return min(max(unswapped_bytes(step.trace)), step.device_bytes) if is_first else None
 
     def record(items: int) -> RecordedStep:
-        # What is swapped at one batch size is swapped at the other.
+        # In proportion to the batch size, so that both steps swap the same tensors.
         with enable(model, min_tensor_bytes=max(1, SMALLEST_BYTES * items // sizes[0])) as handle:
             watch.listen()
             _step(handle, model, make_batch(items), loss, optimizer)
@@ -188,7 +188,7 @@ def _step(
 
 @contextmanager
 def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Train inside; afterwards put back what steps change. The copies are in host memory."""
+    """Return a context for training steps. At its end, what they changed is restored, from copies in host memory."""
     modes = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # Not by load_state_dict, which casts state to the type of its parameter.

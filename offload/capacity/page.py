@@ -72,6 +72,6 @@ def _frontier(
             limit_bytes = least + (most - least) * k // (_LIMITS - 1)
             plan = fastest_plan(trace, link, limit_bytes, recompute=recompute)
             seconds = plan.expected_seconds + (moved.seconds(plan) if moved is not None else 0.0)
-            # The plan for less memory serves too, where it is faster: plans are not proven to be the fastest.
+            # A plan for a lower limit may be faster, as searches are not exact. It is valid here too.
             points.append((limit_bytes, min(seconds, points[-1][1]) if points else seconds))
     return Series(name, color, points)

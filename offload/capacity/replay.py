@@ -1,7 +1,7 @@
-"""Runs the forward of a script's model once more, with half of its batch: so that other batch sizes need no guess.
+"""Runs a script's model again, with its batch and half of it, to find how each tensor depends on the batch size.
 
-A script has one batch size, and its loss is code that nobody can call again. But what the model saves follows from its
-input, which can be cut. `offload fit` replays when the script has ended, so no code of it sees what the replay changes.
+A script has one batch size, and code for its loss that cannot be called separately. But the model's forward can be
+called again with part of its input. `offload fit` does so when the script has ended, so the script sees no change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload.session import disable, enable
 
 __all__ = ["Call", "called", "own_loss", "replayed", "sized"]
 
-# What a model's own code raises for an input that it does not expect.
+# Errors that a model's own code may raise for an input that it does not expect.
 _OF_A_MODEL = (
     ArithmeticError,
     AssertionError,
@@ -100,7 +100,7 @@ class Call:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Within, autocast is as it was at the call."""
+        """Return a context in which autocast is as it was at the call."""
         with contextlib.ExitStack() as stack:
             for kind, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype))
@@ -136,7 +136,7 @@ def sized(step: RecordedStep, call: Call, run: Run = lambda *args: replayed(*arg
                 found = on_the_line_of(step.trace, fixed[0], full.trace, fixed[1], smaller.trace, batch, batch // 2)
                 if found is not None:
                     return found
-    except _OF_A_MODEL as error:  # half of a batch may be no input to it
+    except _OF_A_MODEL as error:  # the model may not accept half of a batch
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return "it saves other tensors then"
 

@@ -217,7 +217,7 @@ def _answer(script: str, found: _Found, memory: int | None, device: AbsentDevice
         notes.append(
             "The memory of the optimizer's own step is not counted: none stepped, or it could not be recorded."
         )
-    is_one = len(found.models) <= 1  # otherwise it cannot be told whose state it is
+    is_one = len(found.models) <= 1  # with several models, the state may be another one's
     notes += watch.notes(link) if is_one else []
     if found.step.no_recipes:
         notes.append(f"Recomputation could not be tried: {found.step.no_recipes}.")

@@ -47,7 +47,7 @@ def profile_script(
     from offload.control.registry import listen_to_profiles
 
     found: list[RecordedStep] = []
-    waiting: list[RecordedStep] = []  # the step that the trial step follows, and others that are profiled meanwhile
+    waiting: list[RecordedStep] = []  # the step whose trial step is due, and those profiled before that trial step runs
 
     def listen(step: RecordedStep) -> int | None:
         if step.may_try:
@@ -55,7 +55,7 @@ def profile_script(
             if waiting or room is not None:
                 waiting.append(step)
             if 1 < len(waiting) <= _PROFILES_MAX or room is not None:
-                return room  # a step of another model, or of the same one again: the first one's trial step is due
+                return room  # go on: the trial step of `waiting[0]` is due
         found.append(waiting[0] if len(waiting) > 1 and step.may_try else step)
         raise SystemExit(0)
 

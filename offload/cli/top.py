@@ -134,7 +134,7 @@ def _time(verdict: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _looking(pid: int) -> Iterator[list[Path]]:
-    """Create watch files for a process. Afterwards, remove its files; files of ended processes are removed before."""
+    """Remove files left by ended processes and create watch files for a process; remove its files at the end."""
     from offload.diagnostics.live import folders, is_private, watch_file
 
     places = []

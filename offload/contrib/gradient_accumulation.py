@@ -39,7 +39,7 @@ class GradAccumulator(Optimizer):
 
     Notes
     -----
-    A learning rate scheduler takes this object or the optimizer; step it if `stepped` is true. With
+    Create a learning rate scheduler with this object or the optimizer, and step it only if `stepped` is true. With
     DistributedDataParallel, run forward and backward in ``model.no_sync()`` for all batches of a group but the last
     (`is_last`); items are then counted per process.
 
@@ -247,7 +247,7 @@ class GradAccumulator(Optimizer):
         return f"GradAccumulator(steps={self.steps}, {self.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        # Other attributes that torch keeps on every optimizer: dictionaries of hooks, marks of schedulers.
+        # Other attributes of an optimizer: torch's dictionaries of hooks, what schedulers set.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -26,7 +26,7 @@ BASELINE = "plain"
 HELP = "train a small GPT plain and offloaded, and compare loss, memory and step time"
 SIZES = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256}
 STATE_SIZES = {"layers": 8, "width": 768, "heads": 12, "batch": 2, "length": 64}  # optimizer state dominates
-# A note of reports with `n_tensors=0`, by which the demo of state leaves saved tensors alone.
+# With `--state` the runs have `n_tensors=0`, so their reports have this note. The demo does not show it.
 NOTHING_SWAPPED = "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
 # What is compared besides the losses; a result has one of the two.
 COMPARED = {

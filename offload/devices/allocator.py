@@ -138,11 +138,12 @@ class LargeBlocks:
 
     The resident set then falls with the tensors that are swapped out. Each new block causes page faults, so this is for
     goals that limit memory, not for those that limit the slowdown alone. Nothing happens with other allocators, or if
-    the environment sets the threshold itself. Each session has an object; blocks are returned while one of them asks.
+    the environment sets the threshold itself. Each session has one object. The setting is that of the process: it is on
+    while at least one object wants it.
     """
 
     def return_at_once(self, *, wanted: bool) -> None:
-        """Ask for it, or do not ask any more."""
+        """Say whether this object's session wants blocks returned."""
         chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
         mine = weakref.ref(self)
         if wanted == (mine in _asked) or chosen or current() != "glibc":
@@ -152,10 +153,10 @@ class LargeBlocks:
             libc = ctypes.CDLL(None)
             libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES if _is_returning() else _USUAL_BYTES)
             if wanted:
-                libc.malloc_trim(0)  # what was kept so far
+                libc.malloc_trim(0)  # return what malloc has kept so far
 
 
-_asked: set[weakref.ref[LargeBlocks]] = set()  # of those that ask for it; some may be gone
+_asked: set[weakref.ref[LargeBlocks]] = set()  # the objects that want it; some may have been freed
 _lock = threading.Lock()
 
 

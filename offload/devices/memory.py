@@ -32,7 +32,7 @@ __all__ = [
 
 _PROCESSES_MAX = 3
 _RAM, _ADDRESS_SPACE, _CONTROL_GROUP = "RAM", "address space, ulimit -v", "control group"
-# For each limit on the CPU: a name for the memory that counts, besides the resident memory of this process.
+# For each limit on the CPU: a name for what counts against it besides the resident memory of this process.
 _OTHER_USE = {
     _RAM: "other processes",
     _ADDRESS_SPACE: "mapped and not resident",

@@ -146,7 +146,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def tell_at(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    """As `tell`, of what a session moves on one device."""
+    """Call `tell` for the tensors of a session on one device."""
     running = at.controller.running.place() if isinstance(at.controller, PlanController) else None
     about = (*at.counts.in_step(), at.counts.dropped_in_step(), running)
     tell(error, Subject(at.model, at.engine, at.options, *about), path)

@@ -57,7 +57,8 @@ class Verdict:
     step_seconds_planned : float or None
         The same, as predicted by the plan.
     compute_seconds : float or None
-        Approximate time without offload: the computation of measured steps, outside the engine's hooks.
+        Approximate time without offload: from reference steps or, without them, the time of measured steps outside the
+        engine's hooks.
     tensors, tensors_swapped, tensors_recomputed : int
         Number of tensors of a step that could be swapped, that are swapped, and that are recomputed instead.
     recompute_seconds : float

@@ -32,8 +32,8 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     ----------
     log
         Whether to add figures to the logs of each epoch, under the names of `Session.log_to`. They are then in the
-        history, in the progress bar, and in the logs of callbacks that stand behind this one, such as TensorBoard. What
-        is not known yet is nan. Default: the history contains what it contains without offload.
+        history, in the progress bar, and in the logs of the callbacks after this one, such as TensorBoard. Figures that
+        are not known yet are nan. Default: no figures are added.
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
         `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
@@ -50,9 +50,9 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     Notes
     -----
     An exception in a step, in a validation or in another callback disables offload at once. After an exception in a
-    data set, or in another callback's `on_train_begin`, offload is disabled when the frame of `fit` has been freed, at
-    the next call of the model or of offload; or at the next `fit` with this callback. A notebook keeps the last
-    exception and its frames alive; call `offload.recover()` to free them.
+    data set, or in another callback's `on_train_begin`, offload stays enabled until the next `fit` with this callback,
+    or until the frame of `fit` is freed and the model or offload is called. A notebook keeps the last exception and its
+    frames alive; call `offload.recover()` to free them.
 
     Examples
     --------

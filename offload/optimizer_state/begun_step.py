@@ -65,7 +65,7 @@ class BegunStep:
         gradient = param.grad
         assert gradient is not None
         nbytes = gradient.nbytes if gradient.layout is torch.strided else 0
-        self.updated[param] = None  # first: where an interrupt leaves it unclear, it is not made twice
+        self.updated[param] = None  # before the update: an interrupted update is not repeated
         try:
             self._step.run([param])
             freed = FreedGradient(param, gradient.dtype, gradient.device)

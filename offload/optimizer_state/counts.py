@@ -13,7 +13,7 @@ __all__ = ["GradientCounts", "StateCounts"]
 
 @dataclass
 class _MovedCounts:
-    """Counts that the two kinds have in common; each says what they mean for it."""
+    """The counts that both subclasses have. Each subclass documents what they mean."""
 
     optimizer: str
     stays: str = ""

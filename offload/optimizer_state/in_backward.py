@@ -161,7 +161,7 @@ class StepInBackward:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def update(self, param: Tensor) -> None:
-        """Update a parameter whose gradient is complete, if the step has begun with it in one of its groups."""
+        """Update a parameter whose gradient is complete, if it was in a group of the optimizer when the step began."""
         optimizer = self._optimizer()
         if optimizer is None or not self._is_open or param.grad is None:  # a hook of the program took the gradient
             return

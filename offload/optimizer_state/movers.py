@@ -26,7 +26,7 @@ from offload.torch_compat.compiled import untraced
 __all__ = ["MovableChunk", "NameOf", "StateMovers"]
 
 _CHUNKS_MAX = 512  # of an optimizer, for the planner
-_STATE_MOST = 3  # times the bytes of its parameters: the most state that one of torch's optimizers has
+_STATE_MOST = 3  # no optimizer of torch has more state than this many times the bytes of its parameters
 
 
 @dataclass(frozen=True)

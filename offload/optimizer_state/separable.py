@@ -26,7 +26,7 @@ log = logging.getLogger("offload")
 
 PARAMS_MAX = 3  # for each group and each number of dimensions
 LENGTH_MAX = 12  # of each dimension
-# From tiny to large gradients: a norm over all parameters may be compared with a bound.
+# Tiny and large gradients: an optimizer may compare the norm of all gradients with a bound, and take both branches.
 SCALES = (1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2)
 
 Step = Callable[..., Any]

@@ -35,8 +35,8 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
 class StateTensor:
     """A tensor in memory, or in the store.
 
-    Only `bring` ends the state of being away. The store's ticket cannot decide it: bytes whose read has failed are on
-    disk, like bytes that nobody has read.
+    A tensor that has left is away until `bring` succeeds. The state of the store's ticket does not show whether it is:
+    after a failed read, that state is the same as before the read.
     """
 
     __slots__ = ("_is_coming", "_shape", "_stored", "_stride", "name", "nbytes", "tensor")
@@ -62,7 +62,7 @@ class StateTensor:
             return
         stored = engine.swap_out(tensor, key, need)
         stored.add_view()
-        self._stored = stored  # before the memory goes: an interrupt between the two loses nothing
+        self._stored = stored  # before the memory is freed: an interrupt between the two loses nothing
         tensor.data = nan_like(tensor)
 
     def begin(self) -> bool:
@@ -75,7 +75,7 @@ class StateTensor:
     def abandon(self) -> None:
         """Free the memory of a copy-in that is no longer needed."""
         if self._stored is not None and self._is_coming:
-            self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
+            self._stored.ticket.settle()  # wait: no second copy-in may begin before this one has ended
             self._stored.remove_view()
             self._stored.add_view()
             self._is_coming = False

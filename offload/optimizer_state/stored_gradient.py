@@ -101,7 +101,7 @@ class StoredGradient:
             place.counts.failure = str(error)
             return
         stored.add_view()
-        self._stored = stored  # before the memory goes: an interrupt between the two loses nothing
+        self._stored = stored  # before the memory is freed: an interrupt between the two loses nothing
         self.tensor = None
         self.is_delayed = False
         place.counts.out_bytes += self.nbytes
@@ -116,7 +116,7 @@ class StoredGradient:
     def abandon(self) -> None:
         """Free the memory of a copy-in that is no longer needed."""
         if self._stored is not None and self._is_coming:
-            self._stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
+            self._stored.ticket.settle()  # wait: no second copy-in may begin before this one has ended
             self._stored.remove_view()
             self._stored.add_view()
             self._is_coming = False

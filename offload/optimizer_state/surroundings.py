@@ -1,6 +1,7 @@
 """Detects what an optimizer's step changes outside of the optimizer, such as a count of steps in its class.
 
-An optimizer whose step changes anything there cannot be stepped in parts: each part would be counted. `separable` asks.
+An optimizer whose step changes anything there cannot be stepped in chunks: each chunk would change it again.
+`separable` asks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from offload.parameters.safetensors_file import Entry, read_entries, read_tensor
 
 __all__ = ["Fill"]
 
-NAMED_MAX = 5  # in an error
+NAMED_MAX = 5  # names of tensors in an error message
 
 
 @dataclass

@@ -153,9 +153,9 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _changes_object(func: Callable[..., Any]) -> bool:
-    """Return whether a function may change the parameter as an object, or return it.
+    """Return whether a function needs the parameter itself, because it changes the object or returns it.
 
-    True for in-place functions that are not written in Python.
+    These are the in-place functions that are not written in Python.
     """
     name = getattr(func, "__name__", "")
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))

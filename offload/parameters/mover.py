@@ -149,7 +149,7 @@ class ParameterMover:
         self._is_whole = False  # the whole model is one compiled graph
         self._wrapped: dict[int, weakref.ref[Any]] = {}  # ForwardWrapper or CompiledCall by the identity of its module
         self._compiled: frozenset[int] = frozenset()
-        self._largest_bytes = 0  # of the parameters that one module, or one compiled part, needs at a time
+        self._largest_bytes = 0  # the most bytes of parameters that one module or compiled part uses
         behind_bytes = BEHIND_BYTES if memory_limit is None else min(BEHIND_BYTES, memory_limit // 8)
         engine.in_flight_bytes_max = min(engine.in_flight_bytes_max, behind_bytes)
         try:

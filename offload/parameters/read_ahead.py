@@ -29,7 +29,7 @@ class ReadAhead:
     Parameters
     ----------
     nbytes_max
-        Limit for the copy-ins that nobody has waited for. The next copy-in starts even if it alone exceeds the limit.
+        Limit on the bytes of copy-ins that were started ahead of need. One is started even if it alone exceeds it.
     """
 
     def __init__(self, nbytes_max: int) -> None:
@@ -96,7 +96,7 @@ class ReadAhead:
         for stored in [each for each in list(self._begun) if each not in wanted]:
             if self._begun.pop(stored, None) is None:
                 continue  # a signal handler waits for it
-            stored.ticket.settle()  # a ticket has one copy-in at a time: the next one may come soon
+            stored.ticket.settle()  # wait: no second copy-in may begin before this one has ended
             stored.remove_view()
             stored.add_view()
 

@@ -35,11 +35,11 @@ _PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection and bef
 _JOINT_SECONDS = 2.0  # search with recomputation
 _JOINT_PROBE_SECONDS = 0.1  # search with recomputation, for each limit of a bisection
 _JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each limit after a bisection
-_EXHAUSTIVE_MAX = 12  # up to this number of tensors, all sets are tried; 4,096 sets
-_EXHAUSTIVE_PROBE_MAX = 8  # the same, in searches for one of several limits, and in the short search before another
+_EXHAUSTIVE_MAX = 12  # with at most 12 tensors, a search tries every set of them (4,096)
+_EXHAUSTIVE_PROBE_MAX = 8  # the same for short searches: those that try a limit, and the one before recomputation
 _LIMITS_MAX = 16  # limits tried by bisection
-# After the bisection, lower limits are tried: the least feasible one, and those that are lower than its result by these
-# shares of the distance between the two.
+# After the bisection, lower limits are tried: first the least feasible one, then the bisection's result, lowered by
+# these shares of its distance from the least feasible one.
 _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 

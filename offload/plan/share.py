@@ -44,12 +44,12 @@ class StateShare:
 
     @property
     def moved_bytes(self) -> int:
-        """Of the chunks that leave."""
+        """Bytes of state of the chunks that leave memory."""
         return self.update.bytes_of(self.moved)
 
     @property
     def freed_bytes(self) -> int:
-        """By which less state is in memory during forward and backward."""
+        """Bytes by which less state is in memory during forward and backward."""
         return self.update.bytes - self.between_bytes
 
     @property

@@ -92,7 +92,7 @@ class StepAllocations:
         if self._profile.is_of_another_thread and self._profile.thread_is_alive:
             return False
         if self._device.type == "cpu":
-            release_free_memory()  # torch needs 700 bytes for each event: not beside the memory of the step
+            release_free_memory()  # that of the step: `stop` makes torch allocate 700 bytes for each event
         found = self._profile.stop()
         if found is None:
             log.info(

@@ -75,8 +75,8 @@ class ModelState:
         self._is_known = False
         self._is_current = False
         self.storages: frozenset[int] = frozenset()
-        # A cache: without it, a step would search all of the model's tensors for each of its masks. If such a storage
-        # becomes a parameter, this is noticed at the next forward.
+        # A cache of negative look-ups, so that a mask, say, is not searched among the model's tensors at each pack. If
+        # such a storage becomes a parameter, this is noticed at the next forward.
         self.not_held: set[int] = set()
         self.devices: frozenset[torch.device] = frozenset()
         self.is_sharded = False

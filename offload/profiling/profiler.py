@@ -158,14 +158,14 @@ class Profile:
     knows_temporaries: bool
 
     def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int | None:
-        """Return how many bytes of the limit are free after the step, of which `held` is in use; None without a limit.
+        """Return how many bytes the measurement of the link may use: what `held` leaves of the limit; None without one.
 
-        At least 1/64 of the limit, so that copies of blocks of a useful size fit: with ``optimizer_state="auto"``,
+        At least 1/64 of the limit, so that blocks of a useful size can be copied: with ``optimizer_state="auto"``,
         state that is to leave may still take all of the limit.
         """
         if limit_bytes is None:
             return None
-        made_bytes = max(self.gradient_bytes, default=0)  # the model may not have been looked at since backward
+        made_bytes = max(self.gradient_bytes, default=0)  # `held.gradients` may be from before backward
         return max(limit_bytes // 64, limit_bytes - held.kept - max(held.gradients, made_bytes))
 
 
@@ -205,7 +205,7 @@ class Profiler(Recorder):
 
     @property
     def is_lost(self) -> bool:
-        """Whether no backward pass can begin: the graph of the step is gone, whose nodes hold the step's hooks."""
+        """Whether no backward can begin: the step's hooks are freed, so its graph, whose nodes hold them, is too."""
         return self._hooks is not None and self._hooks() is None
 
     def stop(self) -> bool:

@@ -139,7 +139,7 @@ class MeteredExecutor(ScheduleExecutor):
         *,
         finds_held: bool = False,
     ) -> None:
-        # The engine's gauges do not separate the activations of two steps, so the meter needs a start without any.
+        # The engine's gauges do not separate two steps, so the meter is on only if no activations exist at the start.
         self._meter = ActivationMeter(weights.metered, engine.resident, counts.begun, engine.unswapped.now == 0)
         super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
         self.held: set[int] = set()

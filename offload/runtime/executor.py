@@ -312,7 +312,7 @@ class ScheduleExecutor:
             self._start_over(self._watched[pack_index], pack_index)
             asked = cursor.ask(pack_index)
         if asked == _UNWATCHED:
-            if self._acted:  # the recorded backward, of a part of the graph, did not unpack this tensor
+            if self._acted:  # the recorded backward ran a part of the graph only, and did not use this tensor
                 self._deviate()
             return
         if clock is not None and cursor.node > before:

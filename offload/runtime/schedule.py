@@ -97,7 +97,7 @@ class Schedule:
 
     @property
     def for_smaller_steps(self) -> Schedule:
-        """The same for steps with smaller inputs; new for each step if it recomputes: templates are of one size."""
+        """This schedule for steps with smaller inputs. With recomputation always a new one: templates fit one size."""
         return replace(self, borrowed=True) if self.recomputed else self._for_smaller_steps
 
     @cached_property

@@ -99,7 +99,7 @@ def _methods(*names: str) -> set[Any]:
 
 _GRAD: Any = Tensor.grad
 
-# They read no bytes, and give the same for a parameter whose bytes are away.
+# Functions that read no bytes and return the same for a parameter whose bytes are away.
 OF_THE_OBJECT = frozenset(
     _gets("device", "dtype", "shape", "layout", "ndim", "itemsize", "nbytes", "names")
     | _gets(*(name for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))))
@@ -112,10 +112,10 @@ OF_THE_OBJECT = frozenset(
     | _methods("is_floating_point", "is_signed", "is_conj", "is_neg", "_is_view", "_is_zerotensor", "ndimension")
 )
 
-# They tell of strides, which a parameter whose bytes are away does not have.
+# Functions that return strides or offsets. A parameter whose bytes are away has other ones.
 OF_THE_LAYOUT = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
 
-# What they return can write to the memory, and no version counter tells.
+# Functions that return memory through which the program can write without a change of the version counter.
 GIVES_MEMORY = frozenset(
     _gets("data", "__cuda_array_interface__", "__array_interface__")
     | _methods("numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "share_memory_")
@@ -123,7 +123,7 @@ GIVES_MEMORY = frozenset(
     | {Tensor.data.__set__}  # type: ignore[attr-defined]
 )
 
-# Of these, what gives an address that keeps nothing alive.
+# Those of them that return an address, which keeps no tensor alive.
 GIVES_ADDRESS = frozenset(
     _methods("data_ptr", "const_data_ptr", "mutable_data_ptr") | _gets("__cuda_array_interface__")
 )

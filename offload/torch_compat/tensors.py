@@ -27,7 +27,7 @@ __all__ = [
     "without_memory",
 ]
 
-# Has whoever asks for an address to write to a tensor's memory get an error; None if torch is too old.
+# From now on, a request for a writable address of this tensor's memory raises an error; None if torch is too old.
 forbid_writes: Callable[[torch.Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 # Returns the version: how often a tensor, or a view of the same memory, was changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")

@@ -1,7 +1,7 @@
-"""Thousands of seeded walks: every byte comes back, nothing is left, and a second opinion finds no race in any log.
+"""Random sequences of store operations, one per seed: all bytes come back, nothing leaks, and no accesses race.
 
-`--seeds N` walks N seeds (with `--long` 500 more; the longest run is 100,000), `--seed N` replays one on every tier and
-under every schedule.
+PyTorch's CUDA sanitizer looks for races in the logs of the stepped runs on the slab tier. By default 60 seeds run, with
+`--long` 500 more, with `--seeds N` exactly N. `--seed N` repeats one seed on every tier and under every schedule.
 """
 
 from collections import Counter
