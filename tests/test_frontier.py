@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import plant as machines
 import pytest
@@ -256,7 +257,7 @@ def test_a_neighbour_while_the_second_plan_is_measured_does_not_end_the_search(s
 @pytest.mark.parametrize("seed", [1, 2, 4, 7])
 @pytest.mark.parametrize("judges_beside_its_own", [True, False])
 def test_a_plan_is_judged_beside_reference_steps_of_its_own(seed, judges_beside_its_own, monkeypatch):
-    """A neighbour slows every step by 8 % from the second plan on, which is too little to count as disturbed.
+    """A neighbour slows every step by 8 % from the second plan on.
 
     Without the guard, plans are compared with reference steps of the time before, and less is saved or nothing.
     """
@@ -268,7 +269,7 @@ def test_a_plan_is_judged_beside_reference_steps_of_its_own(seed, judges_beside_
         plant.busy = 1.08 if number >= second else 1.0
 
     if not judges_beside_its_own:
-        monkeypatch.setattr(Frontier, "needs_own", property(lambda _: False, lambda *_: None))
+        monkeypatch.setattr(Frontier, "forget_steps", lambda frontier: setattr(frontier, "begun", 0))
     plant, profiled, calibrated = machine(seed, noise=0.005)
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, neighbour, max_slowdown=0.05)
     assert planned.frontier.is_settled
@@ -332,11 +333,11 @@ def recomputing_plan(byte_seconds, *, waits):
 def learned_costs(step_seconds):
     """Seconds that a recomputed byte costs, learned from each of three plans whose steps take this long."""
     frontier = Frontier(LIMITS)
-    frontier.references.extend([((1.0,) * 8, StepCost(8.0, 8.0, 8.0, 8.0))] * LIMITS.measurements)
-    steps = [StepCost(step_seconds, 8.0, step_seconds, 8.0)] * LIMITS.measurements
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    steps = [StepCost(step_seconds, (1.0,) * 8, step_seconds, 8.0)] * LIMITS.measurements
     costs = []
     for _ in range(3):
-        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps, 1.0)
+        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps)
         frontier.learn(Link(20.0, 6.0))
         costs.append(frontier.recompute_byte_seconds)
     return costs
@@ -359,9 +360,9 @@ def test_a_cost_that_takes_the_place_of_a_wait_is_not_learned():
     without, assumed = (recomputing_plan(cost, waits=True).step_seconds for cost in (0.0, 0.05))
     assert without == assumed
     frontier = Frontier(LIMITS, recompute_byte_seconds=0.05)
-    frontier.references.extend([((1.0,) * 8, StepCost(8.0, 8.0, 8.0, 8.0))] * LIMITS.measurements)
-    steps = [StepCost(without, 8.0, without, 8.0)] * LIMITS.measurements
-    frontier.judge(recomputing_plan(0.05, waits=True), steps, 1.0)
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    steps = [StepCost(without, (1.0,) * 8, without, 8.0)] * LIMITS.measurements
+    frontier.judge(recomputing_plan(0.05, waits=True), steps)
     assert frontier.tried[-1].unexplained_seconds == pytest.approx(0.0)
 
 
@@ -370,3 +371,30 @@ def test_it_is_learned_if_bytes_are_multiplied_by_their_cost(monkeypatch):
     monkeypatch.setattr(frontiers, "_assumed_seconds", lambda plan, byte_seconds: 10 * byte_seconds)
     with pytest.raises(AssertionError):
         test_a_cost_that_takes_the_place_of_a_wait_is_not_learned()
+
+
+def slowdown_beside_bursts():
+    """The slowdown of steps that take 10 % longer, if a burst of another program is in another node of each step.
+
+    The bursts of the plan's steps are longer than those of the reference steps.
+    """
+    frontier = Frontier(LIMITS)
+
+    def step(node, burst):
+        nodes = tuple(1.0 + burst * (number == node) for number in range(8))
+        return StepCost(sum(nodes), nodes, sum(nodes), sum(nodes))
+
+    frontier.references.extend(step(node, 0.1) for node in range(5))
+    slowed = [step(node, 0.9) for node in range(5)]
+    steps = [replace(cost, step=cost.step + 0.8, own_step=cost.own_step + 0.8) for cost in slowed]
+    return frontier.judge(recomputing_plan(0.0, waits=False), steps)
+
+
+def test_bursts_that_are_shorter_than_a_step_are_in_no_slowdown():
+    assert slowdown_beside_bursts() == pytest.approx(0.1)
+
+
+def test_they_are_in_the_slowdown_of_whole_steps(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(Frontier, "_median_nodes", lambda self, costs: [median(cost.computed for cost in costs)])
+    assert slowdown_beside_bursts() > 0.19

@@ -12,13 +12,12 @@ computation. `learn` derives a cost per moved byte from it, which the next plan 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from offload.control.limits import Limits
 from offload.plan import Link, Plan, recomputed, simulate
-from offload.profiling.link_measurement import lower_quartile
 from offload.runtime.executor import Measured
 
 __all__ = ["Frontier", "StepCost", "TriedPlan"]
@@ -32,6 +31,8 @@ class TriedPlan:
     ----------
     slowdown
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+    reference_steps
+        Number of these reference steps.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
@@ -41,6 +42,7 @@ class TriedPlan:
 
     plan: Plan
     slowdown: float
+    reference_steps: int
     unexplained_seconds: float = 0.0
 
     @property
@@ -62,8 +64,8 @@ class StepCost:
 
     Attributes
     ----------
-    step, computed
-        Elapsed seconds of the whole step, and of all its nodes together.
+    step, nodes
+        Elapsed seconds of the whole step, and of each node.
     own_step
         An estimate of `step` without other programs: CPU time of the thread, plus `share` × the time that its hooks
         waited. `share` is the fraction of the processor that other programs left to the thread: `own_computed` /
@@ -73,39 +75,45 @@ class StepCost:
     """
 
     step: float
-    computed: float
+    nodes: tuple[float, ...]
     own_step: float
     own_computed: float
+
+    @property
+    def computed(self) -> float:
+        """Elapsed seconds of all nodes together."""
+        return sum(self.nodes)
 
     @classmethod
     def of(cls, measured: Measured) -> StepCost:
         """Return the cost of a measured step."""
-        computed, own = sum(measured.node_seconds), measured.thread_seconds
+        nodes, own = measured.node_seconds, measured.thread_seconds
+        computed = sum(nodes)
         if own is None:
-            return cls(measured.step_seconds, computed, measured.step_seconds, computed)
+            return cls(measured.step_seconds, nodes, measured.step_seconds, computed)
         own_computed = own - measured.hook_seconds
         # The fraction of the processor that other programs left to this thread.
         share = min(1.0, own_computed / computed) if computed > 0 else 1.0
         waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
-        return cls(measured.step_seconds, computed, own + share * waited, own_computed)
+        return cls(measured.step_seconds, nodes, own + share * waited, own_computed)
 
 
 @dataclass
 class Frontier:
-    """Reference steps of a signature, and the measured slowdown of its plans.
+    """Reference steps of a signature's present plan, and the measured slowdown of its plans.
 
     Attributes
     ----------
     limits
         Bounds and tolerances.
     references
-        For each of the last reference steps: the seconds of its nodes, and its cost.
+        The last reference steps of the present plan. Those of earlier plans do not count: other programs were less busy
+        or busier then, or training had just begun, when steps are slower.
     begun
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
-    needs_own
-        Whether the present plan seemed too slow, possibly only beside reference steps of earlier plans. More reference
-        steps are then due, so that it can be judged by its own.
+    node_seconds
+        Seconds of each node without swapping, by the reference steps of the plan that was judged last; None before.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -121,9 +129,9 @@ class Frontier:
     """
 
     limits: Limits
-    references: deque[tuple[tuple[float, ...], StepCost]] = field(init=False)
+    references: deque[StepCost] = field(init=False)
     begun: int = 0
-    needs_own: bool = False
+    node_seconds: list[float] | None = None
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
@@ -135,15 +143,6 @@ class Frontier:
         self.references = deque(maxlen=self.limits.measurements)
 
     @property
-    def compute_seconds(self) -> float | None:
-        """Seconds of the step without swapping; None before there are enough reference steps.
-
-        The lower quartile of the undisturbed reference steps, because other programs only make steps longer.
-        """
-        computed = [self._computed(cost) for _, cost in self.references]
-        return lower_quartile(self._undisturbed(computed)) if self._are_enough(computed) else None
-
-    @property
     def is_shared(self) -> bool:
         """Whether other programs used the processor in reference steps. CPU times are then compared, not elapsed times.
 
@@ -151,22 +150,16 @@ class Frontier:
         all the time. By elapsed time, reference steps would therefore seem to compute faster than steps without
         swapping.
         """
-        shares = [cost.computed / cost.own_computed for _, cost in self.references if cost.own_computed > 0]
+        shares = [cost.computed / cost.own_computed for cost in self.references if cost.own_computed > 0]
         return bool(shares) and median(shares) > 1 + self.limits.sharing
 
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
-        """Return whether other programs disturbed the measurement of the present plan.
+        """Return whether other programs disturbed most of a plan's measured steps, but not all.
 
-        They did if the median of the plan's reference steps exceeds `compute_seconds` by more than `disturbed`, or if
-        the median of the plan's own steps is more than `uneven` times the shortest.
+        If they slowed all of them, they have slowed the reference steps as well.
         """
-        compute = self.compute_seconds
-        if compute is None or not self.begun or not steps:
-            return False
-        recent = [self._computed(cost) for _, cost in list(self.references)[-self.begun :]]
         seconds = [self._step(cost) for cost in steps]
-        limits = self.limits
-        return median(recent) > (1 + limits.disturbed) * compute or median(seconds) > limits.uneven * min(seconds)
+        return bool(seconds) and median(seconds) > self.limits.uneven * min(seconds)
 
     def _computed(self, cost: StepCost) -> float:
         return cost.own_computed if self.is_shared else cost.computed
@@ -174,17 +167,23 @@ class Frontier:
     def _step(self, cost: StepCost) -> float:
         return cost.own_step if self.is_shared else cost.step
 
-    def node_seconds(self) -> list[float]:
-        """Return the seconds of each node without swapping."""
-        computed = [self._computed(cost) for _, cost in self.references]
-        allowed = max(self._undisturbed(computed))
-        rows = [nodes for (nodes, _), seconds in zip(self.references, computed, strict=True) if seconds <= allowed]
-        return [lower_quartile(column) for column in zip(*rows, strict=True)]
+    def _median_nodes(self, costs: Iterable[StepCost]) -> list[float]:
+        """Return the median of each node's seconds.
+
+        Other programs are often busy for less than a step. Their time is in few of the durations of each node, and so
+        in none of the medians, but it is in each step's sum.
+        """
+        return [median(column) for column in zip(*map(self._nodes, costs), strict=True)]
+
+    def _nodes(self, cost: StepCost) -> list[float]:
+        computed = cost.computed
+        scale = cost.own_computed / computed if self.is_shared and computed > 0 else 1.0
+        return [scale * seconds for seconds in cost.nodes]
 
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
         """Store a reference step. After the search, also compare the last `steps` of the plan with it."""
         cost = StepCost.of(measured)
-        self.references.append((tuple(measured.node_seconds), cost))
+        self.references.append(cost)
         if self.is_settled and steps:
             self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
 
@@ -200,6 +199,11 @@ class Frontier:
     def start_again(self) -> None:
         """Search anew with new reference steps: the old measurements no longer hold."""
         self.search_again()
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Measure a plan from here on: a new one, or the present one again."""
+        self.begun = 0
         self.references.clear()
 
     def search_again(self) -> None:
@@ -213,20 +217,14 @@ class Frontier:
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
         of a new plan is not a reference step: planning has already delayed it. No more are due once the present plan
-        has had one (as many as it needs, if `needs_own`) and `compute_seconds` is known.
+        has had enough.
 
         Parameters
         ----------
         plan_steps
             Number of steps that have followed the present plan, without its reference steps.
         """
-        needed = self.limits.measurements_before_judging if self.needs_own else 1
-        is_known = self.begun >= needed and self.compute_seconds is not None
-        return not is_known and self.begun < plan_steps
-
-    def _undisturbed(self, seconds: Sequence[float]) -> list[float]:
-        """Return the durations that are not much longer than the shortest. The others are taken as disturbed."""
-        return [each for each in seconds if each <= self.limits.uneven * min(seconds)]
+        return not self._are_enough([*map(self._computed, self.references)]) and self.begun < plan_steps
 
     def _are_enough(self, seconds: Sequence[float]) -> bool:
         """Return whether there are enough measurements to determine a duration. More are needed if they differ much."""
@@ -278,31 +276,25 @@ class Frontier:
             saved = last.saved_bytes * min(max(factor, low), high)
         return last.plan.unswapped_peak_bytes - int(saved)
 
-    def forget_steps(self) -> None:
-        """Begin to measure a plan: a new one, or the present one again."""
-        self.begun, self.needs_own = 0, False
-
-    def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
+    def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
         """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet.
 
-        Beside reference steps of earlier plans a step may seem too slow because other programs are busier now. A plan
-        that seems too slow is therefore compared with its own reference steps. If it has too few of them, the result
-        is None, and `needs_own` makes more of them due.
+        Sets `node_seconds`.
         """
-        compute, seconds = self.compute_seconds, [self._step(cost) for cost in steps]
-        if compute is None or not self._are_enough(seconds):
+        if not self._are_enough([*map(self._computed, self.references)]):
             return None
-        taken = median(seconds)
-        self.needs_own = self.needs_own or taken > (1 + max_slowdown) * compute
-        if self.needs_own:
-            if self.begun < self.limits.measurements_before_judging:
-                return None
-            compute = median(self._computed(cost) for _, cost in list(self.references)[-self.begun :])
+        if not self._are_enough([*map(self._step, steps)]):
+            return None
+        self.node_seconds = self._median_nodes(self.references)
+        compute = sum(self.node_seconds)
+        taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
+        slowdown = taken / compute - 1
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
         self.tried = [each for each in self.tried if each.plan is not plan]
-        self.tried.append(TriedPlan(plan, taken / compute - 1, taken - compute - explained))
-        return self.tried[-1].slowdown
+        unexplained = taken - compute - explained
+        self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained))
+        return slowdown
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.
@@ -338,9 +330,9 @@ class Frontier:
         moves = plan.swaps, plan.recomputes
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 
-    def slowdown_of(self, plan: Plan) -> float | None:
-        """Return the slowdown of a plan; None if it has not been judged."""
-        return next((each.slowdown for each in self.tried if each.plan is plan), None)
+    def judged(self, plan: Plan | None) -> TriedPlan | None:
+        """Return what was measured of a plan; None if it has not been judged."""
+        return next((each for each in self.tried if each.plan is plan), None)
 
     def best(self, max_slowdown: float) -> Plan | None:
         """Return the plan of least memory among those that kept the promise; None if none did."""

@@ -59,10 +59,9 @@ class Limits:
     sharing
         Relative difference between elapsed time and the thread's CPU time above which other programs share the
         processor.
-    disturbed, uneven, repeats
-        Other programs were busy if the latest reference steps take longer than estimated by more than `disturbed`
-        (relative), or if the median of a plan's steps is more than `uneven` times the shortest. The plan is then
-        measured again, at most `repeats` times.
+    uneven, repeats
+        Other programs were busy during most of a plan's measured steps, but not all, if their median is more than
+        `uneven` times the shortest. The plan is then measured again, at most `repeats` times.
     aim, spare
         Fractions of `max_slowdown`. Plans after the first aim at `aim`, so that noise does not break the promise. A
         plan whose slowdown is below `spare` is replaced by one that swaps more.
@@ -100,7 +99,6 @@ class Limits:
     swap_seconds_max: float = 1e-4
     exploring: float = 4.0
     sharing: float = 0.1
-    disturbed: float = 0.15
     uneven: float = 1.4
     repeats: int = 3
     aim: float = 0.8

@@ -148,12 +148,9 @@ class PlannedStep:
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
-        if self.frontier.compute_seconds is not None:
-            seconds = self.frontier.node_seconds()
-        elif self.node_seconds:
+        seconds = self.frontier.node_seconds
+        if seconds is None and self.node_seconds:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
-        else:
-            seconds = None
         if seconds is not None:
             nodes = tuple(replace(node, seconds=s) for node, s in zip(nodes, seconds, strict=True))
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
@@ -231,7 +228,7 @@ class PlannedStep:
             measured = executor.measured(len(self.profile.trace.nodes))
             if measured is None:
                 unread.append(executor)
-            elif executor.schedule.is_serial:
+            elif executor.schedule is self.serial:
                 self.frontier.add_reference(measured, self.costs)
                 row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)
                 counts.steps_measured.append(row)

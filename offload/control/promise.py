@@ -138,7 +138,7 @@ class SlowdownPromise:
         if frontier.are_disturbed(planned.costs) and frontier.repeats < self._limits.repeats:
             planned.measure_again()
             return False
-        if frontier.judge(plan, planned.costs, allowed) is None:
+        if frontier.judge(plan, planned.costs) is None:
             return False
         reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
         if reason is None or planned.replans >= self._limits.replans:

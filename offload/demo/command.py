@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser : argparse.ArgumentParser
         The parser of the command, whose result `run` takes.
     """
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps of each run (12)")
+    parser.add_argument("--steps", type=int, default=24, metavar="N", help="steps of each run (24)")
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),

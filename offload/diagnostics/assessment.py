@@ -119,17 +119,16 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     # If there are measured steps, uses only those whose times the verdict gives: other programs may have slowed others.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
-    slowdown = planned.frontier.slowdown_of(planned.plan) if planned.plan is not None else None
-    is_judged = slowdown is not None and len(planned.step_seconds) > 0
-    if slowdown is not None and is_judged:
-        compute = median(planned.step_seconds) / (1 + slowdown)
+    judged = planned.frontier.judged(planned.plan) if planned.step_seconds else None
+    if judged is not None:
+        compute = median(planned.step_seconds) / (1 + judged.slowdown)
     compute -= controller.regions.seconds
     verdict = replace(
         verdict,
         regions=len(controller.regions.chosen),
         activation_bytes_unswapped=max(unswapped_activations(whole), default=None),
         compute_seconds=compute,
-        reference_steps=len(planned.frontier.references) if is_judged else 0,
+        reference_steps=judged.reference_steps if judged is not None else 0,
         tensors=len(trace.tensors),
     )
     refusal = planned.refusal

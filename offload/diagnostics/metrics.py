@@ -136,9 +136,9 @@ class StepLogger:
 def _slowdown(main: Any) -> float | None:
     """Return the slowdown of the last measured steps; None if no step was measured."""
     if isinstance(main, PlannedStep):
-        known = main.frontier.slowdown_of(main.plan) if main.plan is not None else None
-        if known is not None:
-            return known
+        judged = main.frontier.judged(main.plan)
+        if judged is not None:
+            return judged.slowdown
         taken, computed = [cost.step for cost in main.costs], [cost.computed for cost in main.costs]
     else:
         taken, computed = list(main.step_seconds), list(main.compute_seconds)
