@@ -148,15 +148,16 @@ def test_what_a_step_takes_more_as_soon_as_it_moves_anything_breaks_no_promise(s
     assert planned.replans <= LIMITS.replans
 
 
-@pytest.mark.parametrize("seed", [1, 3, 5])
+@pytest.mark.parametrize("seed", [1, 2, 5])
 def test_an_unlucky_measurement_does_not_end_the_search(seed):
     """A plan that seemed too slow is followed by one that saves less, not by one that saves nothing."""
     plant, profiled, calibrated = machine(2, noise=0.04)
     plant.seed = seed
     plant.__post_init__()
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    assert planned.frontier.tried[0].slowdown > 0.05
     assert planned.plan.swaps
-    assert slowdown(plant, planned) <= 0.05 + 0.01
+    assert slowdown(plant, planned) <= 0.05
 
 
 def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
@@ -398,3 +399,43 @@ def test_they_are_in_the_slowdown_of_whole_steps(monkeypatch):
     """A mutant."""
     monkeypatch.setattr(Frontier, "_median_nodes", lambda self, costs: [median(cost.computed for cost in costs)])
     assert slowdown_beside_bursts() > 0.19
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_search_that_starts_again_forgets_how_long_nodes_took(is_guarded, monkeypatch):
+    """Every step takes twice as long from step 60 on. The guard is that `start_again` forgets the nodes' seconds."""
+    plant, profiled, calibrated = machine(3)
+    copied = sum(tensor.bytes for tensor in plant.trace.tensors)
+
+    def neighbour(number):
+        if number == STEPS:
+            plant.busy = 2.0
+            plant.link = replace(plant.link, byte_seconds=0.5 * plant.compute_seconds / copied)
+
+    if not is_guarded:
+        monkeypatch.setattr(Frontier, "start_again", Frontier.search_again)
+    machines.run(plant, profiled, calibrated, STEPS + 4 * LIMITS.recheck_steps, neighbour, max_slowdown=0.05)
+    first = next(plan for number, plan in plant.plans.items() if number > STEPS)
+    assert (first.compute_seconds > 1.5 * plant.compute_seconds) == is_guarded
+
+
+def test_on_a_shared_processor_cpu_times_are_compared_and_elapsed_times_are_planned_with():
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    assert frontier.is_shared
+    steps = [StepCost(15.0, (1.8,) * 8, 8.4, 8.3)] * LIMITS.measurements
+    assert frontier.judge(recomputing_plan(0.0, waits=False), steps) == pytest.approx(0.05)
+    assert frontier.node_seconds == [1.5] * 8
+
+
+def test_a_judged_plan_is_known_after_it_has_been_copied():
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    plan = recomputing_plan(0.0, waits=True)
+    assert frontier.judged(plan) is None
+    frontier.judge(plan, [StepCost(8.4, (1.0,) * 8, 8.4, 8.0)] * LIMITS.measurements)
+    copied = frontier.judged(replace(plan, refusals={"a reason": 1}))
+    assert copied is not None
+    assert (copied.slowdown, copied.reference_steps) == (pytest.approx(0.05), LIMITS.measurements)
+    assert frontier.judged(recomputing_plan(0.0, waits=False)) is None
+    assert frontier.judged(None) is None

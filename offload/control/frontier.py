@@ -113,7 +113,8 @@ class Frontier:
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
     node_seconds
-        Seconds of each node without swapping, by the reference steps of the plan that was judged last; None before.
+        Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last; None
+        before.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -197,9 +198,9 @@ class Frontier:
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
 
     def start_again(self) -> None:
-        """Search anew with new reference steps: the old measurements no longer hold."""
+        """Search anew. The old measurements no longer hold."""
         self.search_again()
-        self.forget_steps()
+        self.node_seconds = None
 
     def forget_steps(self) -> None:
         """Measure a plan from here on: a new one, or the present one again."""
@@ -207,7 +208,7 @@ class Frontier:
         self.references.clear()
 
     def search_again(self) -> None:
-        """Forget the tried plans, so that the search begins again. The reference steps are kept."""
+        """Forget the tried plans, so that the search begins again."""
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()
@@ -285,8 +286,8 @@ class Frontier:
             return None
         if not self._are_enough([*map(self._step, steps)]):
             return None
-        self.node_seconds = self._median_nodes(self.references)
-        compute = sum(self.node_seconds)
+        self.node_seconds = [median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)]
+        compute = sum(self._median_nodes(self.references))
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         slowdown = taken / compute - 1
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
@@ -331,8 +332,11 @@ class Frontier:
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 
     def judged(self, plan: Plan | None) -> TriedPlan | None:
-        """Return what was measured of a plan; None if it has not been judged."""
-        return next((each for each in self.tried if each.plan is plan), None)
+        """Return what was measured of a plan that moves the same tensors at the same nodes; None if there is none."""
+        if plan is None:
+            return None
+        moves = plan.swaps, plan.recomputes
+        return next((each for each in self.tried if moves == (each.plan.swaps, each.plan.recomputes)), None)
 
     def best(self, max_slowdown: float) -> Plan | None:
         """Return the plan of least memory among those that kept the promise; None if none did."""
