@@ -112,7 +112,7 @@ class Frontier:
     begun
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
-    node_seconds
+    reference_node_seconds
         Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last; None
         before.
     repeats
@@ -132,7 +132,7 @@ class Frontier:
     limits: Limits
     references: deque[StepCost] = field(init=False)
     begun: int = 0
-    node_seconds: list[float] | None = None
+    reference_node_seconds: list[float] | None = None
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
@@ -200,7 +200,7 @@ class Frontier:
     def start_again(self) -> None:
         """Search anew. The old measurements no longer hold."""
         self.search_again()
-        self.node_seconds = None
+        self.reference_node_seconds = None
 
     def forget_steps(self) -> None:
         """Measure a plan from here on: a new one, or the present one again."""
@@ -280,13 +280,15 @@ class Frontier:
     def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
         """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet.
 
-        Sets `node_seconds`.
+        Sets `reference_node_seconds`.
         """
         if not self._are_enough([*map(self._computed, self.references)]):
             return None
         if not self._are_enough([*map(self._step, steps)]):
             return None
-        self.node_seconds = [median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)]
+        self.reference_node_seconds = [
+            median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
+        ]
         compute = sum(self._median_nodes(self.references))
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         slowdown = taken / compute - 1

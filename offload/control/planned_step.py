@@ -148,7 +148,7 @@ class PlannedStep:
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
-        seconds = self.frontier.node_seconds
+        seconds = self.frontier.reference_node_seconds
         if seconds is None and self.node_seconds:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
         if seconds is not None:

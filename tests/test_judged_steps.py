@@ -1,0 +1,120 @@
+"""How a plan's measured steps are judged beside its reference steps, and what is learned from them."""
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from offload.control import frontier as frontiers
+from offload.control.frontier import Frontier, StepCost
+from offload.control.limits import LIMITS
+from offload.plan import Link, Swap, make_plan
+from offload.plan.trace import Node, Recompute, SavedTensor, Trace
+
+
+def recomputing_plan(byte_seconds, *, waits):
+    """A plan that recomputes 10 bytes, with the assumption that each takes `byte_seconds` besides.
+
+    `waits`: whether the recomputation is over before a copy-in for which computation waits.
+    """
+    tensors = [
+        SavedTensor(0, 4, 0, 0, 0, 7, 7),
+        SavedTensor(2, 10, 2, 2, 2, 5, 5, Recompute(0.5 + 10 * byte_seconds, (0,))),
+    ]
+    if waits:
+        tensors.insert(1, SavedTensor(1, 30, 1, 1, 1, 6, 6))
+    nodes = tuple(Node(f"n{k}", 1.0, k > 3) for k in range(8))
+    trace = Trace(nodes, (0,) * 8, tuple(tensors))
+    return make_plan(trace, Link(20.0, 6.0), [Swap(1, 3, 3)] if waits else [], recomputes=[2])
+
+
+def learned_costs(step_seconds):
+    """Seconds that a recomputed byte costs, learned from each of three plans whose steps take this long."""
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    steps = [StepCost(step_seconds, (1.0,) * 8, step_seconds, 8.0)] * LIMITS.measurements
+    costs = []
+    for _ in range(3):
+        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps)
+        frontier.learn(Link(20.0, 6.0))
+        costs.append(frontier.recompute_byte_seconds)
+    return costs
+
+
+def test_a_cost_that_a_plan_assumed_is_learned_again():
+    """Recomputation is predicted to take 0.5 s, and recording takes 0.1 s more."""
+    assert learned_costs(8.6) == pytest.approx([0.01] * 3)
+
+
+def test_it_shrinks_with_each_plan_if_it_counts_as_explained(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(frontiers, "_assumed_seconds", lambda plan, byte_seconds: 0.0)
+    first, second, _ = learned_costs(8.6)
+    assert second < 0.6 * first
+
+
+def test_a_cost_that_takes_the_place_of_a_wait_is_not_learned():
+    """Steps take what is predicted, with an assumed cost or without."""
+    without, assumed = (recomputing_plan(cost, waits=True).step_seconds for cost in (0.0, 0.05))
+    assert without == assumed
+    frontier = Frontier(LIMITS, recompute_byte_seconds=0.05)
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    steps = [StepCost(without, (1.0,) * 8, without, 8.0)] * LIMITS.measurements
+    frontier.judge(recomputing_plan(0.05, waits=True), steps)
+    assert frontier.tried[-1].unexplained_seconds == pytest.approx(0.0)
+
+
+def test_it_is_learned_if_bytes_are_multiplied_by_their_cost(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(frontiers, "_assumed_seconds", lambda plan, byte_seconds: 10 * byte_seconds)
+    with pytest.raises(AssertionError):
+        test_a_cost_that_takes_the_place_of_a_wait_is_not_learned()
+
+
+def slowdown_beside_bursts():
+    """The slowdown of steps that take 10 % longer, if a burst of another program is in another node of each step.
+
+    The bursts of the plan's steps are longer than those of the reference steps.
+    """
+    frontier = Frontier(LIMITS)
+
+    def step(node, burst):
+        nodes = tuple(1.0 + burst * (number == node) for number in range(8))
+        return StepCost(sum(nodes), nodes, sum(nodes), sum(nodes))
+
+    frontier.references.extend(step(node, 0.1) for node in range(5))
+    slowed = [step(node, 0.9) for node in range(5)]
+    steps = [replace(cost, step=cost.step + 0.8, own_step=cost.own_step + 0.8) for cost in slowed]
+    return frontier.judge(recomputing_plan(0.0, waits=False), steps)
+
+
+def test_bursts_that_are_shorter_than_a_step_are_in_no_slowdown():
+    assert slowdown_beside_bursts() == pytest.approx(0.1)
+
+
+def test_they_are_in_the_slowdown_of_whole_steps(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(Frontier, "_median_nodes", lambda self, costs: [median(cost.computed for cost in costs)])
+    assert slowdown_beside_bursts() > 0.19
+
+
+def test_on_a_shared_processor_cpu_times_are_compared_and_elapsed_times_are_planned_with():
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    assert frontier.is_shared
+    steps = [StepCost(15.0, (1.8,) * 8, 8.4, 8.3)] * LIMITS.measurements
+    assert frontier.judge(recomputing_plan(0.0, waits=False), steps) == pytest.approx(0.05)
+    assert frontier.reference_node_seconds == [1.5] * 8
+
+
+def test_a_judged_plan_is_known_after_it_has_been_copied():
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    plan = recomputing_plan(0.0, waits=True)
+    assert frontier.judged(plan) is None
+    frontier.judge(plan, [StepCost(8.4, (1.0,) * 8, 8.4, 8.0)] * LIMITS.measurements)
+    copied = frontier.judged(replace(plan, refusals={"a reason": 1}))
+    assert copied is not None
+    assert (copied.slowdown, copied.reference_steps) == (pytest.approx(0.05), LIMITS.measurements)
+    assert frontier.judged(recomputing_plan(0.0, waits=False)) is None
+    assert frontier.judged(None) is None
