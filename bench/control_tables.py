@@ -72,8 +72,7 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
 def note(run: Mapping[str, Any]) -> str:
     """Say when the plan was found, how slow the steps before were, and whether the controller went back."""
     ratios = [step["seconds"] / plain["seconds"] for step, plain in zip(run["steps"], run["plain"], strict=True)]
-    changed = [number for number, step in enumerate(run["steps"], 1) if any(map(change_of, step["decisions"]))]
-    settled = max(changed, default=0)
+    settled = last_change(run["steps"])
     by_plan = [ratio for ratio, step in zip(ratios, run["steps"], strict=True) if step["kind"] not in BY_ITSELF]
     words = [f"Losses and gradients are {'equal to the last bit' if run['bits_equal'] else 'NOT EQUAL'}."]
     words.append(f"The plan changes for the last time at step {settled} (target: {SETTLED_BY} or fewer).")
@@ -97,6 +96,11 @@ def note(run: Mapping[str, Any]) -> str:
 def change_of(decision: Sequence[str]) -> str:
     """How a logged line changes the plan, in two words; empty if it does not."""
     return next((words for begin, words in CHANGES.items() if decision[1].startswith(begin)), "")
+
+
+def last_change(steps: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the last step, from 1, before which the plan changed; 0 if it never changed."""
+    return max((number for number, step in enumerate(steps, 1) if any(map(change_of, step["decisions"]))), default=0)
 
 
 def peak(steps: Sequence[Mapping[str, Any]]) -> int:

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write the file; 1 where losses or gradients differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where to write the result")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps each (12)")
+    parser.add_argument("--steps", type=int, default=24, metavar="N", help="steps each (24)")
     args, more = parser.parse_known_args(argv)
     about = machine.describe()
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,8 @@ from offload.units import format_bytes
 
 FORMAT = "offload-same-script/1"
 RUNS, BESIDE = 10, 3
-KEPT = ("plain_seconds", "seconds", "ratio", "kept", "plain_peak_bytes", "peak_bytes", "bits_equal", "allocator")
+FIGURES = ("plain_seconds", "seconds", "ratio", "kept", "plain_peak_bytes", "peak_bytes", "plain_steady_peak_bytes",
+           "steady_peak_bytes", "last_change", "bits_equal", "allocator")  # fmt: skip
 BUSY = "while True: pass"
 
 
@@ -63,7 +64,7 @@ def run_once(setting: Setting, steps: int | None, *, beside: bool) -> dict[str, 
     """One run."""
     with own_cache(), neighbour() if beside else nullcontext():
         row = slowdown.measure(setting, slowdown.contestant_of(5), steps)
-    return {"beside": beside, **{key: row[key] for key in KEPT}}
+    return {"beside": beside, **{key: row[key] for key in FIGURES}}
 
 
 def line(run: dict[str, Any]) -> str:

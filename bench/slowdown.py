@@ -3,8 +3,10 @@
     python bench/slowdown.py --json bench/results/slowdown-cpu-DATE.json [--slowdown PERCENT …] [--family NAME …]
 
 A step is forward, backward and optimizer. The first `SETTLE_STEPS` may be profiled, tried and planned anew; the ratio
-is that of the medians of the steps after them. "kept" allows 1 % for noise. Bits of losses and gradients are compared
-in every step; exit status 1 where they differ, not where a slowdown is not kept: the table tells.
+is that of the medians of the steps after them, the *measured* steps. Memory is the largest resident set, beyond that of
+the process before training: of all steps, and of the measured ones. "kept" allows 1 % for noise. Bits of losses and
+gradients are compared in every step; exit status 1 where they differ, not where a slowdown is not kept: the table
+tells.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import machine
 import models
 from contest import spread
 from contestants import PLAIN, SLOWDOWNS, Contestant
+from control_tables import last_change, peak
 from race import Runner
 from result_file import ResultFile, read_json
 from training import Setting
@@ -28,7 +31,7 @@ from training import Setting
 from offload.units import format_bytes, format_seconds
 
 FORMAT = "offload-slowdown/1"
-SETTLE_STEPS = 20
+SETTLE_STEPS = 40
 MEASURED_STEPS = 40
 SECONDS_MAX = 150.0  # of steps of one row: long steps are fewer, and never fewer than MEASURED_STEPS_MIN
 MEASURED_STEPS_MIN = 7
@@ -40,7 +43,7 @@ def measure(setting: Setting, contestant: Contestant, steps: int | None = None) 
     """One row; `steps`: how many after the settling, by default as many as there is time for."""
     with ExitStack() as stack:
         plain, own = (
-            stack.enter_context(Runner(setting, each, settle=1, seconds_max=4 * SECONDS_MAX))
+            stack.enter_context(Runner(setting, each, settle=1, seconds_max=4 * SECONDS_MAX, watch=True))
             for each in (PLAIN, contestant)
         )
         settle = SETTLE_STEPS if steps is None else steps
@@ -53,6 +56,7 @@ def measure(setting: Setting, contestant: Contestant, steps: int | None = None) 
             plain.step()
             own.step()
         figures = [each.finish() for each in (plain, own)]
+    watched = [[step["watched"] for step in each.steps] for each in (plain, own)]
     seconds = [[float(step["seconds"]) for step in each.steps] for each in (plain, own)]
     steady = [each[settle:] for each in seconds]
     ratio = statistics.median(steady[1]) / statistics.median(steady[0])
@@ -73,6 +77,9 @@ def measure(setting: Setting, contestant: Contestant, steps: int | None = None) 
         "kept": ratio <= allowed + NOISE,
         "plain_peak_bytes": figures[0]["peak_bytes"],
         "peak_bytes": figures[1]["peak_bytes"],
+        "plain_steady_peak_bytes": peak(watched[0][settle:]),
+        "steady_peak_bytes": peak(watched[1][settle:]),
+        "last_change": last_change(watched[1]),
         "slowest_settling": max(own / plain for plain, own in zip(*(each[:settle] for each in seconds), strict=True)),
         "steps_seconds": seconds[1],
         "plain_steps_seconds": seconds[0],
@@ -87,8 +94,9 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['family']:<9} {row['max_slowdown']:>4.0%}  plain {format_seconds(row['plain_seconds']):>8}  "
         f"{row['ratio']:.3f} × ({lower:.2f}–{upper:.2f}) {'kept' if row['kept'] else 'NOT KEPT'}  memory "
-        f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × ({format_bytes(row['plain_peak_bytes'])})  bits "
-        f"{'equal' if row['bits_equal'] else 'DIFFER'}"
+        f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × ({format_bytes(row['plain_peak_bytes'])}), measured "
+        f"steps {row['steady_peak_bytes'] / row['plain_steady_peak_bytes']:.2f} ×  last change at step "
+        f"{row['last_change']}  bits {'equal' if row['bits_equal'] else 'DIFFER'}"
     )
 
 

@@ -34,7 +34,7 @@ from offload.plan import Plan
 from offload.units import format_seconds
 
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
-SETTLE_STEPS = 24
+SETTLE_STEPS = 40
 MEASURED_STEPS = 15
 MAX_SLOWDOWN = 0.05
 

@@ -22,6 +22,8 @@ def test_a_row_of_a_short_run(tmp_path: Path) -> None:
     assert row["bits_equal"]
     assert row["kept"] == (row["ratio"] <= 1.05 + 0.01)
     assert len(row["steps_seconds"]) == len(row["plain_steps_seconds"]) == 4
+    assert 0 < row["steady_peak_bytes"] <= row["peak_bytes"]
+    assert 0 <= row["last_change"] <= 4
     assert ("NOT KEPT" in run.stdout) != row["kept"]
     command = [sys.executable, "bench/report.py", str(out), "--docs", str(tmp_path / "page.md")]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
