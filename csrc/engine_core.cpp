@@ -20,7 +20,7 @@ PyTypeObject* engine_type = nullptr;
 
 EngineCore* as_engine(PyObject* object) { return reinterpret_cast<EngineCore*>(object); }
 
-// Null: a Python error (__init__ has not run).
+// Returns the records of an engine. Null: a Python error (__init__ has not run).
 Books* books_of(PyObject* self) {
   Books* const books = as_engine(self)->books.get();
   if (books == nullptr) PyErr_SetString(PyExc_RuntimeError, "EngineCore.__init__ was not called");
@@ -29,7 +29,7 @@ Books* books_of(PyObject* self) {
 
 // -- look -------------------------------------------------------------------------------------------------------------
 
-// Bytes from the first to the last element; −1: a Python error.
+// Returns the bytes from the first to the last element of a tensor; −1: a Python error.
 int64_t span_of(PyObject* tensor, int64_t itemsize) {
   const Owned shape(get(tensors.shape, tensor));
   const Owned stride(shape ? PyObject_CallOneArg(tensors.stride, tensor) : nullptr);
@@ -41,7 +41,7 @@ int64_t span_of(PyObject* tensor, int64_t itemsize) {
   return PyErr_Occurred() ? -1 : elements * itemsize;
 }
 
-// Narrows the key to the span of a view that covers less than half of its storage.
+// If a view covers less than half of its storage, limits the key to the bytes from its first to its last element.
 bool narrow(PyObject* tensor, SavedKey* key) {
   const int64_t itemsize = to_int(get(tensors.itemsize, tensor));
   const int64_t span_nbytes = itemsize < 0 ? -1 : span_of(tensor, itemsize);
@@ -53,8 +53,8 @@ bool narrow(PyObject* tensor, SavedKey* key) {
   return offset >= 0;
 }
 
-// Returns the storage with this key: borrowed, or null. If the owner of its version counter was freed, another tensor
-// may have the owner's address.
+// Returns the SwappedStorage with this key: borrowed, or null. A key contains the address of the tensor that owns the
+// version counter. If this tensor was freed, another one may have the address, so the weak reference is compared, too.
 PyObject* find_live(const Books& books, const SavedIdentity& identity) {
   const auto [first, end] = books.live.equal_range(identity.key);
   for (auto each = first; each != end; ++each) {
@@ -79,7 +79,7 @@ PyObject* engine_look(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   Books* const books = books_of(self);
   if (books == nullptr) return nullptr;
   if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "look takes a tensor and its bytes");
+    PyErr_SetString(PyExc_TypeError, "look takes a tensor and its size in bytes");
     return nullptr;
   }
   const int64_t nbytes = PyLong_AsLongLong(args[1]);
@@ -91,7 +91,7 @@ PyObject* engine_look(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 bool read_key(PyObject* tuple, SavedKey* key) {
   int64_t* const parts[] = {&key->owner, &key->version, &key->begin, &key->nbytes, &key->storage};
   if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 5) {
-    PyErr_SetString(PyExc_TypeError, "swap_out takes a key of look");
+    PyErr_SetString(PyExc_TypeError, "swap_out takes a key that look returned");
     return false;
   }
   for (Py_ssize_t i = 0; i < 5; ++i) *parts[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
@@ -106,14 +106,15 @@ bool read_address(SwappedState& state, PyObject* storage) {
   return !PyErr_Occurred();
 }
 
-// Prepares everything that the copy-out needs. Only before the copy starts may Python code run, and may anything fail.
+// Prepares a copy-out. All that runs Python code or may set a Python error is done here, before the copy starts.
 bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedIdentity& identity, PyObject* saved) {
   SwappedState& state = swapped(saved);
   state.source_address = identity.address;
   if (state.source_address == 0 && !read_address(state, identity.storage.get())) return false;
   auto copy_out = std::make_shared<CopyOut>();
   if (!current_stream(*books, &copy_out->stream)) return false;
-  // record_stream has no effect on memory of this stream; memory of another stream must live until the copy has ended.
+  // Memory that was allocated on another stream must not be reused before the copy has ended: record_stream prevents
+  // this. It has no effect on memory that was allocated on the current stream.
   if (books->record_use && !OFFLOAD_BROKEN("record_stream on sources") &&
       !Owned(PyObject_CallFunctionObjArgs(books->record_use.get(), tensor, nullptr)))
     return false;
@@ -122,7 +123,7 @@ bool prepare(const std::shared_ptr<Books>& books, PyObject* tensor, const SavedI
   state.owner = Owned(PyWeakref_NewRef(identity.owner.get(), nullptr));
   if (!state.owner) return false;
   const Owned dtype(identity.dtype != nullptr ? shared(identity.dtype).release() : get(tensors.dtype, tensor));
-  // Created now, because nothing may fail when the copy has ended.
+  // The empty tensor is created now, because it is needed when the copy has ended, and nothing may fail then.
   if (!dtype || empty_of(*books, dtype.get()) == nullptr) return false;
   state.dtype = dtype.get();
   copy_out->nbytes = state.key.nbytes;
@@ -139,12 +140,12 @@ void start_copy(const Books& books, PyObject* saved, uint64_t need, Ticket* tick
                                       static_cast<size_t>(state.key.nbytes), state.copy_out->stream, need);
     });
   } catch (const abi::__forced_unwind&) {
-    Py_INCREF(saved);  // leaked: the interpreter is shutting down, and the copy may still read the source
+    Py_INCREF(saved);  // leaked on purpose: the interpreter is shutting down, and the copy may still read the source
     throw;
   }
 }
 
-// No Python code runs between the start of the copy and the creation of the entry that holds its source.
+// Starts the copy, then creates the entry that keeps its source alive. No Python code runs in between.
 void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
   SwappedState& state = swapped(saved);
   const auto ticket = std::make_shared<Ticket>();
@@ -169,7 +170,7 @@ void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
 PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   if (books_of(self) == nullptr) return nullptr;
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "swap_out takes a tensor, a key of look, and its spill priority");
+    PyErr_SetString(PyExc_TypeError, "swap_out takes a tensor, a key that look returned, and a spill priority");
     return nullptr;
   }
   SavedIdentity identity;
@@ -182,7 +183,7 @@ PyObject* engine_swap_out(PyObject* self, PyObject* const* args, Py_ssize_t coun
   return saved;
 }
 
-// -- methods and attributes that use the books ------------------------------------------------------------------------
+// -- methods and attributes that use the engine's records (Books) -----------------------------------------------------
 
 template <bool (*function)(Books&)>
 PyObject* on_books(PyObject* self, PyObject*) {
@@ -313,13 +314,14 @@ PyCFunction fast(Function* function) {
 PyMethodDef engine_methods[] = {
     {"look", fast(engine_look), METH_FASTCALL,
      "look(tensor, nbytes): the tensor's key, and its SwappedStorage or None; (None, None) if it cannot be swapped."},
-    {"swap_out", fast(engine_swap_out), METH_FASTCALL, "swap_out(tensor, key, need): start the copy-out."},
+    {"swap_out", fast(engine_swap_out), METH_FASTCALL,
+     "swap_out(tensor, key, need): start the copy-out; return its SwappedStorage. need: spill priority."},
     {"collect", on_books<collect>, METH_NOARGS,
      "collect(): free the sources and targets that no copy uses any more, without waiting."},
     {"limit_in_flight", on_books<limit_in_flight>, METH_NOARGS,
      "limit_in_flight(): wait until at most in_flight_bytes_max bytes of sources are held."},
     {"drain", on_books<drain>, METH_NOARGS, "drain(): wait for the copies whose memory the engine holds, and free it."},
-    {"live_storages", engine_live, METH_NOARGS, "live_storages(): the swapped storages whose graph is alive."},
+    {"live_storages", engine_live, METH_NOARGS, "live_storages(): the SwappedStorages that an autograd graph holds."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef engine_attributes[] = {

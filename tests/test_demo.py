@@ -211,12 +211,12 @@ def test_the_table_compares_with_the_first() -> None:
 def test_the_output_says_which_steps_the_median_is_of() -> None:
     searched = result(name="offloaded", steps=30, steps_counted=21, steps_settled=21)
     results = [result(steps=30, steps_counted=29), searched]
-    assert dict(demo.table_rows(results))["  steps it is of"] == ["29 of 30", "21 of 30"]
-    assert "offloaded: the median is of the steps after the search for a plan had ended, without reference steps" in (
+    assert dict(demo.table_rows(results))["  counted steps"] == ["29 of 30", "21 of 30"]
+    assert "offloaded: the median counts the steps after the search for a plan, without reference steps" in (
         demo.remarks(results)
     )
     searching = result(name="offloaded", steps=12, steps_counted=11, steps_settled=2)
-    assert any(line.startswith("offloaded: 2 steps followed the search") for line in demo.remarks([searching]))
+    assert any(line.startswith("offloaded: only 2 steps followed the search") for line in demo.remarks([searching]))
     assert not any("search" in line for line in demo.remarks([result_of_state()]))
 
 

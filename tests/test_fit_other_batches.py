@@ -178,10 +178,10 @@ def test_a_replay_that_holds_its_output_or_does_not() -> None:
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        ([trace(8, packed=1), trace(4, packed=1)] * 2, "it saves other tensors then"),
-        ([trace(8), trace(4, packed=1)] * 2, "it saves other tensors then"),
-        ([trace(7), trace(4)] * 2, "it saves other tensors then"),
-        ([None, None] * 2, "it saves other tensors then"),
+        ([trace(8, packed=1), trace(4, packed=1)] * 2, "with half of the batch it saves other tensors"),
+        ([trace(8), trace(4, packed=1)] * 2, "with half of the batch it saves other tensors"),
+        ([trace(7), trace(4)] * 2, "with half of the batch it saves other tensors"),
+        ([None, None] * 2, "with half of the batch it saves other tensors"),
         ([RuntimeError("shapes differ\nand more")], "RuntimeError: shapes differ"),
         ([RuntimeError()], "RuntimeError: "),
     ],

@@ -95,7 +95,7 @@ def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
     assert phase is Phase.UNHOOKED
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, 5])
 def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
     """Unless `memory_limit` needs it."""
     plant, profiled, calibrated = machine(seed)
@@ -122,6 +122,24 @@ def test_where_no_plan_can_be_worth_its_hooks_there_is_no_search(seed, is_guarde
     moves = any(plan.swaps for plan in plant.plans.values())
     assert (phase is Phase.UNHOOKED, moves) == (is_guarded, not is_guarded)
     assert planned.frontier.is_settled or not is_guarded
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_search_ends_before_a_plan_that_would_save_less_than_hooks_are_worth(seed):
+    """Unless `memory_limit` needs it."""
+    plant, profiled, calibrated = machine(seed)
+    copied = sum(tensor.bytes for tensor in plant.trace.tensors)
+    plant.link = replace(plant.link, byte_seconds=0.1 * plant.compute_seconds / copied)
+    profiled = kept_bytes_added(plant, profiled, 4)
+    calibrated = replace(calibrated, byte_seconds=0.0)
+    planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    (only,) = planned.frontier.tried
+    assert only.slowdown > 0.05
+    assert (planned.plan.swaps, phase) == ((), Phase.UNHOOKED)
+    limit = int(0.98 * planned.plan.peak_bytes)
+    planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
+    assert len(planned.frontier.tried) > 1
+    assert (planned.plan.peak_bytes <= limit, phase) == (True, Phase.STEADY)
 
 
 @pytest.mark.parametrize("seed", [0, 2])

@@ -170,7 +170,7 @@ def test_without_a_wish_the_options_stand_side_by_side(path, capsys):
 
 def test_a_plan_that_does_nothing_says_so(path, capsys):
     assert call(path, "--memory-limit", "1GiB", *LINK) == 0
-    assert "nothing is worth swapping" in capsys.readouterr().out
+    assert "nothing is swapped or recomputed" in capsys.readouterr().out
 
 
 def test_explain_lists_every_tensor(trace, path, capsys):
@@ -369,7 +369,7 @@ def test_the_page_shows_a_limit_where_one_was_asked_for(path, tmp_path, words, l
 def test_the_page_of_next_to_nothing(trace_of, tmp_path):
     Trace(trace_of, (0,) * len(trace_of), ()).save(tmp_path / "step.json")
     assert call(tmp_path / "step.json", "--memory-limit", 1, *LINK, "--plot", tmp_path / "plan.html") == 0
-    assert "nothing is worth swapping" in (tmp_path / "plan.html").read_text()
+    assert "nothing is swapped or recomputed" in (tmp_path / "plan.html").read_text()
 
 
 def test_a_page_that_cannot_be_written_is_refused(path, tmp_path, capsys):

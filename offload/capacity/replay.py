@@ -84,7 +84,7 @@ class Call:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return "other processes would have to run it too"
         others = {type(each).__name__ for each in tree_leaves((self.args, self.kwargs)) if not _is_known(each)}
-        return f"the model is called with {', '.join(sorted(others))}, which is not known to be cut" if others else ""
+        return f"the model is called with {', '.join(sorted(others))}, which offload cannot halve" if others else ""
 
     def at(self, items: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for the first `items` of `batch` items."""
@@ -138,7 +138,7 @@ def sized(step: RecordedStep, call: Call, run: Run = lambda *args: replayed(*arg
                     return found
     except _OF_A_MODEL as error:  # the model may not accept half of a batch
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return "it saves other tensors then"
+    return "with half of the batch it saves other tensors"
 
 
 def replayed(call: Call, items: int, batch: int, holds: bool) -> RecordedStep | None:

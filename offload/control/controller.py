@@ -1,7 +1,7 @@
-"""The automatic mode: profiles each signature's first step, plans, and plans again if measurements contradict the plan.
+"""The automatic mode: profiles the first step of each signature, plans, and plans again if measured steps differ.
 
-At the start of each step the session calls `observer`; the step's hooks report to the object that it returns.
-`phase.py` defines the phases of a signature (the shapes and kinds of a step's inputs).
+A signature is the shapes and kinds of a step's inputs; `phase.py` defines its phases. At the start of each step the
+session calls `observer`. The step's hooks report to the object that it returns.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _MORE_HELD = "more memory is in use before the step than the plan assumes"
 class PlanController:
     """Chooses what each step does: profile, try recomputation, follow a plan, or swap all and load on demand.
 
-    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses at which nodes.
+    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses when to copy them.
 
     Parameters
     ----------
     on_recorded
-        Called with the order of events of each profiled step.
+        Called with the recorded packs and unpacks of each profiled step.
     measure_link
-        Measures the link. Its argument is how many bytes of the device the measurement may use; None: no limit. Called
-        after each profiled step until the speed of the engine's own copies is known.
+        Measures the speed of copies. The argument limits the device memory that this uses, in bytes; None: no limit.
+        Called after each profiled step until the speed of the engine's own copies is known.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
     make_trial
@@ -98,7 +98,7 @@ class PlanController:
         self._limits = limits
         self._copies = OwnCopies(engine)
         self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
-        self._link: Link | None = None  # as measured last
+        self._link: Link | None = None  # the last measurement
         self._blocks = LargeBlocks()
         self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._return_blocks()
@@ -159,7 +159,7 @@ class PlanController:
     def needs_hooks(self, signature: object) -> bool:
         """Return False if the plan moves nothing, enough steps have been measured, and there is no `memory_limit`.
 
-        Even then, returns True for one step in `recheck_steps`. With a limit, every deviation must be noticed at once.
+        Even then one step in `recheck_steps` needs hooks. With a limit every step does, to notice a deviation at once.
         """
         with self._lock:
             state = self._states.get(signature)
@@ -179,7 +179,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step. If a profile still waits for its backward, or steps have deviated often, only swap."""
+        """Profile this step. Only swap on demand if a profiled step has not run its backward or many steps deviated."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
@@ -201,7 +201,7 @@ class PlanController:
         return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
-        """Change the phase of a planned signature if measurements, a trial, or the memory before a step require it."""
+        """Change the phase of a planned signature if measured steps, a trial or the memory in use require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
         if state.phase in (Phase.STEADY, Phase.UNHOOKED) and not (planned.executors or is_outdated):  # nothing to read
@@ -364,7 +364,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements; return the `PlannedStep` created, planned or followed last."""
+        """Read all complete measurements. Return the `PlannedStep` that was last created, planned or followed."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
@@ -383,12 +383,12 @@ class PlanController:
 
     @property
     def gives_up(self) -> bool:
-        """Whether some signature follows no plan because its steps keep deviating."""
+        """Whether some signature follows no plan because its steps keep deviating from the recorded one."""
         return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
 
     @property
     def why_nothing_recomputed(self) -> str:
-        """Why no trial step could run for `main`, or why no compiled submodule is recomputed; else empty."""
+        """Why no trial step could run for `main`, or why no compiled submodule is recomputed; empty otherwise."""
         planned = self.main
         own = planned.recipes.reason if planned is not None and planned.recipes is not None else ""
         return own or self.regions.reason

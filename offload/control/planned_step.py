@@ -1,6 +1,6 @@
-"""One signature: its profile, its plan, and the measurements of its steps.
+"""The profile, the plan and the measured steps of one signature (the shapes and kinds of a step's inputs).
 
-`PlannedStep` only stores figures; the controller decides what to do with them.
+`PlannedStep` holds these data. The controller decides what to do with them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.units import format_seconds
 __all__ = ["PlannedStep", "most"]
 
 log = logging.getLogger("offload")
-node_log = logging.getLogger("offload.nodes")  # a line for each node of a measured step
+node_log = logging.getLogger("offload.nodes")  # logs predicted and measured start of each node in a measured step
 
 
 @dataclass
@@ -41,17 +41,17 @@ class PlannedStep:
     profile
         The recorded step.
     link
-        The link to plan with: calibrated, or measured on the engine's own copies.
+        The speed of copies that plans assume, from a calibration or from the engine's own copies.
     held
-        The most bytes that model, gradients and optimizers took before a step.
+        Bytes of model, gradients and optimizers before a step: the largest figures so far (see `most`).
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
     serial
-        The schedule of the plan's reference steps; None before the first of them.
+        The schedule of the plan's reference steps, in which computation waits while a copy runs; None before the first.
     signature
         The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
-        Number of profiles in a row, this one included, that lack the step's temporaries; 0 if this one has them.
+        Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
     steps, plan_steps, replans
         Number of steps that followed a plan; number of steps that followed the present plan; number of new plans after
         the first one.
@@ -60,32 +60,33 @@ class PlannedStep:
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
-        Durations measured in the last steps: of each node, of the whole step, of the hooks per swapped or dropped
-        tensor, and of recomputation.
+        Durations in the last measured steps: of each node, of the whole step, of hooks per swapped or dropped tensor,
+        and of recomputation.
     recompute_factors
-        Duration of recomputation in measured steps, divided by that in the trial step, by tensor id.
+        By tensor id: duration of recomputation in measured steps, divided by its duration in the trial step.
     costs
         The durations of the last measured steps.
     starts
         When each node of the last measured step began, in seconds after the first node.
     late
-        Seconds that the last measured step waited for a tensor, by tensor id.
+        By tensor id: seconds for which the last measured step waited for the tensor.
     late_tensors
-        Tensors that the last measured step waited for, or needed before their prefetch had begun.
+        Number of tensors that the last measured step waited for, or needed before their prefetch had begun.
     weights
-        Bytes of activations by node, as planned.
+        Bytes of activations at each node: without swapping, those that the plan keeps, and those that it predicts.
     activation_bytes
-        The most activations in memory in each of the last measured steps.
+        Peak bytes of activations in each of the last measured steps.
     refusal
-        The error that says why no plan keeps the limit; None if one does.
+        The error that was raised because no plan stays within the memory limit; None if a plan does.
     trial
-        The trial step that is in progress; None if there is none.
+        The observer of the trial step that is in progress; None if there is none.
     recipes
-        The results of the trial step; None before its end.
+        How tensors can be recomputed, as found by the trial step; None before its end.
     optimizers
-        If plans choose which optimizer state moves: how many optimizers had made an update when the plan was made.
+        If plans choose which optimizer state is moved: number of optimizers that had made an update before the plan.
     trial_bytes
-        The most bytes that the trial step requested by a listener may take; None if none is requested or it has ended.
+        Memory limit of the trial step that a listener has requested, in bytes; None if none is requested or it has
+        ended.
     """
 
     limits: Limits
@@ -134,7 +135,7 @@ class PlannedStep:
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
     def trace(self, away_bytes: int | None = None) -> Trace:
-        """Return the profile's trace with the bytes held now, the durations measured since, and the proven recipes.
+        """Return the profile's trace, updated with the present memory use, measured durations and tested recipes.
 
         Parameters
         ----------
@@ -144,7 +145,7 @@ class PlannedStep:
         trace = self.profile.trace
         profile, held = self.profile, self.held
         held = held if away_bytes is None else replace(held, away=away_bytes)
-        # If gradients exist already, the ones that the profiled step allocated are not allocated a second time.
+        # If gradients exist before the step, it does not allocate them, unlike the profiled step.
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
@@ -179,7 +180,7 @@ class PlannedStep:
         self.late_tensors = 0
 
     def measure_again(self) -> None:
-        """Measure the present plan anew, because other programs slowed its steps."""
+        """Discard the measurements of the present plan and measure it again: other programs slowed its steps."""
         self.frontier.repeats += 1
         self._forget_measured_steps()
 
@@ -200,7 +201,7 @@ class PlannedStep:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
-        known = self.held  # as in `most`, without its objects: most steps of a plan ask
+        known = self.held  # compared as in `most`, but without creating an object, because most steps run this
         more = max(0, held.state - known.state) + max(0, held.gradients - known.gradients) + known.away - held.away
         if self.recipes is not None:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
@@ -220,7 +221,7 @@ class PlannedStep:
             counts.steps_measured.append(row)
 
     def read_measurements(self, counts: Counts) -> None:
-        """Read the measurements of the last steps that the device has finished, and count these steps."""
+        """Read the measurements of steps that the device has finished, and record these steps in `counts`."""
         unread = []
         for executor in self.executors:
             if not executor.on_schedule:
@@ -243,7 +244,7 @@ class PlannedStep:
     def _take_in(self, measured: Measured, recompute_seconds: float) -> StepRecord:
         plan = self.plan
         assert plan is not None
-        # Recomputation runs in hooks, so the durations of nodes do not include it, but the time of hooks does.
+        # Recomputation runs in hooks: it is part of the time of hooks, not of the durations of nodes.
         moved = len(plan.swaps) + len(plan.recomputes)
         if moved:
             in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
@@ -253,7 +254,7 @@ class PlannedStep:
             self.recompute_seconds.append(recompute_seconds)
             factor = median(self.recompute_seconds) / tried
             self.recompute_factors.update(dict.fromkeys((row.id for row in plan.recomputes), factor))
-        # If copies use CPU time while a hook runs, that time is part of the hook's duration, not of a node's.
+        # Copies also slow hooks. That part of the slowdown is in the hooks' duration, not in the durations of nodes.
         waiting = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
         in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
@@ -308,12 +309,12 @@ class PlannedStep:
 
 
 def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
-    """Return the larger of each figure, with the optimizer state that is away in `b`."""
+    """Return the larger value of each figure, but `away` (optimizer state that is not on the device) of `b`."""
     return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients), b.away)
 
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
-    """Subtract `slowed`, the time that copies added, in proportion to each duration; at most half of their total."""
+    """Subtract `slowed`, the total time that copies added, from the durations in proportion; at most half of each."""
     if slowed <= 0:
         return tuple(seconds)
     total = sum(seconds)
@@ -322,7 +323,7 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
 
 
 def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
-    """Prefetch each late tensor earlier, by the seconds it was late, as far as the limit allows."""
+    """Return the plan with each late tensor prefetched earlier by the time that it was late, within the limit."""
     starts = plan.timing.start
     swaps = {swap.id: swap for swap in plan.swaps}
     for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):

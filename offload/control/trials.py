@@ -1,7 +1,8 @@
-"""Begins trial steps, for the controller: of recipes, or of compiled submodules ("regions").
+"""Begins trial steps for the controller. A trial step measures how tensors can be recomputed.
 
-A trial is due if it could improve the plan of a signature (the shapes and kinds of a step's inputs), or if the listener
-of `offload plan train.py` or `offload fit` has requested one.
+It runs each recipe (the operators that recompute a tensor) once, or each compiled submodule ("region") twice. A trial
+step is due if recomputation could improve the plan of a signature (the shapes and kinds of a step's inputs), or if
+`offload plan train.py` or `offload fit` has requested one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Trials:
     Parameters
     ----------
     make
-        Begins a trial step of recipes; if none can run, returns the reason.
+        Begins a trial step that runs recipes. If none can run, returns the reason.
     regions
-        The regions of the model.
+        The compiled submodules of the model.
     on_profile
-        Called with the recipes of the trial steps that it has requested; see `profile_listener.py`.
+        A listener that may request trial steps, and is called with the recipes that they find (`profile_listener.py`).
     """
 
     def __init__(
@@ -73,13 +74,16 @@ class Trials:
         return self._begin(state, planned, self._options.memory_limit or plan.peak_bytes)
 
     def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
-        """Begin the trial step that the listener has requested. If it has ended or cannot run, pass the recipes on."""
+        """Begin the requested trial step. If it has begun before or cannot run, swap on demand in this step.
+
+        If the trial step has ended or cannot run, pass its recipes to the listener.
+        """
         trial = self._begin(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
         self.tell_recipes(planned)
         return trial or SwapOnDemand()
 
     def tell_recipes(self, planned: PlannedStep) -> None:
-        """Pass the recipes of the requested trial step to the listener, if this step has ended or cannot run."""
+        """Pass the recipes of the requested trial step to the listener, if the trial step has ended or cannot run."""
         tell_recipes(self._on_profile, planned, self._options, self._counts, self._engine.device)
 
     def _begin(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state",
         action="store_true",
         help="a larger model on short sequences, whose optimizer state and gradients need most of the memory: "
-        "plain, with state in the swap store, and updated in backward besides",
+        "plain; with state in the swap store; and with state in the store and updates in backward",
     )
     parser.add_argument(
         "--no-preload",
@@ -166,7 +166,7 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
         (memory, compared("peak_bytes", 2.0**-20, "MiB", 0)),
         *([] if first["gpu"] else [("peak resident set", resident)]),
         ("median step", compared("step_seconds_median", 1.0, "s", 3 if first["gpu"] else 2)),
-        ("  steps it is of", [f"{result['steps_counted']} of {result['steps']}" for result in results]),
+        ("  counted steps", [f"{result['steps_counted']} of {result['steps']}" for result in results]),
     ]
 
 
@@ -191,8 +191,8 @@ def setting(results: Sequence[dict[str, Any]]) -> list[str]:
         lines += [
             f"weights {parameters / 2**20:.0f} MiB, gradients as much, AdamW's state {state / 2**20:.0f} MiB: "
             f"{(2 * parameters + state) / 2**20:.0f} MiB together",
-            "state moved: optimizer_state=True; and updated in backward: step_in_backward=True besides; saved tensors "
-            "stay (n_tensors=0)",
+            "state moved: optimizer_state=True; and updated in backward: step_in_backward=True too; saved tensors stay "
+            "(n_tensors=0)",
         ]
     return [
         *lines,
@@ -206,10 +206,10 @@ def setting(results: Sequence[dict[str, Any]]) -> list[str]:
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     """Return remarks: what the figures exclude, the effect of the malloc, and the notes of the reports."""
     first = results[0]
-    why = "makes AdamW's state" if "state_bytes" in first else "is profiled where offload is enabled"
+    why = "AdamW's state is created in it" if "state_bytes" in first else "with offload it is profiled"
     said = [
-        f"medians leave the first step out: it {why}",
-        "the runs follow each other: other programs that ran meanwhile have changed their step times",
+        f"the first step does not count in the median: {why}",
+        "the runs follow each other: another program that runs during only one of them changes the ratio of step times",
     ]
     for result in results:
         settled = result["steps_settled"]
@@ -223,10 +223,10 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     return said
 
 
-_SETTLED = "the median is of the steps after the search for a plan had ended, without reference steps"
+_SETTLED = "the median counts the steps after the search for a plan, without reference steps"
 _SEARCHING = (
-    "{settled} steps followed the search for a plan, too few for a median: it is of all steps but the first, slower "
-    "trial and reference steps among them; more --steps show the plan that stays"
+    "only {settled} steps followed the search for a plan, too few for a median: it counts all steps but the first, and "
+    "so the slower trial and reference steps too; with more --steps it counts only steps after the search"
 )
 
 

@@ -17,7 +17,7 @@ from offload.runtime.counters import Count, StepRecord
 from offload.units import format_bandwidth, format_bytes, format_seconds
 
 LATE_SECONDS = 1e-3
-RATED_BYTES = 600 * 10**12  # drives do not tell their own rating to programs
+RATED_BYTES = 600 * 10**12  # usual endurance rating of a 1 TB drive; programs cannot read a drive's own rating
 
 
 @dataclass
@@ -71,11 +71,11 @@ class DiskWrites:
     Attributes
     ----------
     nbytes : int
-        Of saved tensors, optimizer state and parameters.
+        Bytes of saved tensors, optimizer state and parameters that were written.
     steps : int
         Forward passes since `enable`.
     seconds : float
-        Since `enable`.
+        Seconds since `enable`.
     """
 
     nbytes: int
@@ -84,25 +84,26 @@ class DiskWrites:
 
     @property
     def days_to_rating(self) -> float | None:
-        """Days in which `RATED_BYTES` are written at this rate; None if nothing is."""
+        """Number of days after which `RATED_BYTES` are written at this rate; None if nothing is written."""
         return RATED_BYTES * self.seconds / self.nbytes / 86400 if self.nbytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return bytes, bytes per step, and days until a drive with `RATED_BYTES` is at its rating."""
+        """Return bytes, bytes per step, and the number of days after which `RATED_BYTES` are written."""
         per_step = self.nbytes / max(self.steps, 1)
         return {"bytes": self.nbytes, "bytes_per_step": per_step, "days_to_600_tb": self.days_to_rating}
 
     def __str__(self) -> str:
         per_step = format_bytes(round(self.nbytes / max(self.steps, 1)))
         days = self.days_to_rating or 0.0
-        return f"{per_step} per step; at this rate 600 TB, a usual rating of a 1 TB drive, in {days:,.0f} days"
+        rating = "600 TB (a usual endurance rating of a 1 TB drive)"
+        return f"{per_step} per step; at this rate {rating} are written in {days:,.0f} days"
 
 
 @dataclass(frozen=True)
 class Report:
-    """The record of a session so far: `str` returns a table, `to_dict` a dictionary; a notebook shows a page.
+    """What offload did in a session so far. `str` returns a table, `to_dict` a dictionary; a notebook shows a page.
 
-    It begins with a verdict on planned steps. The other figures cover all steps since `enable`, also profiled ones.
+    The verdict describes planned steps only. The other figures cover all steps since `enable`, with profiled steps.
 
     Attributes
     ----------
@@ -119,53 +120,55 @@ class Report:
     swapped : Count
         Storages swapped out, and their bytes.
     kept : dict of str to Count
-        Saved tensors that were kept, by reason, and their bytes.
+        Saved tensors that stayed on the device, and their bytes, by reason.
     deduplicated : Count
         Saved tensors whose storage was already swapped, and their bytes.
     store : dict of str to float
         Counters of the swap store: bytes, seconds, numbers of copies.
     misses : int
-        Storages that were loaded on demand, in all steps; in a profiled step all storages are.
+        Storages that were not prefetched but loaded on demand, in all steps. A profiled step loads all on demand.
     prefetched : int
         Storages whose copy-in was started before backward needed them.
     loaded_late : int
-        In scheduled steps: storages that backward needed before their copy-in was started.
+        In steps that follow a schedule: storages that backward needed before their copy-in was started.
     prefetched_late : int
         In measured steps: prefetched storages for which backward had to wait.
     unmeasured_steps : int
-        Scheduled steps that were not measured: on a CUDA device and with `n_tensors`, all but the first few.
+        Steps that followed a schedule and were not measured. The first steps of a plan are measured. Later, on a CUDA
+        device none is, on the CPU one in 16, and with `n_tensors` one in 64.
     profiled_steps : int
-        Steps that were profiled, which is slow: the first one of each shape.
+        Profiled steps, which are slow: the first one of each shape.
     trial_steps : int
         Trial steps of recomputation, which are slow: at most one for each profile of a shape.
     reference_steps : int
-        Reference steps. They wait while they copy, which is slow; they show how long a step takes without swapping.
+        Steps in which computation waits while a copy runs. They are slow; they show how long a step takes without
+        swapping.
     recomputed : Count
         Storages that were dropped and recomputed in backward, and their bytes.
     recompute_seconds : float
         Time of the recomputation, in seconds.
     regions : tuple of str
-        Compiled parts of the model that torch's checkpoint runs again in backward; their tensors are not saved.
+        Compiled submodules that run again in backward, by torch's checkpoint, so that their tensors are not saved.
     borrowed_steps : int
         Steps that followed the plan of a larger shape.
     bare_steps : int
         Steps without hooks, because the plan swaps nothing.
     settled_steps : int
-        Steps that followed a plan after the search for it had ended, also those without hooks; no reference steps.
+        Steps that followed the final plan of a search. Includes steps without hooks, excludes reference steps.
     steps_measured : tuple of StepRecord
-        The last measured steps, also profiled ones, oldest first.
+        The last measured steps, including profiled ones, oldest first.
     notes : tuple of str
         Notes for the user.
     feed : Feed
-        Counts of `offload.contrib.Prefetcher`.
+        Counters of all `offload.contrib.Prefetcher` objects.
     plan : Plan or None
-        The plan of the verdict's steps, if there is one. `to_dict` leaves it out.
+        The plan of the steps that the verdict describes, if there is one. Not included in `to_dict`.
     optimizer_state : tuple of StateCounts
-        Counters of each optimizer's state that was moved; empty if none may move.
+        For each optimizer: counters of its state that was moved; empty if no optimizer state may be moved.
     step_in_backward : tuple of BackwardCounts
-        Counters of the updates in backward, of each optimizer; empty without `step_in_backward=True`.
+        For each optimizer: counters of its updates in backward; empty without `step_in_backward=True`.
     gradients : tuple of GradientCounts
-        Counters of the gradients that leave, of each optimizer; empty without `gradients=True`.
+        For each optimizer: counters of the gradients that were moved; empty without `gradients=True`.
     moved_parameters : ParameterCounts or None
         Counters of parameters that were moved; None without `parameters`.
     disk : DiskWrites
@@ -256,12 +259,12 @@ class Report:
         return "\n".join([str(self.verdict), "", *lines, *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: the verdict with bars, folded details, a memory curve. It loads nothing."""
+        """Return HTML for a notebook: the verdict with bars, folded details, a memory curve. It loads no files."""
         page = report_page.render(self.verdict, self.rows(), self.notes)
         return page if self.plan is None else f"<div>{page}\n{inline.curve(self.plan, self.verdict)}</div>"
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the details: name and text."""
+        """Return the rows of the table below the verdict, as names and texts."""
         about = self.to_dict()
         in_time = f"{self.prefetched - self.prefetched_late}" + (" as far as measured" if self.unmeasured_steps else "")
         rows = [
@@ -300,12 +303,12 @@ class Report:
             which = f"one {of}" if count == 1 else f"median of {count} {of}s"
             yield "time measured", f"{which}: forward and backward, without the optimizer"
             references = self.verdict.reference_steps
-            known = f"the computation of {references} steps that waited for each copy at once"
+            known = f"computation of {references} reference steps, which compute nothing while they copy"
             estimated = "estimated: the computation of these steps, without copies and waits"
             yield "time without offload", known if references else estimated
 
     def _planned_link(self) -> Iterator[tuple[str, str]]:
-        """Yield a row on the link that the plan counts on, if it swaps."""
+        """If the plan swaps, yield a row with the copy speeds that it assumes."""
         if self.plan is not None and self.plan.swaps:
             link = self.plan.link
             rates = f"{format_bandwidth(link.out_bandwidth)} out, {format_bandwidth(link.in_bandwidth)} in"

@@ -1,7 +1,6 @@
 """Moves an optimizer's state to the swap store after each step, and back for the next one.
 
-The mover uses torch's hooks around `step` and after `load_state_dict`. The session makes one for each optimizer that it
-is given.
+A `StateMover` uses torch's hooks around `step` and after `load_state_dict`. The session makes one for each optimizer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ __all__ = ["StateMover", "why_it_stays"]
 
 log = logging.getLogger("offload")
 
-# In memory during a step: a chunk, what is read ahead for the next ones, and what is still being written.
+# Bytes of state in memory during a step: of the chunk (parameters that are updated together), of copy-ins that were
+# started for later chunks, and of copy-outs that have not ended.
 CHUNK_BYTES = 32 << 20
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
@@ -44,7 +44,7 @@ BEHIND_BYTES = 64 << 20
 STAYS_BY_PLAN = "steps stay within memory_limit without moving it"
 
 _SAMPLE = SimpleNamespace(state={})
-_HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # of an attribute's value
+_HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # reference count of an attribute's value that no other code holds
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -55,22 +55,24 @@ class StateMover:
     Parameters
     ----------
     engine
-        Copies the optimizer's state and nothing else.
+        Copies the optimizer's state; nothing else uses this engine.
     min_nbytes
-        Smaller tensors stay.
+        Tensors smaller than this stay in memory.
     name_of
-        The name of a parameter, for errors.
+        Returns the name of a parameter, for errors.
     behind, passes
-        Objects that the optimizers of a model share.
+        The limit on copy-outs that have not ended, and the count of forward passes. The optimizers of a model share
+        them.
     moved
-        Identities of the parameters whose state leaves; None for all.
+        Identities of the parameters whose state leaves memory; None for all.
     steps
-        Whether the mover steps the optimizer, in chunks. If not, `StepInBackward` does, and asks for the state.
+        Whether the mover runs the optimizer's steps, in chunks. If not, `StepInBackward` updates the parameters, and
+        calls the mover to bring in and move out their state.
 
     Attributes
     ----------
     share
-        The parameters whose state leaves, and how long their updates take.
+        The parameters whose state leaves memory, and how long their updates take.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class StateMover:
         Raises
         ------
         OptimizerStateError
-            Some state cannot be read. The next call tries again; or load a checkpoint with `load_state_dict`.
+            Some state cannot be read. Call `close` again, or load a checkpoint with `load_state_dict` first.
         """
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -134,7 +136,7 @@ class StateMover:
     def follow(self, moved: frozenset[int] | None) -> None:
         """Move out the state of these parameters now and after each step.
 
-        Other state that is away comes back when a step uses it, and then stays.
+        Other state in the store comes back when a step uses it, and then stays in memory.
 
         Parameters
         ----------
@@ -162,11 +164,11 @@ class StateMover:
 
     @property
     def rests(self) -> bool:
-        """Whether this mover does nothing to the optimizer: no state is to leave, and none is away."""
+        """Whether this mover does nothing to the optimizer: no state is to leave memory, and none is in the store."""
         return self._state is None and (self.share.is_empty or bool(self.counts.stays))
 
     def _streamed(self, optimizer: Optimizer) -> StreamedState:
-        """Return the optimizer's state. If torch or the caller has replaced it, wrap the new one."""
+        """Return `optimizer.state` as a `StreamedState`; wraps it first if it is another dictionary."""
         if self._state is None or optimizer.state is not self._state:
             self._state = StreamedState(optimizer.state, self.engine, self._min_nbytes, self._name_of)
             optimizer.state = self._state
@@ -185,17 +187,17 @@ class StateMover:
         if key not in self.share:
             state.stay(key)
             return
-        # A tensor that came back before its copy-out had ended shares its memory with the copy-out until `collect`.
+        # If a tensor came back before its copy-out had ended, the engine holds its memory until `collect`.
         self.engine.collect()
         self.counts.out_bytes += state.leave(key, SPILL_FIRST + need)
         self.limit_writing()
 
     def limit_writing(self) -> None:
-        """Wait until few enough bytes are still being written."""
+        """Wait for the oldest copy-outs until at most `BEHIND_BYTES` are being written, or only the latest one is."""
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
-        """Move out the share's state that is in memory: what the step did not use, and what the program has read."""
+        """Move out state that should leave and is in memory: the step did not use it, or the program has read it."""
         for need, key in enumerate(list(state)):
             self._leave(state, key, need)
         self.look()
@@ -242,7 +244,7 @@ class StateMover:
                 untraced(self._step_now, optimizer, step)
             return loss
 
-        # Torch's step function calls this closure after all hooks. So hooks that were registered later can still change
+        # Torch's step function calls this closure after all pre-hooks. So a pre-hook registered later can still change
         # gradients.
         return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
 
@@ -254,12 +256,12 @@ class StateMover:
         if why:
             return why
         if len(args) > 2 or kwargs.keys() - {"closure"}:
-            return "its step was given other arguments than a closure"
+            return "its step was called with arguments other than a closure"
         if self._is_separable is None:
             takes_closure = "closure" in inspect.signature(step).parameters
             self._is_separable = takes_closure and is_separable(optimizer, step)
         if not self._is_separable:
-            return "it is not known to give the same bits when it steps a few parameters at a time"
+            return "its updates may not be bit-identical if only a few parameters are stepped at a time"
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         return "it may call its closure more than once" if has_closure and not is_known(optimizer) else ""
 
@@ -287,7 +289,7 @@ class StateMover:
         self.counts.in_bytes += self._known.fetch(param)
 
     def leave(self, param: Tensor, need: int) -> None:
-        """Start the copy-outs of a parameter's state. `need` is how many parameters need their state earlier."""
+        """Start the copy-outs of a parameter's state. `need`: number of parameters whose state is needed earlier."""
         self._leave(self._known, param, need)
 
     def abandon(self, param: Tensor) -> None:
@@ -305,7 +307,7 @@ class StateMover:
 
     @property
     def largest_bytes(self) -> int:
-        """The most bytes of state that leave for one parameter."""
+        """The largest amount of state that leaves memory for any one parameter, in bytes."""
         state = self._state
         return max(map(state.nbytes_of, state.tensors), default=0) if state is not None else 0
 
@@ -334,7 +336,10 @@ class StateMover:
 
     @staticmethod
     def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:
-        """Start the copy-ins of a chunk, and up to `AHEAD_BYTES` of later ones. Returns how many chunks have begun."""
+        """Start the copy-ins of a chunk and the next, and of later ones until `AHEAD_BYTES` are being read ahead.
+
+        Returns the number of chunks whose copy-ins have been started.
+        """
 
         def nbytes_of(param: Tensor) -> int:
             return state.nbytes_of(param) + gradients_in_step.nbytes_of(param)
@@ -360,7 +365,7 @@ class StateMover:
         untraced(self.end_step, optimizer)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Move out the state that is in memory and is to leave."""
+        """End the step: move out the state that should leave and is in memory."""
         if not self._hooks:
             return
         if self.rests:
@@ -380,5 +385,8 @@ def why_it_stays(optimizer: Optimizer) -> str:
     """Return why no state of an optimizer can be moved; empty if state can be."""
     why = why_its_kind_is_not_divided(optimizer)
     if not why and sys.getrefcount(optimizer.state) > _HELD_ONCE:
-        return "other code, such as an optimizer that wraps it, holds its `state` and would keep using the old one"
+        return (
+            "other code, such as an optimizer that wraps it, holds its `state` dictionary; moving state replaces this "
+            "dictionary, and the other code would keep the old one"
+        )
     return why

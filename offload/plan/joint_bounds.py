@@ -1,6 +1,6 @@
 """A lower bound on the step time of every plan that swaps and recomputes within a limit.
 
-It is reported with plans that may recompute; the bound of `bounds` is reported with swap-only plans.
+It is reported with plans that may recompute. With swap-only plans, the bound of `bounds.py` is reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
     trace : Trace
         The step; tensors with a recipe can be recomputed.
     limit_bytes : int
-        Limit on the resident bytes, in bytes.
+        Limit on the resident memory, in bytes.
     link : Link
         Bandwidths. The bound does not use the latency.
 
@@ -45,15 +45,16 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
 
     Notes
     -----
-    Let the unswapped step exceed the limit by E bytes at node k. Of the tensors that cover k (`cover_trees`), Y bytes
-    are dropped and the other E - Y bytes are swapped. Copying these out gives a lower bound on the start of k, as in
-    `cut_bound`. From k on, computation takes the rest of the step plus the time to recompute Y bytes, which is at least
-    the fractional knapsack g(Y) of `bound_seconds`; meanwhile E - Y bytes are copied in. So for every k the step takes
-    at least the minimum over Y of start(E - Y) + max(rest + g(Y), in(E - Y)).
+    Suppose that the step without swaps exceeds the limit by E bytes at node k. Then E bytes of the tensors that cover k
+    (they are unused at k, see `cover_trees`) must be freed. Y of these bytes are dropped and recomputed after k. The
+    other E - Y bytes are copied out before k, so k begins no earlier than start(E - Y), which is computed as in
+    `cut_bound`. From k on, the rest of the step needs at least rest + g(Y) for computation and at least in(E - Y) for
+    the copy-ins. Here rest is the computation without recomputation, and g(Y) is the least time to recompute Y bytes (a
+    fractional knapsack with the `bound_seconds` of each recipe). Computation and copies overlap. So for every k the
+    step takes at least the minimum over Y of start(E - Y) + max(rest + g(Y), in(E - Y)).
 
-    The minimum is computed exactly: all terms are linear in Y between the values at which a tensor is copied or dropped
-    in full. Most nodes are skipped: if the value for some Y is not above the maximum over the nodes so far, then the
-    minimum over Y is not either.
+    All terms are piecewise linear in Y, so the exact minimum is found at their breakpoints and intersections. Most
+    nodes are skipped: a node cannot raise the bound if its value for one Y is not above the bound found so far.
     """
     cuts = _Cuts.of(with_copied_bytes(trace), limit_bytes, link)
     total = cuts.clock[-1]
@@ -67,7 +68,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
         if excess <= 0:
             continue
         guesses = (dropped, excess - (cuts.excess[k - 1] - dropped), 0.0, float(excess))
-        for guess in guesses:  # the first two: as many bytes dropped, or as many copied, as at the previous node
+        for guess in guesses:  # the first drops, and the second copies, as many bytes as at the previous node
             dropped = min(max(guess, 0.0), float(excess))
             if walk.seconds(dropped) <= best * (1 + _TOLERANCE):
                 break
@@ -79,7 +80,7 @@ def joint_bound(trace: Trace, limit_bytes: int, link: Link) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """Tensors in an order, as arrays: the nodes between which each can be swapped out, its bytes, and a value."""
+    """Sorted tensors as arrays, with a value for each. A tensor covers the nodes k with `after` < k < `before`."""
 
     after: NDArray[np.int64]
     before: NDArray[np.int64]
@@ -96,14 +97,14 @@ class _Order:
         )
 
     def covering(self, k: int) -> tuple[Floats, Floats]:
-        """Return the bytes and the values of the tensors that cover a node."""
+        """Return the bytes and the values of the tensors that cover node `k`."""
         covers = (self.after < k) & (k < self.before)
         return self.bytes[covers], self.values[covers]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """The data of the step, the limit and the link from which the bound of a node is computed."""
+    """The data from which the bound of each node is computed."""
 
     link: Link
     clock: list[float]
@@ -133,7 +134,7 @@ class _Cuts:
         )
 
     def least(self, k: int) -> tuple[float, float]:
-        """Return the bound of a node that exceeds the limit, and the dropped bytes at which the minimum is reached."""
+        """Return the bound of a node that exceeds the limit, and the Y (dropped bytes) at which it is reached."""
         excess = float(self.excess[k])
         outs = _Copies(*self.by_pack.covering(k), self.link.out_bandwidth)
         ins = _Copies(*self.by_use.covering(k), self.link.in_bandwidth)
@@ -153,8 +154,8 @@ class _Cuts:
             total: Floats = start + np.maximum(recompute, self.seconds[k] + ins.seconds(copied))
             return total
 
-        # Between two ends there can be one Y from which on copy-outs do not delay k, and one Y at which the copy-ins
-        # take as long as the computation.
+        # Between two breakpoints (`ends`) each maximum can switch once: at one Y the copy-outs stop delaying k, and at
+        # one Y the copy-ins take as long as the computation. These points are added.
         middle = (ends[1:] + ends[:-1]) / 2
         points = [ends]
         if middle.size:
@@ -185,14 +186,14 @@ class _Copies:
         self._bandwidth = bandwidth
 
     def seconds(self, copied: Floats) -> Floats:
-        """Return the earliest time at which `copied` bytes can have been copied; minus infinity for no bytes."""
+        """Return the earliest time at which the copies of `copied` bytes can end; minus infinity for no bytes."""
         last = np.searchsorted(self.before, copied, side="left") - 1
         found: Floats = np.where(last >= 0, self._latest[last] + copied / self._bandwidth, -np.inf)
         return found
 
 
 class _Walk:
-    """The bounds of the nodes in order, each for a given number of dropped bytes, up to rounding."""
+    """Visits the nodes in order and computes the bound of each for a given number of dropped bytes, up to rounding."""
 
     def __init__(self, cuts: _Cuts) -> None:
         by_pack, by_use, by_price = cuts.tensors

@@ -22,7 +22,7 @@ from offload.units import format_bytes, format_seconds
 __all__ = ["Plan", "make_plan"]
 
 SLOW = 2.0
-_NO_SWAPS = "nothing is worth swapping"
+_NO_SWAPS = "nothing is swapped or recomputed"
 
 
 @dataclass(frozen=True)

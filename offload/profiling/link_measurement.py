@@ -1,4 +1,4 @@
-"""Measures the speed of copies between a device and the tier below it, using the engine.
+"""Measures how fast an engine copies between a device and the tier below it (pinned memory, or a file without a GPU).
 
 `calibration.py` caches the result.
 """
@@ -22,14 +22,14 @@ __all__ = ["BLOCKS_AT_A_TIME", "BLOCK_BYTES_MIN", "LinkRates", "lower_quartile",
 
 BLOCK_BYTES_MIN = 4096
 COPIES_IN_FLIGHT = 2  # per direction
-BLOCKS_AT_A_TIME = 2 * COPIES_IN_FLIGHT  # on the device
+BLOCKS_AT_A_TIME = 2 * COPIES_IN_FLIGHT  # blocks that are on the device at the same time
 ROUNDS = 6
-ROUNDS_MIN = 2  # even if the link is slow: two rounds show whether its speed changes
+ROUNDS_MIN = 2  # also if copies are slow: two rounds show whether the speed changes
 ROUND_SECONDS = 0.05  # short, so that the rounds show how the speed varies
 SECONDS_MAX = 1.5
 SMALL_COPIES = 32
 POLL_SECONDS = 5e-5
-POLL_BYTES_MIN = 4 << 20  # copies of smaller blocks take less time than a sleep
+POLL_BYTES_MIN = 4 << 20  # copies of smaller blocks take less time than a sleep, so their polls do not sleep
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,18 @@ class LinkRates:
 
     Attributes
     ----------
-    out, into, out_both, in_both : float
-        Bytes per second out of and into device memory, while the other direction is idle and while it is busy.
+    out, into : float
+        Bytes per second out of device memory and into it, while no copy runs in the other direction.
+    out_both, in_both : float
+        Bytes per second out of device memory and into it, while copies run in both directions.
     out_low, in_low : float
         Lower quartiles of `out_both` and `in_both` over the rounds.
     latency_seconds : float
-        Fixed time per copy, besides the time for its bytes.
+        The part of a copy's time that does not depend on its bytes.
     processor_seconds : float
-        CPU time in seconds for copying one byte out and in.
+        CPU time of the copying threads, in seconds, for one byte out and in again. The least over the rounds.
     spread : float
-        Upper over lower quartile of `out_both` or `in_both` over the rounds, whichever is larger.
+        Upper quartile divided by lower quartile over the rounds: the larger ratio of `out_both` and `in_both`.
     """
 
     out: float
@@ -64,7 +66,8 @@ class LinkRates:
 def measure(store: _core.SwapStore, device: torch.device, block_bytes: int, room_bytes: int | None = None) -> LinkRates:
     """Copy blocks of at most `block_bytes` out of `device` and back: each direction alone, then both.
 
-    First, up to 32 blocks of a page are copied; fewer if they are more than `room_bytes`.
+    Before this, up to `SMALL_COPIES` blocks of one page are copied, to measure the latency. They are fewer if they
+    would need more than `room_bytes` of device memory.
 
     Raises
     ------
@@ -84,7 +87,7 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int, room
             rates.append((*traffic.rates(out=True), *traffic.rates(into=True), *traffic.rates(out=True, into=True)))
         traffic.close()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # the frames hold swapped storages
+        traceback.clear_frames(error.__traceback__)  # the frames would keep swapped storages alive
         raise
     finally:
         engine.drain()
@@ -105,17 +108,17 @@ def measure(store: _core.SwapStore, device: torch.device, block_bytes: int, room
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """Return the value that a quarter of the values is at most; the smallest of four or fewer."""
+    """Return the lower quartile: an element of `values`; the smallest one if there are four or fewer."""
     return sorted(values)[(len(values) - 1) // 4]
 
 
 def upper_quartile(values: Sequence[float]) -> float:
-    """Return the value that a quarter of the values is at least; the largest of four or fewer."""
+    """Return the upper quartile: an element of `values`; the largest one if there are four or fewer."""
     return sorted(values)[-1 - (len(values) - 1) // 4]
 
 
 def _filled(engine: Engine, nbytes: int) -> torch.Tensor:
-    """Return a tensor with resident pages and bytes that do not compress."""
+    """Return a tensor whose pages are in physical memory and whose bytes do not compress."""
     return torch.arange(nbytes // 8, dtype=torch.int64, device=engine.device).mul_(0x9E3779B97F4A7C1)
 
 
@@ -146,7 +149,7 @@ def _await_all(slots: list[SwappedStorage], has_ended: Callable[[SwappedStorage]
 
 
 def _small_copy_seconds(engine: Engine, count: int) -> float:
-    """Return the time per copy of one page if `count` copies are queued, in the slower direction."""
+    """Queue `count` copies of one page each. Return the time per copy in the slower direction, in seconds."""
     outs, ins = [], []
     for _ in range(ROUNDS):
         sources = [_filled(engine, BLOCK_BYTES_MIN) for _ in range(count)]
@@ -167,13 +170,16 @@ def _small_copy_seconds(engine: Engine, count: int) -> float:
 
 
 def _affordable(engine: Engine, block_bytes: int) -> int:
-    """Return the largest block size, at most `block_bytes`, that fits and whose copy-out takes at most a round."""
+    """Return `block_bytes`, divided by 4 until a block fits into memory and its copy-out takes at most one round.
+
+    The result is at least `BLOCK_BYTES_MIN`, even if a copy-out then takes longer.
+    """
     while True:
         try:
             begun = time.perf_counter()
             _await_all([_out(engine, _filled(engine, block_bytes))], _has_left)
             seconds = time.perf_counter() - begun
-        except MemoryError:  # torch.OutOfMemoryError is not a subclass of it
+        except MemoryError:  # torch.OutOfMemoryError is not a subclass of MemoryError
             if block_bytes <= BLOCK_BYTES_MIN:
                 raise
             seconds = math.inf
@@ -203,9 +209,9 @@ class _Traffic:
         engine.drain()
 
     def rates(self, *, out: bool = False, into: bool = False) -> tuple[float, float, float]:
-        """Return the bytes per second out and in, and the CPU seconds per byte of all threads but this one.
+        """Return the bytes per second out, those in, and the CPU seconds per byte that all other threads use.
 
-        At least one copy is measured in each requested direction; the rate of the other direction is 0.
+        At least one copy is measured in each requested direction. The rate of a direction that is not requested is 0.
         """
         begun, processors_begun = time.perf_counter(), _other_threads_seconds()
         leaving = [_out(self._engine, source) for source in self._sources] if out else []
@@ -221,7 +227,7 @@ class _Traffic:
                 if _has_left(leaving[at]):
                     copies[0] += 1
                     last[0] = time.perf_counter()
-                    leaving.pop(at)  # removed first, because the same bytes can have only one slot
+                    leaving.pop(at)  # freed first, because the same bytes can have only one SwappedStorage
                     leaving.insert(at, _out(self._engine, self._sources[at]))
             for slot in arriving:
                 if _has_arrived(slot):
@@ -243,6 +249,6 @@ class _Traffic:
         )
 
     def close(self) -> None:
-        """Free the swapped blocks."""
+        """Free all blocks."""
         self._parked.clear()
         self._sources.clear()

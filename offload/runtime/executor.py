@@ -1,8 +1,10 @@
-"""Executes a schedule during a step: starts what is due and measures the durations of nodes and hooks.
+"""Follows a schedule during a step: waits for copy-outs, starts copy-ins, and measures how long nodes and hooks take.
 
-C++ handles most packs and unpacks alone, with the copies that are due there. `hooks.py` reports the others to the
-executor. If a node begins at a reported pack or unpack, the executor waits for the copy-outs and starts the copy-ins
-that are due at this node.
+A step is divided into nodes; each but the first begins at a pack or an unpack. A schedule lists the releases (waits
+for a copy-out) and the prefetches of each node. Packs are numbered from 0; this number is the tensor's pack index.
+
+C++ handles most packs and unpacks without Python, including the copies that are due there. `hooks.py` reports the other
+ones to the executor. If a node begins there, the executor runs the releases and prefetches of this node.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
-_DUE, _UNWATCHED, _BACK = 1, 2, 3  # answers of `ScheduleCursor.ask`; after 0, nothing has to be done
+# Results of `ScheduleCursor.ask`: a release or prefetch is due; the unpack is not in the schedule; it begins an earlier
+# node than the current one. 0: nothing is due.
+_DUE, _UNWATCHED, _BACK = 1, 2, 3
 
 
 class StepObserver(Protocol):
@@ -33,39 +37,39 @@ class StepObserver(Protocol):
 
     @property
     def cursor(self) -> ScheduleCursor | None:
-        """Decides in C++ what the hooks of kept tensors do. If None, each of these hooks asks the observer."""
+        """The step's position in its schedule, read by C++ hooks of kept tensors. If None, they call the observer."""
 
     @property
     def reason(self) -> str:
-        """Why the schedule keeps tensors."""
+        """The reason that the report gives for tensors that the schedule keeps on the device."""
 
     @property
     def copies(self) -> StepCopies | None:
-        """If given, C++ swaps the tensors that the schedule swaps. If None, the hooks ask the observer about each."""
+        """If given, C++ swaps the tensors that the schedule swaps. If None, hooks call the observer for each one."""
 
     @property
     def recomputation(self) -> Recomputation | None:
-        """Drops tensors to be recomputed, or records how tensors can be recomputed; None if the step does neither."""
+        """Drops tensors to recompute in backward, or records how to recompute them; None if the step does neither."""
 
     def watches(self, pack_index: int) -> bool:
-        """Return whether the hook of a kept tensor reports its unpack."""
+        """Return whether the unpack of this kept tensor is reported to the observer."""
 
     @property
     def caps_in_flight(self) -> bool:
         """Whether `Engine.in_flight_bytes_max` limits the bytes of tensors whose copy-out has not ended."""
 
     def begin(self) -> None:
-        """Called when a hook begins that may wait."""
+        """Called at the start of a hook that may wait or start a copy."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Called at the pack of a kept tensor if a release or a prefetch is due at the node that begins after it.
+        """Called at the pack of a kept tensor if the node that begins after it has a release or a prefetch.
 
-        In a timed step on an accelerator, called at every pack of a tensor that the schedule keeps: if a node begins
-        there, an event is recorded.
+        In a timed step on an accelerator it is called at every pack of a tensor that the schedule keeps, so that the
+        start of each node can be recorded as an event.
         """
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
-        """Return why this storage is kept; None if it is swapped or dropped."""
+        """Return why this storage is kept; None if it is swapped, or dropped and recomputed in backward."""
 
     def need(self, pack_index: int) -> int:
         """Return the spill priority: larger if backward needs the tensor later."""
@@ -74,16 +78,16 @@ class StepObserver(Protocol):
         """Called when the copy-out of a storage has been queued."""
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
-        """Called when another view is saved of a storage that is already swapped or dropped."""
+        """Called when autograd saves another view of a storage that is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:
-        """Called when the hook of this pack is about to return."""
+        """Called at the end of this pack hook."""
 
     def unpacking(self, pack_index: int) -> None:
         """Called when backward asks for the tensor of this pack."""
 
     def unpacked(self, pack_index: int) -> None:
-        """Called when the tensor of this pack is on the device and the hook is about to return."""
+        """Called at the end of the unpack hook, when the tensor of this pack is on the device."""
 
 
 class SwapOnDemand:
@@ -96,7 +100,7 @@ class SwapOnDemand:
     recomputation: Recomputation | None = None
 
     def watches(self, pack_index: int) -> bool:
-        """Return False: hooks of kept tensors report no unpack."""
+        """Return False: unpacks of kept tensors are not reported."""
         return False
 
     def pass_by(self, pack_index: int) -> None: ...
@@ -122,12 +126,12 @@ class Measured:
     """Measured durations of a step, in seconds; node starts are relative to the start of the step."""
 
     starts: tuple[float, ...]  # by node
-    node_seconds: tuple[float, ...]  # by node, without `stall_seconds`
+    node_seconds: tuple[float, ...]  # by node, without the elapsed time of the hooks in it
     waits: dict[int, float]  # by pack index: how long backward waited for the tensor
     stall_seconds: float  # elapsed time of the hooks that swap, prefetch, wait or recompute
     hook_seconds: float  # CPU time of these hooks; zero on a CUDA device
     step_seconds: float
-    thread_seconds: float | None = None  # CPU time of the step's thread, hooks included; None if several threads ran it
+    thread_seconds: float | None = None  # CPU time of the step's thread, with hooks; None if backward ended in another
 
 
 class Stopwatch:
@@ -154,21 +158,21 @@ class Stopwatch:
         self.end = self.clock.end
 
     def defer_copy_outs(self) -> None:
-        """Defer copy-outs until the step waits for one or its backward has ended."""
+        """Queue copy-outs without starting them, until the step waits for one of them or its backward has ended."""
         self._defers_copy_outs = True
         self._engine.store.defer_copy_outs(True)
 
     def end_deferral(self) -> None:
-        """Copy tensors out in the background again."""
+        """Start the deferred copy-outs; later ones run in the background at once, as usual."""
         if self._defers_copy_outs:
             self._defers_copy_outs = False
             self._engine.store.defer_copy_outs(False)
 
     def listen_for_the_end(self) -> None:
-        """Record the end of the backward pass, if one is running."""
+        """If a backward pass is running, register a callback at its end, which records the time. Does so only once."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
-            # A weak callback: a thread of torch may hold the callback for a moment after backward has returned.
+            # Does not keep this object alive: a thread of torch may hold the callback briefly after backward returns.
             call_at_end_of_backward(weak_callback(self._finish))
 
     def _finish(self) -> None:
@@ -183,7 +187,7 @@ class Stopwatch:
         return self._end is not None
 
     def measured(self, node_count: int) -> Measured | None:
-        """Return the durations of `node_count` nodes, 0 s if one did not run; None if the step has not ended."""
+        """Return the durations of `node_count` nodes (0 s if a node did not begin); None if the step has not ended."""
         if self._end is None:
             return None
         found = self.clock.measure(self._end, node_count)
@@ -195,7 +199,7 @@ class Stopwatch:
 
 
 class ScheduleExecutor:
-    """One step that follows a schedule."""
+    """The observer of one step that follows a schedule."""
 
     def __init__(
         self,
@@ -232,20 +236,20 @@ class ScheduleExecutor:
 
     @property
     def caps_in_flight(self) -> bool:
-        """False while the step follows a plan: the plan's releases limit the copy-outs in flight."""
+        """False while the step follows a plan: then the waits at release nodes limit the copy-outs in flight."""
         return self.schedule.plan is None or not self.on_schedule
 
     def watches(self, pack_index: int) -> bool:
-        """Return whether the unpack of a kept tensor advances the schedule."""
+        """Return whether the unpack of this kept tensor is an event of the schedule."""
         return self.cursor.watches(pack_index)
 
     def begin(self) -> None:
-        """Start the time of a hook that may wait."""
+        """Start timing a hook that may wait or start a copy."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
 
     def pass_by(self, pack_index: int) -> None:
-        """Begin the node after the pack of a kept tensor: do what is due there, or record its start."""
+        """Begin the node after the pack of a kept tensor: run its releases and prefetches, or only record its start."""
         node = self._node_after_pack.get(pack_index)
         if node is None:
             return
@@ -268,7 +272,7 @@ class ScheduleExecutor:
         if pack_index in schedule.order.duplicates:
             return self.reason
         if not schedule.matches(pack_index, nbytes):
-            self._leave_schedule()  # another branch than the recorded one: continue on demand
+            self._leave_schedule()  # the step differs from the recorded one: from here on it swaps on demand
             return None
         return None if pack_index in schedule.swapped or pack_index in schedule.recomputed else self.reason
 
@@ -278,14 +282,14 @@ class ScheduleExecutor:
         return entry[1] if entry is not None else self.schedule.need(pack_index)
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
-        """Register a storage whose copy-out has been queued, so that it is released and prefetched as scheduled."""
+        """Register a storage whose copy-out has been queued. The schedule then releases and prefetches it."""
         self.copies.add(pack_index, slot, tensor.untyped_storage())
 
     def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
         """Do nothing: the storage of this view is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:
-        """Do what is due at the node that begins when the hook of this pack returns."""
+        """Run the releases and prefetches of the node that begins when this pack hook returns, if one begins."""
         self._acted = pack_index in self._swapped_bytes
         if self.on_schedule:
             node = self._node_after_pack.get(pack_index)
@@ -295,12 +299,12 @@ class ScheduleExecutor:
             self.stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
-        """Do what is due at the node that begins when backward asks for the tensor of this pack."""
+        """Run the releases and prefetches of the node that begins at the unpack of this tensor, if one begins."""
         if self.stopwatch is not None:
             self.stopwatch.begin()
             if not self.stopwatch.clock.is_listening:
                 self.stopwatch.listen_for_the_end()
-        # Every view of a swapped storage may wait for the storage, so a duplicate counts as a swapped tensor.
+        # The unpack of any view may wait for the copy-in of its storage. So further views count like the first one.
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
         self._acted = first in self._swapped_bytes or first in self.schedule.recomputed
         if not self.on_schedule:
@@ -312,7 +316,7 @@ class ScheduleExecutor:
             self._start_over(self._watched[pack_index], pack_index)
             asked = cursor.ask(pack_index)
         if asked == _UNWATCHED:
-            if self._acted:  # the recorded backward ran a part of the graph only, and did not use this tensor
+            if self._acted:  # this tensor was not used in the recorded backward, which ran only a part of the graph
                 self._deviate()
             return
         if clock is not None and cursor.node > before:
@@ -321,7 +325,7 @@ class ScheduleExecutor:
             self._act(cursor.node)
 
     def unpacked(self, pack_index: int) -> None:
-        """End the time of the hook: the tensor of this pack is on the device."""
+        """Stop timing the hook: the tensor of this pack is on the device."""
         if self._acted and self.stopwatch is not None:
             self.stopwatch.end(pack_index)
 
@@ -339,7 +343,7 @@ class ScheduleExecutor:
             self._act(node)
 
     def _act(self, node: int) -> None:
-        """Do what is due at a node."""
+        """Run the releases and prefetches that are due at a node."""
         self._acted = True
         self.copies.act(node)
 

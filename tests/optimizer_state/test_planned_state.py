@@ -155,7 +155,7 @@ def test_the_report_says_what_a_drive_is_asked_for(tmp_path, monkeypatch):
     assert found["bytes_per_step"] == found["bytes"] / loops.STEPS
     assert DiskWrites(6 * 10**12, 10, 86400.0).to_dict()["days_to_600_tb"] == pytest.approx(100)
     assert str(DiskWrites(6 * 10**12, 10, 86400.0)).endswith("in 100 days")
-    assert "at this rate 600 TB, a usual rating of a 1 TB drive" in str(report)
+    assert "at this rate 600 TB (a usual endurance rating of a 1 TB drive) are written in" in str(report)
     disable(loop)
     monkeypatch.setattr("offload.diagnostics.session_report.is_in_memory", lambda path: True)
     assert "disk writes" not in str(loop.handle.report())

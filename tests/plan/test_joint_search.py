@@ -86,7 +86,7 @@ def test_nothing_is_dropped_where_the_step_fits():
     trace = hidden_or_not()
     plan = fastest_plan(trace, Link(1.0, 1.0), max(unswapped_bytes(trace)))
     assert (plan.swaps, plan.recomputes) == ((), ())
-    assert "nothing is worth swapping: the step fits as it is" in plan.explain()
+    assert "nothing is swapped or recomputed: the step fits as it is" in plan.explain()
 
 
 def test_over_a_slow_link_what_is_cheap_is_dropped():
