@@ -35,7 +35,7 @@ SlotRef DirectStore::queue_copy_out(const void* source, size_t bytes, Stream, ui
     slot->out_event = events_->take();
     lanes_->event_arm(slot->out_event.get());
     slot->deferred = defers_;
-    if (!defers_) begin_writing();  // before the block is queued: if push_back fails, the task has nothing to write
+    if (!defers_) begin_writing();  // before push_back: if that throws, the task finds an empty queue
     outgoing_.push_back(slot);
   }
   ++stats_.live_tickets;
@@ -66,8 +66,9 @@ void DirectStore::issue_out(Slot&) {
   issue_deferred();
 }
 
-// Returns the first block and the small blocks directly behind it that are as urgent as it, of at most slice_bytes_ in
-// total; fewer if memory runs out. Empty if the first block is large.
+// Returns the blocks that one transfer copies: the first block and the small blocks that follow it in the queue without
+// a gap and have the same `urgent` flag, up to slice_bytes_ in total. Fewer if an allocation fails. Empty if the first
+// block is large: it is copied alone.
 DirectStore::Refs DirectStore::small_run(Queue::const_iterator first, Queue::const_iterator end) const {
   Refs run;
   size_t run_bytes = 0;
@@ -92,12 +93,12 @@ void DirectStore::write_out() {
     try {
       return begin_writing();
     } catch (const std::bad_alloc&) {
-      is_writing_ = true;  // there is no memory for another task: this one goes on
+      is_writing_ = true;  // no memory for another task: this task writes the next block
     }
   }
 }
 
-// Writes the first block and, if it is small, the small ones directly behind it.
+// Writes the first queued block. If it is small, the small blocks that follow it are written in the same transfer.
 void DirectStore::write_next() {
   Ref first;
   Refs run;
@@ -139,8 +140,8 @@ void DirectStore::write_large(DirectSlot& slot) {
   end_out(slot, extent, crc, failure, begin_seconds);
 }
 
-// Writes several small blocks together. If disk space or memory for all of them cannot be allocated, each is written
-// alone.
+// Writes several small blocks in one transfer. If disk space or memory for all of them cannot be allocated, each block
+// is written separately.
 void DirectStore::write_small(const Refs& slots) {
   const double begin_seconds = now_seconds();
   std::vector<uint64_t> bytes;
@@ -219,7 +220,7 @@ void DirectStore::release(const SlotRef& base) {
   const bool is_transferred = slot->busy || slot->state == State::copying_out;
   const bool is_incoming = slot->state == State::copying_in;
   advance(*slot, State::released);
-  if (is_transferred) return;  // the lane that copies it frees it
+  if (is_transferred) return;  // the lane task that copies the slot frees it
   if (is_incoming) return end_in(*slot, State::released);
   free_slot(*slot);
 }

@@ -20,7 +20,7 @@ struct HookCore {
   PyObject* counts;    // reason → Count
   PyObject* engine;    // an EngineCore
   PyObject* observer;  // may be null
-  PyObject* reason;    // why the schedule keeps tensors; null before `follow`, unused without a cursor
+  PyObject* reason;    // why the schedule keeps tensors, for the report; null before `follow`, unused without a cursor
   int64_t min_nbytes;
   int64_t packs;
   std::shared_ptr<ScheduleCursor> cursor;
@@ -37,7 +37,8 @@ struct Names {
 
 HookCore* as_core(PyObject* object) { return reinterpret_cast<HookCore*>(object); }
 
-// Returns the tensor of a KeptTensor. Raises autograd's error if it was changed in place since it was saved.
+// Returns the tensor of a KeptTensor. If it was changed in place since it was saved, raises the error that autograd
+// raises in this case.
 PyObject* checked(PyObject* core, PyObject* packed) {
   auto* kept = reinterpret_cast<KeptTensor*>(packed);
   const Owned found(get(tensors.version, kept->tensor));
@@ -61,7 +62,7 @@ bool is_ready(const HookCore* core) {
 
 // -- keep -------------------------------------------------------------------------------------------------------------
 
-// Returns whether the unpack of this tensor must be reported; −1: a Python error.
+// Returns whether the schedule or the observer must be told when this tensor is unpacked; −1: a Python error.
 int is_watched(HookCore* core, int64_t index) {
   if (core->cursor != nullptr) return core->cursor->watches(index);
   if (core->observer == nullptr) return 0;
@@ -75,7 +76,7 @@ PyObject* record_of(HookCore* core, PyObject* tensor, int64_t index) {
   if (watched < 0) return nullptr;
   Owned version(get(tensors.version, tensor));
   if (!version) return nullptr;
-  // A leaf is not detached: it has no history, and autograd too saves the leaf itself.
+  // A leaf is not detached: it has no grad_fn that would be kept alive, and autograd too saves the leaf itself.
   const int is_leaf = is_true(get(tensors.is_leaf, tensor));
   if (is_leaf < 0) return nullptr;
   if (is_leaf) Py_INCREF(tensor);
@@ -126,10 +127,10 @@ PyObject* core_count(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // -- pack and unpack --------------------------------------------------------------------------------------------------
 
-// Returns the size in bytes of a strided tensor, found with one DLPack call instead of three attributes (layout,
-// is_nested, nbytes). −1: torch has no such call, DLPack cannot describe the tensor, or its elements are not whole
-// bytes; the tensor may still be strided, so the caller then asks is_plain. `found` (output): the description; its data
-// pointer is null if DLPack cannot describe the tensor.
+// Returns the size in bytes of a strided tensor. One DLPack call is faster than reading three attributes (layout,
+// is_nested, nbytes). −1: this torch has no such call, DLPack cannot describe the tensor, or its elements are not whole
+// bytes. The tensor may be strided in these cases too, so the caller then calls is_plain. `found` (output): the
+// description; its data pointer is null if DLPack cannot describe the tensor.
 int64_t described_bytes(PyObject* tensor, dlpack::Tensor* found) {
   if (dlpack::api == nullptr || dlpack::api->describe == nullptr) return -1;
   if (dlpack::api->describe(tensor, found) != 0) {
@@ -152,9 +153,9 @@ int is_plain(PyObject* tensor) {
   return nested < 0 ? -1 : !nested;
 }
 
-// Returns whether a tensor below min_nbytes owns its memory; -1: a Python error. (The storage of a view may be large
-// and worth swapping.) In a step that follows a schedule, `tensor` is assumed to own its memory, without the
-// view test, if an earlier step packed a tensor of the same size at this index that owned its memory.
+// Returns whether a tensor below min_nbytes is not a view; −1: a Python error. (The storage of a small view may be
+// large and worth swapping.) A step that follows a schedule does not call is_view if an earlier step packed a tensor of
+// the same size at this index that was not a view: then `tensor` is assumed not to be a view either.
 int is_small(const HookCore& core, PyObject* tensor, int64_t index, int64_t nbytes) {
   if (core.cursor != nullptr && core.cursor->is_small(index, nbytes)) return 1;
   const int is_view = is_true(PyObject_CallOneArg(tensors.is_view, tensor));
@@ -245,7 +246,7 @@ PyObject* guarded(PyObject* self, PyObject* argument) {
 }
 
 PyMethodDef core_methods[] = {
-    {"pack", guarded<core_pack>, METH_O, "pack(tensor): return the object that the autograd node holds instead."},
+    {"pack", guarded<core_pack>, METH_O, "pack(tensor): return the object that the autograd node holds instead of it."},
     {"unpack", guarded<core_unpack>, METH_O, "unpack(packed): return the tensor that was packed."},
     {"checked", core_checked, METH_O, "checked(kept): return its tensor; an error if it was changed in place."},
     {"count", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(core_count)), METH_FASTCALL,

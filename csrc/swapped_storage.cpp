@@ -46,7 +46,7 @@ void count_view(SwappedState& state) {
 
 // -- copy-out ---------------------------------------------------------------------------------------------------------
 
-// Returns whether only one tensor holds a storage, so that no other code can write to it; −1: a Python error.
+// Returns whether only one tensor refers to a storage, so that no other code can write to it; −1: a Python error.
 int has_one_holder(int64_t storage) {
   if (tensors.storage_holders == nullptr) return 0;
   const Owned identity(PyLong_FromLongLong(storage));
@@ -55,8 +55,8 @@ int has_one_holder(int64_t storage) {
   return holders < 0 ? -1 : holders == tensors.holders_alone;
 }
 
-// Returns whether the saved tensor can no longer change: it is unchanged, only one view was saved, and its storage has
-// no other holder; −1: a Python error.
+// Returns whether no code can change the saved tensor any more: its version is that of the pack, only one view was
+// saved and is not unpacked yet, and no other tensor refers to its storage; −1: a Python error.
 int is_final(const SwappedState& state, PyObject* source) {
   if (state.views != 1 || state.views_left != 1) return 0;
   const int64_t version = to_int(get(tensors.version, source));
@@ -65,14 +65,15 @@ int is_final(const SwappedState& state, PyObject* source) {
   return version == state.key.version ? has_one_holder(state.key.storage) : 0;
 }
 
-// Frees the source's memory. Keeps its version counter if the saved tensor can still change.
+// Frees the memory of the source (the tensor that was copied out). If code can still change the saved tensor, the
+// source is kept without memory: its version counter then shows such a change at the unpack.
 bool keep_counter(SwappedState& state, Owned source) {
   if (OFFLOAD_BROKEN("a source is freed after its copy-out")) return bool(state.counter = std::move(source));
   const int final = is_final(state, source.get());
   if (final > 0) return true;
   PyObject* const empty = final < 0 ? nullptr : empty_of(*state.books, state.dtype);
   const bool done = empty != nullptr && Py_TYPE(tensors.data)->tp_descr_set(tensors.data, source.get(), empty) == 0;
-  state.counter = std::move(source);  // after an error it still holds its memory
+  state.counter = std::move(source);  // after an error it still has its memory
   return done;
 }
 
@@ -159,7 +160,7 @@ void await_incoming(SwappedState& state, Stream stream) {
   state.is_incoming = false;
 }
 
-// Drops a target that was prefetched for another stream: its memory belongs to that stream.
+// Releases a target that was prefetched for another stream: its memory was allocated on that stream.
 void abandon_incoming(SwappedState& state) {
   if (state.is_incoming) {
     const GilRelease release;
@@ -168,7 +169,7 @@ void abandon_incoming(SwappedState& state) {
   drop_target(state);
 }
 
-// Logs the C++ exception that is being handled, as a warning. False: a Python error.
+// Logs, as a warning, the C++ exception that is being handled. Returns false if there is a Python error.
 bool warn_of_read(const Books& books) {
   raise_in_python();
   PyObject *type, *value, *traceback;
@@ -247,7 +248,7 @@ bool swap_in(PyObject* self, Target* found, int64_t* begin) {
     return true;
   }
   if (!bring_back(state)) return false;
-  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // for all views to share
+  if (state.views > 1 && !Owned(storage_of_target(state.target))) return false;  // one storage for all views
   *found = {state.target.block, shared(state.target.storage.get())};
   *begin = state.begin;
   count_view(state);
@@ -308,7 +309,7 @@ PyObject* storage_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(swa
 PyObject* storage_views(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).views); }
 PyObject* storage_is_swapped_out(PyObject* self, void*) { return PyBool_FromLong(is_swapped_out(swapped(self))); }
 
-// Frees the ticket and the memory without waiting. A source that a copy-out still reads is left to `collect`.
+// Frees the ticket and the memory without waiting. If a copy-out still reads the source, `collect` releases it later.
 void free_storage(PyObject* self) {
   SwappedState& state = swapped(self);
   Books& books = *state.books;

@@ -1,4 +1,4 @@
-"""The handle of an enabled model, `offload.Session`: it connects the engine, the controller and the report."""
+"""The handle of an enabled model, `offload.Session`: the public methods for plan, report, optimizers and disabling."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ __all__ = ["Session"]
 log = logging.getLogger("offload")
 
 _NO_PLAN_YET = (
-    "handle.plan is None: the first training step of a shape is profiled, and its plan is made when the second begins"
+    "handle.plan is None: the first training step per input shape is profiled; its plan is made when the second begins"
 )
-_NO_PLAN = 'handle.plan is None: n_tensors is the manual mode; for a plan, enable without it, or with lb="auto"'
+_NO_PLAN = 'handle.plan is None: with n_tensors (manual mode) no plan is made; remove n_tensors, or add lb="auto"'
 
 
 class Session:
@@ -95,7 +95,7 @@ class Session:
         return self._enabled.on_device.device
 
     def report(self) -> Report:
-        """Return the report on the tensors that have been swapped since `enable`, and on those kept and why."""
+        """Return a report: the tensors swapped since `enable`, and the tensors kept, with the reasons."""
         run_pending_callbacks()
         self._states.look()
         moved = (self._states.counts, self._states.backward_counts, self._states.gradient_counts)
@@ -105,8 +105,8 @@ class Session:
     def plan(self) -> Plan | None:
         """The plan of the latest input shape.
 
-        None before the second step of that shape, and with `n_tensors` unless ``lb="auto"``. The first time it is None,
-        a warning is logged.
+        None before the second step of that shape. With `n_tensors` it is always None, unless ``lb="auto"``. The first
+        time it is None, a warning is logged.
         """
         planned = self._on_device.latest()
         plan = planned.plan if planned is not None else None
@@ -116,7 +116,7 @@ class Session:
         return plan
 
     def trace(self) -> Trace:
-        """Return the profiled step of the latest input shape, with the latest node durations and link speed measured.
+        """Return the profiled step of the latest input shape. Node durations and link speed are the last measured.
 
         Raises
         ------
@@ -128,7 +128,7 @@ class Session:
     def postfix(self) -> dict[str, str]:
         """Return values for a progress bar: peak memory so far, swapped bytes and stall of the latest step, slowdown.
 
-        Swapped bytes and stall are means if several steps were taken since the last call. Slowdown: once it is known.
+        If several steps have run since the last call, swapped bytes and stall are means. Unknown slowdown is left out.
 
         Examples
         --------
@@ -143,15 +143,15 @@ class Session:
         """Log figures of each step from now on: peak memory, bytes swapped, time stalled, memory saved, slowdown.
 
         A step is logged when the next one begins. The names are ``peak_mib``, ``swapped_mib``, ``stalled_ms``,
-        ``saved_mib`` and ``slowdown_percent``, each after ``offload/``; a figure that is not known yet is left out. If
-        `target` raises an exception, the step that has just begun raises it, and nothing more is logged there.
+        ``saved_mib`` and ``slowdown_percent``, with the prefix ``offload/``. Figures not known yet are left out. If
+        `target` raises an exception, the step that has just begun raises it, and `target` is not called again.
 
         Parameters
         ----------
         target
             TensorBoard's ``SummaryWriter``, a run of W&B, or a function of a dict of figures and the step's number.
         commit
-            W&B only. False: your loop's next ``run.log`` sends the figures. True, for loops without it: sent at once.
+            W&B only. True sends the figures at once. False leaves them to your loop's next ``run.log``.
 
         Raises
         ------
@@ -209,12 +209,12 @@ class Session:
     ) -> None:  # fmt: skip
         """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
 
-        Call it between two steps. The arguments are those of `offload.enable`; no "auto".
+        Call it between two steps. The arguments are those of `offload.enable`, without ``optimizer_state="auto"``.
 
         Raises
         ------
         ValueError
-            The optimizer has no parameter of this model, was given before, or cannot step in backward.
+            The optimizer has no parameter of this model, was passed before, or cannot step in backward.
         """
         model = self._model()
         if model is None or not self._enabled.is_enabled or optimizer_state not in (True, False):
@@ -223,7 +223,7 @@ class Session:
         untraced(self._states.add, optimizers, optimizer_state, step_in_backward, gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
-        """Clip the norm of all gradients of the model by `torch.nn.utils.clip_grad_norm_`, or say why that cannot be.
+        """Clip the norm of all gradients of the model with `torch.nn.utils.clip_grad_norm_`.
 
         Parameters
         ----------
@@ -257,11 +257,11 @@ class Session:
 
     @contextmanager
     def explain_oom(self, path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-        """Explain an out-of-memory error of the code in a `with` block: in a note on the exception and on a page.
+        """Explain an out-of-memory error that a `with` block raises: in a note on the exception, and on a page.
 
-        An out-of-memory error inside `step`, the model's forward or a load in backward gets the note even without
-        `explain_oom`. This method also covers the rest of backward and the optimizer. Before Python 3.11 exceptions
-        have no notes; the note is logged instead.
+        Even without `explain_oom`, an error in `step`, in the model's forward, or in a swap-in or recomputation in
+        backward gets the note. This method also covers the rest of backward and the optimizer. Before Python 3.11
+        exceptions have no notes; the note is logged instead.
 
         Parameters
         ----------
@@ -325,7 +325,7 @@ class Session:
         return self._recording
 
     def disable(self) -> None:
-        """Undo `enable` and bring everything back. Backward still works for graphs that were created before."""
+        """Undo `enable`; bring parameters, gradients and optimizer state back. Existing graphs still run backward."""
         try:
             self._states.close()
         finally:
@@ -353,7 +353,7 @@ class Session:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the repr of the handle, and its report."""
-        report = self.report()._repr_html_()  # first: it reads the latest measurements, which the repr then has too
+        report = self.report()._repr_html_()  # first: it reads new measurements, which the repr shows too
         return f"<div><code>{escape(repr(self))}</code>{report}</div>"
 
     # -- used inside the package --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ FREE_DISK_BYTES_MIN = 64 << 20
 Recompute = Literal["auto", "cheap"]
 Preset = Literal["smallest", "balanced", "fast"]
 Parameters = Literal["all", "frozen"]
-FAST_MEMORY_LIMIT = 0.9  # of the device: the rest is for other libraries and for fragmentation of torch's allocator
+FAST_MEMORY_LIMIT = 0.9  # fraction of the device; the rest is for other libraries and allocator fragmentation
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise ValueError(f'memory_limit takes bytes, "12GiB" or a fraction such as 0.4, not {limit!r}')
     limit_bytes = parse_bytes(limit, "memory_limit")
-    if limit_bytes < smallest_bytes and str(limit).isdecimal():  # meant in another unit
+    if limit_bytes < smallest_bytes and str(limit).isdecimal():  # probably meant in another unit
         raise ValueError(
             f"memory_limit: {limit!r} is {format_bytes(limit_bytes)}, less than the smallest tensor that is swapped "
             f'(min_tensor_bytes, {format_bytes(smallest_bytes)}); write the unit, such as "{limit}GiB"'
@@ -160,8 +160,8 @@ def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | No
         return "cheap" if recompute == "cheap" else "auto"
     if recompute is not None:
         raise ValueError(
-            f"recompute={recompute!r} needs the automatic mode, and n_tensors is the manual one: remove one of them, "
-            "or write recompute=False"
+            f"recompute={recompute!r} needs the automatic mode, but n_tensors selects the manual mode: remove one of "
+            "them, or write recompute=False"
         )
     return None
 
@@ -195,7 +195,7 @@ def check_optimizers(
             "step_in_backward=True frees gradients in backward, so that none are left to move: remove gradients=True"
         )
     if gradients and optimizer_state is not True:
-        raise ValueError("gradients=True needs the steps that optimizer_state=True makes: add optimizer_state=True")
+        raise ValueError("gradients=True works only with optimizer_state=True: add optimizer_state=True")
     if not isinstance(step_in_backward, bool):
         raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")
     check_optimizer_state(optimizer_state)
@@ -208,7 +208,7 @@ def check_optimizers(
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     own = {id(parameter) for parameter in model.parameters()}
     if len({id(each) for each in given}) < len(given):
-        raise ValueError("optimizer lists the same one twice: give each once")
+        raise ValueError("optimizer lists the same optimizer twice: list each once")
     for each in given:
         if not isinstance(each, Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks"):
             inner = " Write optimizer=optimizer.optimizer." if hasattr(each, "optimizer") else ""
@@ -222,7 +222,7 @@ def check_optimizers(
 
 
 def check_parameters(parameters: object) -> Parameters | None:
-    """Return which parameters are to leave memory; None: they all stay.
+    """Return which parameters are to be swapped out; None if all stay in memory.
 
     Raises
     ------
@@ -239,7 +239,7 @@ def check_parameters(parameters: object) -> Parameters | None:
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:
     if isinstance(exclude, str):
-        raise ValueError(f'exclude takes several module names: write exclude=("{exclude}",)')
+        raise ValueError(f'exclude takes a list of module names, not a string: write exclude=("{exclude}",)')
     if not isinstance(exclude, Iterable):
         raise ValueError(f'exclude takes module names, such as exclude=("head",), not {exclude!r}')
     names = {name for name, _ in model.named_modules()}

@@ -57,7 +57,7 @@ def enable(
         On one device, ``cpu`` or ``cuda``. It may be moved later. Its buffers always stay in memory, and its
         parameters do unless `parameters` is given.
     preset
-        The goal in a word, instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
+        A named goal instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
         much memory saved as possible for about 5 % slower steps, the default. ``"fast"``: the fastest step that fits
         into 90 % of the device's memory. Not with `memory_limit`, `max_slowdown` or `n_tensors`.
     memory_limit
@@ -66,14 +66,14 @@ def enable(
         inputs, temporaries, saved tensors.
     max_slowdown
         Limit on the slowdown of steps, as a fraction. The plan that needs the least memory within it is used. Default:
-        0.05 if no other goal is given. With `memory_limit`, both apply. If no
-        plan meets both, the fastest plan within `memory_limit` is used, with a warning.
+        0.05 if no other goal is given. With `memory_limit`, both apply. If no plan meets both, the fastest plan within
+        `memory_limit` is used, with a warning.
     n_tensors
         Manual mode: number of storages to swap per step, longest-lived first. −1 swaps all, 0 disables offload.
     lb
-        With `n_tensors`: a copy-in starts this many (at least 1) backward nodes before the tensor is used; 4 if not
-        given. ``"auto"``: the first step is profiled, and each copy-in starts as late as possible without a stall;
-        tensors that are needed before they could be swapped out are kept. A warning is issued if the peak would exceed
+        With `n_tensors`: each prefetch starts this many backward nodes (at least 1) before the tensor is used; 4 if not
+        given. ``"auto"``: the first step is profiled, and each prefetch starts as late as possible without a stall.
+        A tensor that backward needs before its copy-out could end is kept. A warning is issued if the peak would exceed
         the device's memory.
     min_tensor_bytes
         Smaller storages are not swapped. Bytes, or a string such as ``"1MiB"``.
@@ -94,25 +94,25 @@ def enable(
         The optimizer of the model, or a list of them. Needed by ``optimizer_state=True``, `step_in_backward`
         and `gradients`.
     optimizer_state
-        ``True``: the state of `optimizer` is in the swap store between its steps; each step brings it back for a few
-        parameters at a time. ``"auto"``: with `memory_limit`, a plan chooses how much state leaves: as much as the
-        limit demands; without `max_slowdown` more, if steps are then over 1 % faster. It needs no `optimizer`: it
-        applies to every optimizer that steps parameters of the model. Without `memory_limit`, or with
-        `step_in_backward`, all state stays in memory. ``False``, the default: it stays in memory.
+        ``True``: the state of `optimizer` is swapped out between its steps. Each step swaps it in for a few parameters
+        at a time. ``"auto"``: with `memory_limit`, a plan chooses how much state is swapped out: as much as the limit
+        requires. If `max_slowdown` is not given, it is more if that makes steps over 1 % faster. ``"auto"`` needs no
+        `optimizer`: it applies to every optimizer that steps parameters of the model. Without `memory_limit`, or with
+        `step_in_backward`, all state stays in memory. ``False``, the default: all state stays in memory.
     step_in_backward
-        Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete, and the gradient is
-        freed then. Not with gradient accumulation, clipping by the norm of all gradients, a GradScaler, or several
-        processes: a `StepInBackwardError` says so.
+        Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete; the gradient is
+        then freed. Gradient accumulation, clipping by the norm of all gradients and a GradScaler then raise a
+        `StepInBackwardError`. If a process group is initialized, `enable` raises a `ValueError`.
     gradients
-        ``True``, with ``optimizer_state=True``: each complete gradient leaves memory in backward. It comes back for the
-        update of its parameter, or when the program uses it. ``False``: gradients stay in memory.
+        ``True``, with ``optimizer_state=True``: each complete gradient is swapped out in backward. It is swapped in for
+        the update of its parameter, or when the program uses it. ``False``: gradients stay in memory.
     parameters
-        ``"frozen"``: parameters with ``requires_grad=False``, of at least `min_tensor_bytes`, are in the swap store
-        while no module uses them. They are read before the forward of their module, and again in backward if it needs
-        them; they are written once. ``"all"``: trained parameters too, which are written again after each update. With
-        `step_in_backward` a parameter is updated in backward, which needs it in memory anyway. With
-        ``optimizer_state=True``, `optimizer.step()` brings in a few parameters at a time, with their state. With
-        neither, each parameter is read when the optimizer uses it. ``False``: they stay in memory.
+        ``"frozen"``: parameters with ``requires_grad=False``, of at least `min_tensor_bytes`, are swapped out while no
+        module uses them. They are read before the forward of their module, and again in backward if it needs them; they
+        are written once. ``"all"``: trained parameters too, which are written again after each update. With
+        `step_in_backward`, a parameter is updated in backward, while it is in memory. With ``optimizer_state=True``,
+        `optimizer.step()` swaps in a few parameters at a time, with their state. With neither, each parameter is read
+        when the optimizer uses it. ``False``: all parameters stay in memory.
 
     Returns
     -------
@@ -123,7 +123,7 @@ def enable(
     ------
     ValueError, OSError
         An argument is wrong, conflicts with another one or does not fit the machine; nothing is enabled then. If no
-        plan stays within `memory_limit`, a forward, usually the second, raises an `InfeasibleLimitError`.
+        plan stays within `memory_limit`, a forward pass (usually the second) raises an `InfeasibleLimitError`.
     RuntimeError
         A call of the CUDA driver failed.
 
@@ -162,22 +162,22 @@ def materialize(
     parameters: Literal["all", "frozen", False] = "frozen",
     **options: Any,
 ) -> Session:
-    """Give a model that was built on the meta device its values from safetensors files, and enable offload on it.
+    """Load safetensors files into a model that was built on the meta device, and enable offload on it.
 
-    The files are read one tensor at a time. A parameter that is to leave memory leaves before the next tensor is read,
-    so the model can be larger than memory. Freeze parameters before the call.
+    The files are read one tensor at a time. A parameter that offload moves is swapped out before the next tensor is
+    read, so the model can be larger than memory. Freeze parameters before the call.
 
     Parameters
     ----------
     model
-        What is on the meta device gets its values; everything else stays as it is. Parameters become other objects:
-        create the optimizer after this, and pass it to `Session.add_optimizer` to have its state moved.
+        Tensors on the meta device are replaced by tensors with values; all others stay as they are. The new parameters
+        are new objects: create the optimizer after this call. `Session.add_optimizer` moves its state.
     weights
         A file, a folder with files ``*.safetensors``, or a list of files. Values are converted to the model's types.
     device
-        Where the model is going to be.
+        The device of the new tensors.
     parameters
-        As in `enable`; with ``False`` all of the model is in memory.
+        As in `enable`; with ``False`` the whole model is in memory.
     **options
         The other arguments of `enable`, by name, except those about the optimizer: `optimizer`, `optimizer_state`,
         `step_in_backward` and `gradients`.
@@ -185,7 +185,7 @@ def materialize(
     Returns
     -------
     Session
-        The handle, as of `enable`.
+        The handle, as from `enable`.
 
     Raises
     ------
@@ -244,7 +244,7 @@ def _enable(
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
-    # `offload plan` and `offload fit` run no step that follows a plan, so no plan chooses which state moves.
+    # Under `offload plan` and `offload fit` (which set the listener), no step follows a plan: no plan can move state.
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned

@@ -240,4 +240,4 @@ assert handle.plan is None
     assert ran.stdout.split() == ["True", "False"]
     not_yet, by_hand = ran.stderr.splitlines()
     assert "its plan is made when the second begins" in not_yet
-    assert "n_tensors is the manual mode" in by_hand
+    assert "with n_tensors (manual mode) no plan is made" in by_hand

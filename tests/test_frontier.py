@@ -195,7 +195,7 @@ def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, sh
     assert (planned.plan is not last.plan) == goes_back
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("back to")]
     swaps = len(planned.plan.swaps), len(last.plan.swaps)
-    why = f"was {last.slowdown:.1%} slower than without swapping"
+    why = f"was {last.slowdown:.1%} ± {last.error:.1%} slower than without swapping"
     assert said == ([f"back to a plan with {swaps[0]} swaps: the one with {swaps[1]} {why}"] if goes_back else [])
 
 

@@ -11,6 +11,9 @@ from offload.control.limits import LIMITS
 from offload.plan import Link, Swap, make_plan
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
+ALLOWED = 0.05
+UNCERTAIN = [1.0, 1.12, 1.04, 1.06, 1.1, 1.02, 1.0, 1.04]  # noise hides whether steps are more than 5 % slower
+
 
 def recomputing_plan(byte_seconds, *, waits):
     """A plan that recomputes 10 bytes, with the assumption that each takes `byte_seconds` besides.
@@ -35,7 +38,7 @@ def learned_costs(step_seconds):
     steps = [StepCost(step_seconds, (1.0,) * 8, step_seconds, 8.0)] * LIMITS.measurements
     costs = []
     for _ in range(3):
-        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps)
+        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps, ALLOWED)
         frontier.learn(Link(20.0, 6.0))
         costs.append(frontier.recompute_byte_seconds)
     return costs
@@ -60,7 +63,7 @@ def test_a_cost_that_takes_the_place_of_a_wait_is_not_learned():
     frontier = Frontier(LIMITS, recompute_byte_seconds=0.05)
     frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     steps = [StepCost(without, (1.0,) * 8, without, 8.0)] * LIMITS.measurements
-    frontier.judge(recomputing_plan(0.05, waits=True), steps)
+    frontier.judge(recomputing_plan(0.05, waits=True), steps, ALLOWED)
     assert frontier.tried[-1].unexplained_seconds == pytest.approx(0.0)
 
 
@@ -85,7 +88,7 @@ def slowdown_beside_bursts():
     frontier.references.extend(step(node, 0.1) for node in range(5))
     slowed = [step(node, 0.9) for node in range(5)]
     steps = [replace(cost, step=cost.step + 0.8, own_step=cost.own_step + 0.8) for cost in slowed]
-    return frontier.judge(recomputing_plan(0.0, waits=False), steps)
+    return frontier.judge(recomputing_plan(0.0, waits=False), steps, ALLOWED)
 
 
 def test_bursts_that_are_shorter_than_a_step_are_in_no_slowdown():
@@ -103,7 +106,7 @@ def test_on_a_shared_processor_cpu_times_are_compared_and_elapsed_times_are_plan
     frontier.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     assert frontier.is_shared
     steps = [StepCost(15.0, (1.8,) * 8, 8.4, 8.3)] * LIMITS.measurements
-    assert frontier.judge(recomputing_plan(0.0, waits=False), steps) == pytest.approx(0.05)
+    assert frontier.judge(recomputing_plan(0.0, waits=False), steps, ALLOWED) == pytest.approx(0.05)
     assert frontier.reference_node_seconds == [1.5] * 8
 
 
@@ -112,9 +115,50 @@ def test_a_judged_plan_is_known_after_it_has_been_copied():
     frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     plan = recomputing_plan(0.0, waits=True)
     assert frontier.judged(plan) is None
-    frontier.judge(plan, [StepCost(8.4, (1.0,) * 8, 8.4, 8.0)] * LIMITS.measurements)
+    frontier.judge(plan, [StepCost(8.4, (1.0,) * 8, 8.4, 8.0)] * LIMITS.measurements, ALLOWED)
     copied = frontier.judged(replace(plan, refusals={"a reason": 1}))
     assert copied is not None
     assert (copied.slowdown, copied.reference_steps) == (pytest.approx(0.05), LIMITS.measurements)
     assert frontier.judged(recomputing_plan(0.0, waits=False)) is None
     assert frontier.judged(None) is None
+
+
+def judged_after(ratios, limits=LIMITS, *, allowed=ALLOWED):
+    """The slowdown of a plan whose steps take these multiples of reference steps, and after how many it is known."""
+    frontier = Frontier(limits)
+    steps = []
+    for count, ratio in enumerate(ratios, 1):
+        steps.append(StepCost(8.0 * ratio, (ratio,) * 8, 8.0 * ratio, 8.0 * ratio))
+        frontier.references.append(StepCost(8.0, (1.0,) * 8, 8.0, 8.0))
+        slowdown = frontier.judge(recomputing_plan(0.0, waits=False), steps, allowed)
+        if slowdown is not None:
+            return frontier, slowdown, count
+    return frontier, None, len(steps)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "slowdown", "count", "kept"),
+    [
+        ([1.02] * 8, 0.02, 3, True),
+        ([1.0499] * 8, 0.0499, 3, True),
+        ([1.06] * 8, 0.06, 3, False),
+        ([1.1, 1.14, 1.12] * 3, 0.12, 3, False),
+        ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 4, True),
+        (UNCERTAIN, 0.04, 8, False),
+        ([1.0, 1.1], None, 2, None),
+    ],
+)
+def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, slowdown, count, kept):
+    """A plan keeps `max_slowdown` only if its slowdown plus the margin of error does."""
+    frontier, found, steps = judged_after(ratios)
+    assert (found, steps) == (pytest.approx(slowdown) if slowdown is not None else None, count)
+    assert (frontier.best(ALLOWED) is not None) == bool(kept)
+    assert len(frontier.tried) == (slowdown is not None)
+
+
+def test_without_the_margin_a_lucky_plan_is_kept():
+    """A mutant."""
+    limits = replace(LIMITS, standard_errors=0.0)
+    frontier, slowdown, count = judged_after(UNCERTAIN, limits)
+    assert (slowdown, count) == (pytest.approx(0.04), 3)
+    assert frontier.best(ALLOWED) is not None

@@ -57,7 +57,7 @@ def refused(model, kind, message):
         ({"exclude": ("first.weight",)}, "exclude: the model has no module 'first.weight'"),
         ({"exclude": ("",)}, "exclude: the model has no module ''"),
         ({"exclude": (3,)}, "exclude: the model has no module 3"),
-        ({"exclude": "first"}, r'exclude takes several module names: write exclude=\("first",\)'),
+        ({"exclude": "first"}, r'exclude takes a list of module names, not a string: write exclude=\("first",\)'),
         ({"exclude": None}, "exclude takes .*module names"),
         ({"exclude": 3}, "exclude takes .*module names"),
     ],

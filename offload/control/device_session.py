@@ -1,6 +1,7 @@
 """One enabled model on one device: its engine, the rules for which tensors may be swapped, and its controller.
 
-Every pack asks here before the engine swaps a tensor. If the model is moved to another device, it gets a new session.
+The saved-tensor hooks ask it which tensors may be swapped. If the model is moved to another device, it gets a new
+session.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ __all__ = ["DeviceSession"]
 
 log = logging.getLogger("offload")
 
-UNHELD_MAX = 4096
+UNHELD_MAX = 4096  # entries of the cache `ModelState.not_held`
 
 
 class DeviceSession:
-    """Answers what hooks ask (`hooks.Policy`), for the steps that begin while the model is on this device.
+    """Implements `hooks.Policy` for the steps that begin while the model is on this device.
 
     Parameters
     ----------
@@ -55,15 +56,15 @@ class DeviceSession:
     on_recorded
         Called with every step that has been recorded.
     make_trial
-        Begins a trial step of recomputation, or returns the reason why none can run.
+        Begins a trial step, which tests how tensors can be recomputed, or returns the reason why none can run.
     on_profile
-        Called with every profile before it is planned; if given, every model is profiled.
+        Called with every profile before its plan is made. If given, every model is profiled, even with `n_tensors`.
     explain
         Adds an explanation to an out-of-memory error. If a path is given, it also writes the explanation to this page.
     limits
         Bounds and tolerances of the controller.
     states
-        Moves the state of the model's optimizers; None if no state may move.
+        Swaps the state of the model's optimizers; None if all state stays in memory.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class DeviceSession:
         states: StateMovers | None = None,
     ) -> None:
         self.device = device
-        self.device_type = device.type  # torch formats it anew at each access
+        self.device_type = device.type  # stored: torch builds this string at each access
         self.options = options
         self.engine = engine
         self.counts = Counts()
@@ -113,14 +114,14 @@ class DeviceSession:
                 self.held.count_moving(states.away_bytes, states.bytes_in_memory_max, in_backward=in_backward)
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements; return the planned step used last. None in the manual mode."""
+        """Read all complete measurements; return the planned step used last. None for a `ManualController`."""
         if isinstance(self.controller, PlanController):
             return self.controller.latest()
         self.controller.read_measurements()
         return None
 
     def close(self, *, trim: bool) -> None:
-        """Stop profiling, and wait for copies in flight. Existing graphs can still be differentiated.
+        """Stop profiling, and wait for copies in flight. Existing graphs can still run backward.
 
         Parameters
         ----------
@@ -137,7 +138,7 @@ class DeviceSession:
             self.controller.close()
             self.controller.regions.close()
         if os.getpid() != self._pid:
-            return  # copies and store belong to the process from which this one was forked
+            return  # in a forked child: copies and store belong to the parent process
         self.engine.drain()
         if trim:
             self.engine.store.quiesce()
@@ -157,14 +158,14 @@ class DeviceSession:
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Return why a storage is kept whatever the plan is; None if it may be swapped.
 
-        "parameter" (or buffer, or a view of one) and "leaf" say what else holds it. "written later" says that the
-        operator that saves it writes into it afterwards.
+        "parameter" (or buffer, or a view of one) and "leaf": the model or the program holds it too, so that swapping
+        would free nothing. "written later": the operator that saves it writes into it afterwards.
         """
         if storage_id in self.state.storages:
             return "parameter"
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # the program reads a leaf's gradient, so it holds the leaf
-        if tensor.grad_fn is None:  # maybe a frozen parameter or a buffer that was added since the last look
+        if tensor.grad_fn is None:  # perhaps a frozen parameter or a buffer added since the last `look`
             if storage_id not in self.state.not_held:
                 self.state.expire()
                 self.state.look()
@@ -187,7 +188,7 @@ class DeviceSession:
         return model is not None and has_compiled_parts(model)
 
     def asks_modules(self) -> bool:
-        """Return whether the module that runs decides, too, which tensors may be swapped."""
+        """Return whether it also depends on the running module which tensors may be swapped."""
         return bool(self.options.exclude or self._watches)
 
     def is_excluded(self) -> bool:
@@ -198,10 +199,10 @@ class DeviceSession:
         """Log, once per kind of error, that a tensor stays because it could not be stored."""
         if type(error) not in self._warned:
             self._warned.add(type(error))
-            log.warning("a tensor stays on the device: %s", str(error))  # not `error` itself, whose frames hold graphs
+            log.warning("a tensor stays on the device: %s", str(error))  # not `error`: its traceback keeps graphs alive
 
     def explain(self, error: BaseException, path: str | os.PathLike[str] | None = None) -> None:
-        """Add a note to an out-of-memory `error` that explains it; write a page with the explanation to `path`."""
+        """Add an explanation to an out-of-memory `error` as a note; if `path` is given, also write it as a page."""
         self._explain(error, self, path)
 
     # -- called by the enabled model ----------------------------------------------------------------------------------

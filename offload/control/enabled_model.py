@@ -1,6 +1,6 @@
-"""An enabled model. Each of its training steps runs with the hooks of the session on the model's device.
+"""Wraps the forward of an enabled model: each training step runs with saved-tensor hooks, as its session decides.
 
-Every call of the model's forward goes through this class. If the model is moved to another device, it gets a new
+Every call of the model's forward goes through `EnabledModel`. If the model is moved to another device, it gets a new
 `DeviceSession` there.
 """
 
@@ -80,12 +80,12 @@ class EnabledModel:
     Attributes
     ----------
     step_listeners
-        Called with this model whenever a step has begun.
+        Called with this `EnabledModel` whenever a step has begun.
     parameters
-        Moves parameters; None if they stay.
+        Swaps parameters; None if they stay in memory.
     misplaced, moved
         Messages for the report; empty if there is nothing to say. `misplaced` says that the model is on other devices
-        than the engine. `moved` gives the latest move of the model after which a new session was made.
+        than the engine. `moved` describes the latest move to another device for which a new session was created.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class EnabledModel:
         self._asked = {**asked, "exclude": options.exclude}
         self._make_device_session = make_device_session
         self._is_unused = is_unused
-        self._refused: torch.device | None = None  # device of the model, if no engine could be made for it
+        self._refused: torch.device | None = None  # the model's device, if no engine could be created there
         self._local = threading.local()
         self.on_device = self._session_on(model, device, options, engine)
         self._wrappers: list[weakref.ref[ForwardWrapper]] = []  # the modules hold them
@@ -145,7 +145,7 @@ class EnabledModel:
         return self._model()
 
     def disable(self) -> None:
-        """Remove the wrappers and wait for copies in flight. Graphs can still be differentiated."""
+        """Remove the wrappers and wait for copies in flight. Existing graphs can still run backward."""
         self.is_enabled = False
         for reference in reversed(self._wrappers):
             wrapper = reference()
@@ -186,7 +186,7 @@ class EnabledModel:
         """Log, once, that the model is on other devices than the engine's."""
         device, words = self.on_device.device, ""
         if devices != {device}:
-            what = f"what is not on {device} is not swapped" if device in devices else "NOTHING IS SWAPPED"
+            what = f"tensors not on {device} are not swapped" if device in devices else "NOTHING IS SWAPPED"
             words = f"{what}: the model was on {device} and is spread over {named(devices)} now; move it to one device"
         self._refused = None
         self._warn_misplaced(words)
@@ -252,7 +252,7 @@ class EnabledModel:
         run_pending_callbacks()
         if not self.applies():
             self.on_device.controller.end_finished_profiles()
-            self.on_device.engine.collect()  # an evaluation needs what freed graphs have left
+            self.on_device.engine.collect()  # frees the memory of freed graphs, for the evaluation
             return nullcontext()
         if self.is_removed():
             return nullcontext()
@@ -288,7 +288,7 @@ class EnabledModel:
         """Begin a step: choose its schedule by the shapes of the inputs, and attach the observer to its hooks."""
         here, model = self.on_device, self._model()
         here.engine.collect()
-        for engine in engines():  # engines share stores: another one may hold memory that this one needs
+        for engine in engines():  # engines share stores: another engine may hold memory that this one needs
             if engine is not here.engine:
                 engine.collect()
         here.counts.begun.add(1)
@@ -334,14 +334,14 @@ class EnabledModel:
                 shapes.append(tuple(leaf.shape))
                 kinds.append((leaf.dtype, leaf.requires_grad))
                 input_bytes += leaf.nbytes if has_storage(leaf) else 0
-            elif leaf is None or isinstance(leaf, bool):  # may choose a branch; few values, so few more signatures
+            elif leaf is None or isinstance(leaf, bool):  # selects a branch; few values, so few signatures
                 kinds.append(leaf)
         kinds.append(torch.is_autocast_enabled(self.on_device.device_type))
-        kinds += modes_of_others()  # they may change what operators return
+        kinds += modes_of_others()  # the program's dispatch modes may change what operators return
         return Signature(tuple(shapes), tuple(kinds), input_bytes)
 
 
-_PLAIN = (Tensor, bool, NoneType)  # `tree_leaves`, which is slow, returns such values as they are
+_PLAIN = (Tensor, bool, NoneType)  # `tree_leaves`, which is slow, returns these values unchanged
 
 
 class HookedForward(HookContext):
@@ -350,8 +350,8 @@ class HookedForward(HookContext):
     Parameters
     ----------
     inputs
-        The positional and keyword arguments of the forward that begins. If None, the first forward inside the context
-        gives its own.
+        The positional and keyword arguments of the forward that begins. If None, those of the first forward inside the
+        context are used.
     """
 
     def __init__(self, enabled: EnabledModel, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> None:
@@ -380,7 +380,7 @@ class HookedForward(HookContext):
         return self._hooks
 
     def __exit__(self, *args: object) -> None:
-        """Remove the hooks. After an interrupt it may be called again; once the hooks are removed, it does nothing."""
+        """Remove the hooks. May be called again after an interrupt; does nothing once the hooks are removed."""
         if self._is_over:
             return
         try:

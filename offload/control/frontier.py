@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from math import sqrt
+from statistics import median, stdev
 
 from offload.control.limits import Limits
 from offload.plan import Link, Plan, recomputed, simulate
@@ -31,6 +32,8 @@ class TriedPlan:
     ----------
     slowdown
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+    error
+        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     reference_steps
         Number of these reference steps.
     unexplained_seconds
@@ -44,6 +47,17 @@ class TriedPlan:
     slowdown: float
     reference_steps: int
     unexplained_seconds: float = 0.0
+    error: float = 0.0
+
+    @property
+    def slowdown_max(self) -> float:
+        """The slowdown plus its margin of error: this is compared with `max_slowdown`."""
+        return self.slowdown + self.error
+
+    @property
+    def in_words(self) -> str:
+        """The slowdown and its margin of error, in per cent."""
+        return f"{self.slowdown:.1%} ± {self.error:.1%}"
 
     @property
     def saved_bytes(self) -> int:
@@ -141,7 +155,7 @@ class Frontier:
 
     def __post_init__(self) -> None:
         self.looks = deque(maxlen=self.limits.measurements_before_judging)
-        self.references = deque(maxlen=self.limits.measurements)
+        self.references = deque(maxlen=self.limits.judged_steps)
 
     @property
     def is_shared(self) -> bool:
@@ -186,7 +200,8 @@ class Frontier:
         cost = StepCost.of(measured)
         self.references.append(cost)
         if self.is_settled and steps:
-            self.looks.append(median(map(self._step, steps)) / self._computed(cost) - 1)
+            last = [self._step(each) for each in steps][-self.limits.measurements :]
+            self.looks.append(median(last) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
         """Return whether the plan that the search ended with was too slow beside each of the last reference steps.
@@ -217,22 +232,15 @@ class Frontier:
         """Return whether the step that begins is to be a reference step.
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
-        of a new plan is not a reference step: planning has already delayed it. No more are due once the present plan
-        has had enough.
+        of a new plan is not a reference step: planning has already delayed it. A plan has at most `judged_steps` of
+        them until it is judged.
 
         Parameters
         ----------
         plan_steps
             Number of steps that have followed the present plan, without its reference steps.
         """
-        return not self._are_enough([*map(self._computed, self.references)]) and self.begun < plan_steps
-
-    def _are_enough(self, seconds: Sequence[float]) -> bool:
-        """Return whether there are enough measurements to determine a duration. More are needed if they differ much."""
-        if len(seconds) < self.limits.measurements_before_judging:
-            return False
-        is_noisy = max(seconds) - min(seconds) > self.limits.tolerance * median(seconds)
-        return not is_noisy or len(seconds) >= self.limits.measurements
+        return len(self.references) < self.limits.judged_steps and self.begun < plan_steps
 
     def learn(self, link: Link) -> Link:
         """Estimate from the tried plans by how much each moved byte slows the computation.
@@ -266,38 +274,57 @@ class Frontier:
         saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
-        kept = [each.saved_bytes for each in self.tried if each.slowdown <= max_slowdown]
-        broken = [each.saved_bytes for each in self.tried if each.slowdown > max_slowdown]
+        kept = [each.saved_bytes for each in self.tried if each.slowdown_max <= max_slowdown]
+        broken = [each.saved_bytes for each in self.tried if each.slowdown_max > max_slowdown]
         more = [each for each in broken if each > max(kept, default=0)]
         if kept and more:
             saved = (max(kept) + min(more)) / 2
         else:
-            low, high = (0.15, 0.75) if last.slowdown > max_slowdown else (1.2, 2.0)
-            factor = self.limits.aim * max_slowdown / last.slowdown if last.slowdown > 0 else high
+            low, high = (0.15, 0.75) if last.slowdown_max > max_slowdown else (1.2, 2.0)
+            factor = self.limits.aim * max_slowdown / last.slowdown_max if last.slowdown_max > 0 else high
             saved = last.saved_bytes * min(max(factor, low), high)
         return last.plan.unswapped_peak_bytes - int(saved)
 
-    def judge(self, plan: Plan, steps: Sequence[StepCost]) -> float | None:
-        """Return the slowdown of the plan's measured steps and store it in `tried`; None if it is not known yet.
+    def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
+        """Return the slowdown of a plan, and store it in `tried`. None if more measured steps are needed.
 
-        Sets `reference_node_seconds`.
+        Sets `reference_node_seconds` if it returns a slowdown.
+
+        Parameters
+        ----------
+        plan
+            The present plan.
+        steps
+            Its last measured steps, without reference steps.
+        max_slowdown
+            The promise. Steps are measured until it is outside of the slowdown's margin of error, or until there are
+            `judged_steps` of each kind.
         """
-        if not self._are_enough([*map(self._computed, self.references)]):
+        count = min(len(steps), len(self.references))
+        if count < self.limits.measurements_before_judging:
             return None
-        if not self._are_enough([*map(self._step, steps)]):
+        compute = sum(self._median_nodes(self.references))
+        taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
+        slowdown = taken / compute - 1
+        error = self._error(steps)
+        if abs(slowdown - max_slowdown) < error and count < self.limits.judged_steps:
             return None
         self.reference_node_seconds = [
             median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
         ]
-        compute = sum(self._median_nodes(self.references))
-        taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
-        slowdown = taken / compute - 1
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
         self.tried = [each for each in self.tried if each.plan is not plan]
         unexplained = taken - compute - explained
-        self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained))
+        self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained, error))
         return slowdown
+
+    def _error(self, steps: Sequence[StepCost]) -> float:
+        """Return the margin of error of the slowdown, from how much the ratios of successive steps differ."""
+        count = min(len(steps), len(self.references))
+        pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
+        ratios = [self._step(cost) / self._computed(reference) for cost, reference in pairs]
+        return self.limits.standard_errors * stdev(ratios) / sqrt(count)
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.
@@ -314,18 +341,18 @@ class Frontier:
             The smallest peak that a plan can have.
         """
         last = self.tried[-1]
-        if last.slowdown > max_slowdown:
+        if last.slowdown_max > max_slowdown:
             best = self.best(max_slowdown)
             if best is not None and best.peak_bytes <= (1 + self.limits.peak_step) * last.plan.peak_bytes:
                 return None
-            return f"the median step was {last.slowdown:.1%} slower than without swapping"
-        has_time = last.slowdown < self.limits.spare * max_slowdown
+            return f"steps were {last.in_words} slower than without swapping"
+        has_time = last.slowdown_max < self.limits.spare * max_slowdown
         noise = 1 + self.limits.noise
         is_least = last.plan.peak_bytes <= noise * least_peak_bytes
-        broken = [each.plan.peak_bytes for each in self.tried if each.slowdown > max_slowdown]
+        broken = [each.plan.peak_bytes for each in self.tried if each.slowdown_max > max_slowdown]
         is_next_to_broken = broken and last.plan.peak_bytes <= (1 + self.limits.peak_step) * max(broken)
         if has_time and not is_least and not is_next_to_broken:
-            return f"the median step was only {max(last.slowdown, 0.0):.1%} slower than without swapping"
+            return f"steps were only {last.in_words} slower than without swapping"
         return None
 
     def is_new(self, plan: Plan) -> bool:
@@ -342,7 +369,7 @@ class Frontier:
 
     def best(self, max_slowdown: float) -> Plan | None:
         """Return the plan of least memory among those that kept the promise; None if none did."""
-        kept = [each for each in self.tried if each.slowdown <= max_slowdown]
+        kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
 
 

@@ -38,6 +38,10 @@ class Limits:
     measurements, measurements_before_judging
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.
+    judged_steps, standard_errors
+        The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
+        the steps of a plan and its reference steps are measured until `max_slowdown` is outside of this margin, at most
+        `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does.
     device_measured_steps
         Number of steps that are measured on an accelerator, where each measurement records an event.
     steady_measured_every
@@ -64,7 +68,7 @@ class Limits:
         `uneven` times the shortest. The plan is then measured again, at most `repeats` times.
     aim, spare
         Fractions of `max_slowdown`. Plans after the first aim at `aim`, so that noise does not break the promise. A
-        plan whose slowdown is below `spare` is replaced by one that swaps more.
+        plan whose slowdown plus its margin of error is below `spare` is replaced by one that swaps more.
     peak_step
         The search ends if a plan that kept `max_slowdown` needs at most this much more memory (relative) than one that
         did not.
@@ -90,6 +94,8 @@ class Limits:
     recheck_steps: int = 64
     measurements: int = 5
     measurements_before_judging: int = 3
+    judged_steps: int = 8
+    standard_errors: float = 1.0
     device_measured_steps: int = 8
     steady_measured_every: int = 16
     manual_measured_steps: int = 5

@@ -1,15 +1,15 @@
-"""The state machine of a signature: its first step is profiled, a plan is made and measured, and then only followed.
+"""The state machine of a signature: its first step is profiled; then a plan is made, measured and followed.
 
-A signature is the kind of a step: the shapes and dtypes of its inputs (`signature.py`). The controller changes its
-phase, always through `SignatureState.enter`.
+A signature is the shapes and kinds of a step's inputs (`signature.py`). The controller changes its phase, always by
+`SignatureState.enter`.
 
     PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED if the plan moves nothing and there is no memory limit
         ▲          ▲  │  ▲         │            │
         │      TRIAL ◀┘  └─────────┴────────────┘   if measured steps differ from the plan, or more memory is in use
-        └── from any phase, if a step differs from the recorded one; if this happens too often, to ON_DEMAND
+        └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
 
 If a swap-only plan slows the step (with `max_slowdown`: if it needs more memory than the lowest feasible limit), a
-trial step follows. It tries which tensors can be recomputed, and the next plan may recompute them.
+trial step follows. It tests which tensors can be recomputed, and the next plan may recompute them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Phase(enum.Enum):
     # One step is recorded. Steps that begin before its backward has ended swap every tensor and load it on demand.
     PROFILING = "profiling"
     PLANNING = "planning"  # a profile exists; a new plan is made before the next step
-    TRIAL = "trial"  # one step runs every recipe once; steps that begin before it has ended follow the plan
+    TRIAL = "trial"  # one step tests all recipes; steps that begin before it has ended follow the plan
     MEASURING = "measuring"  # the first steps of a plan are measured
     STEADY = "steady"  # measurements agree with the plan, or the limit on new plans is reached
     UNHOOKED = "unhooked"  # the plan neither swaps nor recomputes: only one step in `recheck_steps` has hooks
-    ON_DEMAND = "on demand"  # steps differ too often to plan: they swap every tensor and load it on demand
+    ON_DEMAND = "on demand"  # steps differed too often: no plan; every tensor is swapped, and loaded on demand
 
 
 @dataclass
@@ -69,7 +69,7 @@ class SignatureState:
             self.phase = phase
 
     def deviate(self, limit: int) -> None:
-        """Discard the plan: a step differed from the recorded one. After `limit` such steps none is made again."""
+        """Discard the plan: a step differed from the recorded one. After `limit` such steps, no new plan is made."""
         self.planned = None
         self.deviations += 1
         if self.deviations == limit:
@@ -86,8 +86,8 @@ def larger_plan(
 ) -> PlannedStep | None:
     """Return the latest plan of a signature with inputs at least as large in every dimension; None if there is none.
 
-    A smaller step that follows this plan keeps the limit too. So, if every step has another length, not every step has
-    to be profiled.
+    A smaller step that follows this plan keeps the memory limit too. So if sequence lengths vary from step to step, not
+    every length has to be profiled.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class PlannedStep:
         self.frontier = Frontier(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
-        self.costs = deque(maxlen=self.limits.measurements)
+        self.costs = deque(maxlen=self.limits.judged_steps)
         self.swap_seconds = deque(maxlen=self.limits.measurements)
         self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)

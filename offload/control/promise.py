@@ -138,7 +138,7 @@ class SlowdownPromise:
         if frontier.are_disturbed(planned.costs) and frontier.repeats < self._limits.repeats:
             planned.measure_again()
             return False
-        if frontier.judge(plan, planned.costs) is None:
+        if frontier.judge(plan, planned.costs, allowed) is None:
             return False
         reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
         if reason is None or planned.replans >= self._limits.replans:
@@ -224,8 +224,8 @@ class SlowdownPromise:
         """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
         plan, judged = self._best(planned, allowed), planned.frontier.tried[-1]
         if plan is not judged.plan:
-            is_slow = judged.slowdown > allowed
-            why = f"was {judged.slowdown:.1%} slower than without swapping" if is_slow else "saves too little memory"
+            is_slow = judged.slowdown_max > allowed
+            why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
             log.info("back to a plan with %d swaps: the one with %d %s", len(plan.swaps), len(judged.plan.swaps), why)
         return plan
 

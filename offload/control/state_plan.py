@@ -1,7 +1,7 @@
-"""Chooses, for each plan of a signature, which optimizer state moves, and makes the optimizers follow.
+"""Chooses for each plan which optimizer state is swapped out between updates, and makes the optimizers do so.
 
-If a memory limit is given, `SlowdownPromise` calls it for every plan. Without ``optimizer_state="auto"`` it only adds
-to the error, if no plan keeps the limit, how much memory ``"auto"`` would free.
+If a memory limit is given, `SlowdownPromise` makes every plan through it. Without ``optimizer_state="auto"`` it chooses
+no state. If no plan keeps the limit, the error then says how much memory ``"auto"`` would free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["StatePlanner"]
 
 
 class StatePlanner:
-    """Chooses a share of the state for each plan. The largest share of all plans in use moves.
+    """Chooses which share of the optimizer state each plan swaps out: at least as much as any other plan in use.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ class StatePlanner:
     options
         The caller's arguments, with a memory limit.
     limits
-        Tolerances. No more state moves for a gain of `noise` or less.
+        Tolerances. More state than the limit requires is swapped out only if steps are then faster by over `noise`.
     counts
         The session's counts, which give the number of steps.
     latest
-        Reads complete profiles, and returns the signature that was profiled last.
+        Reads complete profiles, and returns the `PlannedStep` used last.
     held
-        Finds the model's optimizers and the bytes of their state.
+        Knows the model's optimizers and the bytes of their state.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StatePlanner:
         states.passes.count = partial(getattr, counts, "steps")
 
     def plan(self, planned: PlannedStep, make: Callable[[Trace], Plan]) -> Plan:
-        """Return a signature's next plan, and move out the state that it moves.
+        """Return a signature's next plan, and swap out the optimizer state that the plan chooses.
 
         Parameters
         ----------
@@ -77,13 +77,13 @@ class StatePlanner:
         Raises
         ------
         InfeasibleLimitError
-            No plan keeps the memory limit even if all state moves.
+            No plan keeps the memory limit, even if all movable state is swapped out.
         """
         chunks: list[MovableChunk] = []
         if self._states.is_planned:
             self._states.settle()
             chunks = self._states.chunks()
-            if not chunks and self._states.updates:  # none of the state can leave
+            if not chunks and self._states.updates:  # no state can be swapped out
                 self._states.follow(())
             planned.optimizers = self._states.passes.optimizers
         try:
@@ -94,7 +94,7 @@ class StatePlanner:
     def is_outdated(self, planned: PlannedStep) -> bool:
         """Return whether an optimizer with movable state has made its first update since the plan was made.
 
-        False if the plan was made after another optimizer's update and already chooses what moves.
+        False if the plan was made after another optimizer's update and already chooses the state to swap out.
         """
         assert planned.plan is not None
         known, planned.optimizers = planned.optimizers, self._states.passes.optimizers
@@ -133,7 +133,7 @@ class StatePlanner:
         self, error: InfeasibleLimitError, planned: PlannedStep, chunks: Sequence[MovableChunk]
     ) -> InfeasibleLimitError:
         kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
-        kept += away - sum(chunk.nbytes for chunk in chunks)  # of the plan that was refused
+        kept += away - sum(chunk.nbytes for chunk in chunks)  # stays, if all chunks leave as in the refused plan
         movable = 0
         if not (self._states.is_planned or self._states.steps_in_backward or away):
             movable = self._states.movable_bytes(self._held.optimizers)
@@ -148,7 +148,7 @@ class StatePlanner:
         )
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` fit within the limit together with the recorded step if it keeps every tensor."""
+        """Return whether the recorded step, if it swaps nothing, leaves `nbytes` free within the limit."""
         planned, limit_bytes = self._latest(), self._options.memory_limit
         return (
             planned is not None

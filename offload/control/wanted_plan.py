@@ -1,6 +1,6 @@
-"""The plan that the caller's arguments ask for.
+"""Makes the plan that the arguments of `offload.enable` ask for.
 
-The controller calls it when a plan is due.
+The controller calls `wanted_plan` when a plan is due.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def wanted_plan(
     held_bytes: int = 0,
     effort: float = 1.0,
 ) -> Plan:
-    """Return the plan that the caller asked for. It recomputes only if the gain exceeds the noise of measurements.
+    """Return the plan that the arguments ask for. It recomputes only if the gain exceeds the noise of measurements.
 
     Parameters
     ----------
     trace
-        The step, with the recipes that the trial step has found.
+        The step. After a trial step it has recipes, the operators that recompute saved tensors.
     link
-        The link to plan with.
+        The speed of copies to assume.
     options
         The caller's arguments.
     device_bytes
         Memory of the device.
     limits
-        Tolerances; a gain of `noise` or less is not worth a change.
+        Tolerances; a gain of `noise` or less does not justify recomputation.
     held_bytes
-        The most bytes that recipes keep on the device until backward.
+        Upper bound on the bytes that recipes keep on the device until backward.
     effort
         The share of the usual time that the search may take.
 

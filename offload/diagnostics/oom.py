@@ -53,11 +53,11 @@ class Subject:
     swapped
         Tensors swapped out since the last forward began.
     kept
-        Tensors saved since then and kept, by reason.
+        Tensors saved since the last forward began and kept, by reason.
     dropped
-        Tensors dropped since then, to be recomputed in backward.
+        Tensors dropped since the last forward began, to be recomputed in backward.
     running
-        The plan that the step follows, and the node in which it is; None if it follows none.
+        The plan that the step follows, and the node that it has reached; None if it follows no plan.
     """
 
     model: nn.Module | None
@@ -98,7 +98,7 @@ class Explanation:
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes saved in this step and kept that other arguments would swap."""
+        """Bytes of tensors that this step has saved and kept, and that other arguments would swap."""
         return _movable_bytes(self.kept)
 
     def saved_rows(self) -> list[tuple[str, str, str]]:
@@ -114,7 +114,7 @@ class Explanation:
         rows = [(name, text) for name, text in self.memory.rows()]
         rows += [(name, f"{amount}  ({can})") for name, amount, can in self.saved_rows()]
         if self.resident_bytes:
-            leaving = f", {format_bytes(self.in_flight_bytes)} of it still leaving" if self.in_flight_bytes else ""
+            leaving = f", {format_bytes(self.in_flight_bytes)} of it being copied out" if self.in_flight_bytes else ""
             rows.append(("swapped, on the device now", format_bytes(self.resident_bytes) + leaving))
         width = max(len(name) for name, _ in rows)
         lines = [f"offload: out of memory in {self.where}", *(f"  {name:<{width}}  {text}" for name, text in rows)]
@@ -153,10 +153,10 @@ def tell_at(error: BaseException, at: DeviceSession, path: str | os.PathLike[str
 
 
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
-    """Explain an out-of-memory error in a note on the exception (before Python 3.11: the log), and optionally a page.
+    """Explain an out-of-memory error: in a note (before Python 3.11: in the log) and, with `path`, on a page.
 
-    Other exceptions, and those that have an explanation already, are not changed. This function never raises, so that
-    the caller's exception is not lost.
+    Other exceptions are not changed. An error that is explained already gets no second explanation. If explaining
+    fails, this is logged, so that the caller's exception is not lost.
     """
     if not is_out_of_memory(error):
         return
@@ -170,7 +170,7 @@ def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | 
             Path(path).write_text(explanation.html(), encoding="utf-8")
             _note(error, f"offload: explained with a picture in {path}")
     except (MemoryError, OSError, RuntimeError) as problem:
-        log.warning("running out of memory could not be explained: %s", problem)
+        log.warning("the out-of-memory error could not be explained: %s", problem)
 
 
 def _note(error: BaseException, text: str) -> None:
@@ -271,7 +271,7 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
         return f"Offloading cannot lower this peak: nothing saved for backward is on the device now; {others}."
     could = f"{format_bytes(movable)} of what autograd saved in this step could still be swapped"
     if leaving:
-        could += f" and {format_bytes(leaving)} of swapped tensors are still or again on the device"
+        could += f" and {format_bytes(leaving)} of swapped tensors are on the device (not copied out yet or swapped in)"
     if short is None:
         return f"Offloading {'can lower' if movable else 'does what it can for'} this peak: {could}; {others}."
     if movable + leaving >= short:
@@ -296,7 +296,7 @@ def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options,
             ("process", "it is yours and holds") if len(ending) == 1 else ("processes", "they are yours and hold")
         )
         found.append(Remedy(f"end {what} {names}", f"{whose} {holds}: at least as much as is missing"))
-    why = "halves what is saved for backward; the gradients of two halves, each loss divided by 2, add up to the same"
+    why = "halves what is saved for backward; with each loss divided by 2, two halves give the gradients of the batch"
     found.append(Remedy("halve the batch, and call optimizer.step() after every second one", why))
     return found
 
@@ -344,16 +344,16 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
         arguments["spill_dir"] = options.spill_dir
     words = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
     moved = unchosen + small + excluded + unhoused
-    why = "swaps what it can" if options.n_tensors == 0 else "prefetches later, so that fewer tensors are here at once"
+    why = "swaps what it can" if options.n_tensors == 0 else "prefetches later, to have fewer tensors on the device"
     why = f"swaps up to {format_bytes(moved)} more" if moved else why
-    why = "plans the fastest step that stays below it, or refuses beforehand" if limit else why
+    why = "plans the fastest step within this limit, or raises an error if there is none" if limit else why
     return Remedy(f"offload.enable(model, {words})", why + "; the step takes longer")
 
 
 def _limit_to_plan(memory: DeviceMemory, options: Options) -> str | None:
     """Return a `memory_limit` that fits the device, with a margin for fragmentation; None on the CPU."""
     if not memory.is_accelerator:
-        return None  # a process uses more memory than its tensors
+        return None  # on the CPU, a process uses more memory than its tensors
     room = 0.95 * (memory.total_bytes - memory.foreign_bytes)
     if options.memory_limit is not None:
         room = min(room, 0.9 * options.memory_limit)

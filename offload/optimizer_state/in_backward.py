@@ -1,7 +1,7 @@
 """Updates each parameter in backward, as soon as its gradient is complete, and frees the gradient.
 
-The session makes one object for each optimizer with `step_in_backward=True`. `optimizer.step()` then updates only the
-remaining parameters. The program's schedulers and hooks run as usual.
+With `step_in_backward=True` the session makes one `StepInBackward` for each optimizer. `optimizer.step()` then updates
+only the parameters that backward has not updated. The program's schedulers and hooks run as usual.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BackwardCounts:
     Attributes
     ----------
     optimizer : str
-        Name of its class.
+        Name of the optimizer's class.
     steps : int
         Calls of `optimizer.step()`.
     in_backward, at_step : int
@@ -82,7 +82,7 @@ def check_in_backward(optimizer: Optimizer) -> None:
     Raises
     ------
     ValueError
-        The optimizer cannot, or gradients may be reduced among processes after backward.
+        The optimizer cannot do this, or gradients may still be reduced among processes after backward.
     """
     step = step_behind_hooks(optimizer)
     why = why_its_kind_is_not_divided(optimizer) or _why_not(optimizer, step)
@@ -107,14 +107,14 @@ def _why_not(optimizer: Optimizer, step: Callable[..., Any]) -> str:
 
 
 class StepInBackward:
-    """Makes the step of one optimizer in backward.
+    """Runs the step of one optimizer during backward, one parameter at a time.
 
     Parameters
     ----------
     name_of
         The name of a parameter, for errors.
     mover
-        Moves the optimizer's state, and does not step the optimizer. None if the state stays in memory.
+        Moves the optimizer's state; this class, not the mover, steps the optimizer. None if the state stays in memory.
     """
 
     def __init__(self, optimizer: Optimizer, name_of: Callable[[Tensor], str], mover: StateMover | None = None) -> None:
@@ -225,11 +225,11 @@ class StepInBackward:
                 untraced(self._finish, optimizer, step)
             return loss
 
-        # The step's own function calls this after all hooks: a hook that was registered later may change options.
+        # `step` calls the closure after all pre-hooks have run, so options that a later pre-hook changes are used.
         return (stepping_nothing(optimizer),), {"closure": opaque(rest_of_step)}
 
     def _finish(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        if not self._is_open:  # the closure or a hook has closed this object since the step began
+        if not self._is_open:  # the closure or a hook of the program has called `close` since the step began
             settle_gradients(optimizer)
             step(optimizer)
             return
@@ -268,7 +268,7 @@ class StepInBackward:
             self._gradients.watch(optimizer)
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
-        """Forget the updates made in backward: the checkpoint replaces them, also if a backward pass has failed."""
+        """Forget which parameters backward has updated: the checkpoint replaces them, even after a failed backward."""
         self._forget()
         if self._is_open:
             self._gradients.watch(optimizer)

@@ -1,6 +1,6 @@
 """An optimizer's `state` with some tensors in the store. A look-up of a parameter brings that parameter's tensors back.
 
-`StateMover` replaces the dictionary that torch makes by this one.
+`StateMover` replaces torch's dictionary with this one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ State = dict[Any, Any]
 # Backward does not read state, so state goes to disk before any saved tensor does.
 SPILL_FIRST = 1 << 40
 
-ASKED_BYTES = 64 << 20  # if the program has asked for more state, what it does not hold leaves again
+ASKED_BYTES = 64 << 20  # if the program has read more state than this, what it no longer holds leaves
 
 
 class OptimizerStateError(_core.SpillError):
-    """Optimizer state could not be read back; load that of the latest checkpoint. `parameter` is a parameter's name."""
+    """Optimizer state could not be read back; load it from the latest checkpoint. `parameter`: the parameter's name."""
 
     parameter: str
 
@@ -78,10 +78,10 @@ class StreamedState(defaultdict[Any, State]):
         self.engine = engine
         self.is_moved = True
         self.tensors: dict[Any, list[StateTensor]] = {}
-        self._away_nbytes: int | None = 0  # None if state has left or come back since
+        self._away_nbytes: int | None = 0  # None: out of date, because state has left or come back
         self.held: dict[Any, int] = {}  # by key: number of tensors that stay because other code holds them
-        self._asked: dict[Any, int] = {}  # by key: bytes the program has read or put in, oldest first
-        self.refused = 0  # how often there was no room for a tensor
+        self._asked: dict[Any, int] = {}  # by key: bytes that the program has read or set, oldest first
+        self.refused = 0  # how often the copy-out of a tensor could not start
         self.refusal = ""
         self._min_nbytes = min_nbytes
         self._name_of = name_of
@@ -90,7 +90,7 @@ class StreamedState(defaultdict[Any, State]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that leave."""
+        """Bytes of all tensors that leave memory, whether they are away now or not."""
         return sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
 
     @property
@@ -106,10 +106,13 @@ class StreamedState(defaultdict[Any, State]):
         return sum(each.nbytes for each in self.tensors.get(key, ()))
 
     def leave(self, key: Any, need: int) -> int:
-        """Start the copy-outs of one parameter's tensors that can leave. Returns the bytes."""
+        """Start the copy-outs of those of one parameter's tensors that can leave. Returns their bytes.
+
+        `need` is the spill priority: blocks with a larger one go to disk sooner.
+        """
         state = self.peek(key)
         self._away_nbytes = None
-        if not isinstance(state, dict):  # there is none, or it is not a parameter's
+        if not isinstance(state, dict):  # there is none, or the entry is not a parameter's state
             self._keep(key, [])
             return 0
         tensors = self.tensors.setdefault(key, [])
@@ -121,10 +124,10 @@ class StreamedState(defaultdict[Any, State]):
             if each is None or not each.is_away:
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
-                # Held by another key, an attribute or a variable, where it would read as NaN.
+                # Another key, an attribute or a variable holds the tensor; it would read as NaN there.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
                 if not is_held and not holds_alone(state[name]):
-                    self.engine.drain()  # a copy-out shares it if it came back before the copy-out had ended
+                    self.engine.drain()  # an unfinished copy-out may still hold the memory
                     is_held = not holds_alone(state[name])
                 if is_held:
                     held += 1
@@ -139,12 +142,12 @@ class StreamedState(defaultdict[Any, State]):
         return nbytes
 
     def stay(self, key: Any) -> None:
-        """Let those of one parameter's tensors stay that are in memory, by forgetting them."""
+        """Stop moving those of one parameter's tensors that are in memory now."""
         if key in self.tensors or key in self.held:
             self._keep(key, [each for each in self.tensors.get(key, ()) if each.is_away])
 
     def _keep(self, key: Any, present: list[StateTensor], held: int = 0) -> None:
-        """Forget the tensors of a key, except these."""
+        """Forget all tensors of a key except `present`; other code holds `held` of its tensors."""
         self._away_nbytes = None
         self._asked.pop(key, None)
         self.tensors[key], self.held[key] = present, held
@@ -156,14 +159,14 @@ class StreamedState(defaultdict[Any, State]):
     def _put_out(self, each: StateTensor, need: int) -> None:
         try:
             each.leave(self.engine, need)
-        except (MemoryError, OSError, _core.PinningFailed) as error:  # it stays where it is
+        except (MemoryError, OSError, _core.PinningFailed) as error:  # the tensor stays in memory
             self.refused += 1
             self.refusal = str(error)
 
     def owned(self) -> Iterator[Any]:
-        """Replace loaded tensors that can leave by copies, because the caller may hold the loaded ones.
+        """Replace each loaded tensor that can leave with a copy, because the caller may hold the loaded tensor.
 
-        Yields each key when its tensors are replaced. A tensor in several places becomes one copy in these places.
+        Yields each key after its tensors are replaced. A tensor in several places becomes one copy in these places.
         """
         states = [state for state in dict.values(self) if isinstance(state, dict)]
         places = Counter(id(value) for state in states for value in state.values())
@@ -220,7 +223,7 @@ class StreamedState(defaultdict[Any, State]):
             raise told from error
 
     def peek(self, key: Any) -> State | None:
-        """Return a parameter's state as it is: tensors that are away read as NaN. None if there is none."""
+        """Return a parameter's state without bringing it back: tensors that are away read as NaN. None: no state."""
         return dict.get(self, key)
 
     def copied(self, *, to_host: bool) -> defaultdict[Any, State]:
@@ -250,13 +253,16 @@ class StreamedState(defaultdict[Any, State]):
         return result
 
     def _ask(self, key: Any) -> None:
-        """Bring one parameter's state into memory for the program."""
+        """Bring one parameter's state into memory because the program reads it."""
         nbytes = self.fetch(key)
         if nbytes:
             self._note(key, nbytes)
 
     def _note(self, key: Any, nbytes: int) -> None:
-        """Note that the program uses one more parameter's state. Older state that it no longer holds may leave."""
+        """Note that the program uses one more parameter's state; move out older state that it no longer holds.
+
+        The oldest state leaves first, until no more than `ASKED_BYTES` are noted.
+        """
         self._asked[key] = nbytes
         for each in list(self._asked)[:-1]:
             if sum(self._asked.values()) <= ASKED_BYTES:
@@ -332,7 +338,7 @@ class StreamedState(defaultdict[Any, State]):
         return ValuesView(self)
 
     def copy(self) -> defaultdict[Any, State]:  # type: ignore[override]
-        """Bring all back and return a plain dictionary of the same tensors."""
+        """Bring all state back and return a plain dictionary of the same tensors."""
         return defaultdict(dict, self.items())
 
     __copy__ = copy  # type: ignore[assignment]

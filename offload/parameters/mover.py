@@ -1,6 +1,7 @@
-"""Keeps a model's frozen parameters, or all, in the store while no module uses them. The session makes one mover.
+"""Keeps a model's frozen parameters, or all of them, in the swap store while no module uses them.
 
-A wrapper around each module's forward brings the module's own parameters into memory.
+The session makes one `ParameterMover`. It wraps the forward of each module that has such parameters: before a call, the
+wrapper brings the module's own parameters (not those of its submodules) into memory.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class ParameterCounts:
     failed : int
         Parameters that stayed because writing them failed; `failure` is the latest error.
     whole : str
-        The compiled graph that has most of the moved parameters: the model or a part of it. While it runs, all of its
-        parameters are in memory. Empty if no compiled graph has more than half of them.
+        Name of the compiled part (or "the model") that has more than half of the bytes that leave. While it runs, all
+        of its parameters are in memory. Empty if there is no such part.
     """
 
     which: str
@@ -97,8 +98,11 @@ class ParameterCounts:
         if self.held:
             yield f"{self.held} parameters stay because another tensor shares their memory"
         if not self.tensors and not self.held:
-            kind = "" if self.which == "all" else f"{self.which}, "
-            yield f'parameters="{self.which}" moves nothing: no parameter of the model is {kind}plain and large enough'
+            kind = "" if self.which == "all" else f"{self.which} "
+            yield (
+                f'parameters="{self.which}" moves nothing: the model has no {kind}ordinary nn.Parameter of at least '
+                "min_tensor_bytes"
+            )
         if self.whole:
             yield (
                 f"all moved parameters of {self.whole} are in memory while it runs, because it is one compiled graph: "
@@ -112,7 +116,7 @@ class ParameterMover:
     Parameters
     ----------
     engine
-        Copies the parameters and nothing else.
+        Copies the parameters. It is used for nothing else.
     min_nbytes
         Smaller parameters stay.
     name_of
@@ -162,7 +166,7 @@ class ParameterMover:
     # -- what leaves --------------------------------------------------------------------------------------------------
 
     def _leave(self, model: nn.Module) -> None:
-        """Move out all parameters that are to leave and have not left yet. FSDP parameters stay: FSDP frees them."""
+        """Move out all parameters that may leave and are still ordinary ones; none if FSDP shards the model."""
         held = 0
         if is_sharded(model):
             return
@@ -187,7 +191,7 @@ class ParameterMover:
         return False
 
     def wrap(self) -> None:
-        """Wrap the modules, so that their parameters are in memory during calls. Uses the session's wrappers if any."""
+        """Wrap the modules, so that their parameters are in memory during calls. Existing wrappers are reused."""
         model = self._model()
         if model is not None:
             self._is_whole = is_compiled(model) or bool(wrappers_of(model))
@@ -269,7 +273,7 @@ class ParameterMover:
         return Forward(found, self.window, self._passes, self.begin_pass, whole=whole)
 
     def begin_pass(self) -> None:
-        """Begin a forward. Move out what the program has read, changed or frozen since the last one."""
+        """Begin a forward of the model. Move out what the program has read, changed or frozen since the last one."""
         model = self._model()
         if model is None or not self._is_open or os.getpid() != self._pid:
             return
@@ -283,7 +287,7 @@ class ParameterMover:
         self._wrap_parts(model)
 
     def hooks_before(self, hooks: StepHooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return functions that pack and unpack moved parameters, and pass all other tensors to a step's hooks."""
+        """Return pack and unpack hooks for moved parameters. They pass all other tensors to the hooks of a step."""
         return partial(_pack, self.window), _unpack
 
     # -- figures ------------------------------------------------------------------------------------------------------
@@ -299,12 +303,12 @@ class ParameterMover:
         counts.failed, counts.failure = self.engine.failed + window.refused, self.engine.failure or window.refusal
 
     def bytes_in_memory_max(self) -> int:
-        """Return how many bytes of parameters that leave may be in memory at a time while the model runs."""
+        """Return an upper bound on the bytes of moved parameters in memory at a time while the model runs."""
         present = self.window.nbytes()
         return min(self.counts.nbytes, max(present, self._largest_bytes) + self.bytes_copied_max())
 
     def bytes_copied_max(self) -> int:
-        """Return how many of these bytes may be read ahead or still be written at a time."""
+        """Return an upper bound on the bytes of moved parameters that are read ahead or being written at a time."""
         behind = self.engine.in_flight_bytes_max if self.counts.trained else 0  # updates that are being written
         return min(self.counts.nbytes, max(self._ahead_bytes, self._largest_bytes) + behind)
 

@@ -1,7 +1,7 @@
 """One moved parameter. Its object stays in the model. Its bytes are in the store, and in memory while they are used.
 
-The bytes are written when the record is made. When the parameter leaves memory, they are written again if they have
-changed since. `Window` decides when it leaves.
+A `StoredParameter` is the record of one such parameter. The bytes are written when the record is made. When the
+parameter leaves memory, they are written again if they have changed since. `Window` decides when it leaves.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 class StoredParameter:
-    """The record of a parameter that leaves memory. The parameter holds it.
+    """The record of a parameter that leaves memory. The parameter has a reference to it.
 
-    After an interrupt at any point the parameter still has correct values: if bookkeeping was skipped, `look` detects
-    it from the identity of the storage.
+    After an interrupt at any point the parameter still has correct values: if an interrupt has skipped an update of
+    this record, `look` detects it, because the identity of the storage differs.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class StoredParameter:
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
         self._name_of = name_of
-        # Identity of the parameter's storage, and a watch: while it exists, no other storage has this identity.
+        # Identity of the parameter's storage, and a watch. While the watch exists, no other storage gets this identity.
         self._watched: tuple[int, StorageWatch] | None = None
         self.content = unseen(self._store, parameter)
 
@@ -119,7 +119,7 @@ class StoredParameter:
         return self.content.nbytes
 
     def is_away_in(self, parameter: Tensor) -> bool:
-        """Return whether the parameter is away: its data is the placeholder. Right even after an interrupt."""
+        """Return whether the parameter is away: its data is the placeholder. Correct even after an interrupt."""
         return _storage_of(parameter) == self.content.placeholder_id
 
     def is_in_storage(self, parameter: Tensor, identity: int) -> bool:
@@ -221,7 +221,7 @@ class StoredParameter:
             self.window.present.pop(watched[0], None)
 
     def put_away(self, parameter: nn.Parameter) -> None:
-        """Free the memory. The store must have the parameter's present bytes."""
+        """Free the memory. The store must already have the parameter's current bytes."""
         parameter.__dict__["_offload_stored"] = self
         parameter.__class__ = MovedParameter  # before `set_data`: only this class loads the bytes again
         self._forget_storage()
@@ -250,7 +250,7 @@ class StoredParameter:
         return True
 
     def _store_again(self, parameter: Tensor) -> bool:
-        """Make the store hold the parameter's present bytes. Returns False if the store cannot take them."""
+        """Make sure that the store has the parameter's current bytes. Returns False if they cannot be stored."""
         try:
             if unseen(self._has_stored_bytes, parameter):
                 self.content = replace(self.content, version=version_of_object(parameter))
@@ -265,16 +265,16 @@ class StoredParameter:
         return True
 
     def _renew(self, parameter: Tensor) -> None:
-        """Give up the old copy in the store, then store the parameter again. A graph may still hold the old copy."""
+        """Release the old copy in the store, then store the parameter again. A graph may still use the old copy."""
         placeholder_id = self.content.placeholder_id
         self.content = replace(self.content, stored=None)
         self.content = unseen(self._store, parameter)
         self.window.placeholders.pop(placeholder_id, None)
 
     def _has_stored_bytes(self, parameter: Tensor) -> bool:
-        """Return whether the store has the parameter's present bytes.
+        """Return whether the store has the parameter's current bytes. The bytes are compared.
 
-        Bytes are not compared, and the result is False, if the store has none, if an optimizer may have updated the
+        The result is False without a comparison if the store has no bytes, if an optimizer may have updated the
         parameter, if it requires gradients and has a new version, or if its dtype, shape or strides have changed.
         """
         is_written = version_of_object(parameter) != self.content.version and requires_grad_of(parameter)
@@ -340,10 +340,10 @@ class StoredParameter:
     def view(
         self, content: Content, epoch: int, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]
     ) -> Tensor:
-        """Return a view of the parameter's present bytes.
+        """Return a view of the parameter's current bytes. The offset is in elements.
 
-        It is a view of the bytes of `content` instead if `parameter.data` has been replaced (`epoch` is no longer the
-        record's), or if the parameter no longer exists or is no longer moved. The offset is in elements.
+        In two cases it is a view of the bytes of `content` instead: `parameter.data` has been replaced (`epoch` differs
+        from the record's), or the parameter no longer exists or no longer moves.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Searches for a plan: the fastest within a limit, the one of least memory within a slowdown, or one of manual mode.
+"""Makes plans: the fastest within a memory limit, the one of lowest peak within a slowdown, or that of the manual mode.
 
 The search is deterministic: the same trace, link and options give the same plan.
 
@@ -28,8 +28,8 @@ from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-# Search budgets, in estimated seconds (see `SearchBudget`), for n <= 1,000 tensors. For larger n, the budgets of
-# swap-only searches grow with n, those of searches with recomputation with n**0.4.
+# Search budgets, in estimated seconds (see `SearchBudget`), for up to 1,000 tensors. Above that, with n tensors, the
+# budgets of swap-only searches grow with n, and those of searches with recomputation with n**0.4.
 _BUDGET_SECONDS = 0.6  # swap-only search
 _PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection and before a search with recomputation
 _JOINT_SECONDS = 2.0  # search with recomputation
@@ -180,8 +180,8 @@ def manual_plan(
     Returns
     -------
     Plan
-        Each tensor is released before the first node that starts after the end of its copy-out and of its last use in
-        forward, or before its prefetch if that is earlier.
+        A tensor is released before the first node that starts after its copy-out and its last use in forward have
+        ended, or before its prefetch if that is earlier.
 
     Raises
     ------
@@ -206,7 +206,7 @@ def manual_plan(
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         warnings.warn(
             f"n_tensors={n_tensors}: the peak will be {plan.peak_bytes} bytes, the limit is {limit_bytes} bytes; "
-            "raise n_tensors, lower lb, or give memory_limit alone",
+            "raise n_tensors, lower lb, or give memory_limit instead of both",
             stacklevel=2,
         )
     return plan
@@ -263,7 +263,7 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
     if not best.placement.indices:
         return best
     placement = best.placement
-    if high == low:  # no plan needs less memory: use the remaining budget to reduce the step time
+    if high == low:  # the least feasible limit is reached: use the remaining budget to reduce the step time
         placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(effort * share, effort))
     return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 
@@ -287,8 +287,9 @@ def _fastest_joint(
 ) -> JointPlacement:
     """Return the fastest placement found, with or without recomputation.
 
-    The search begins with a quick swap-only plan. A thorough swap-only search follows unless the result so far is
-    faster than any swap-only plan can be. So the result is never slower than the swap-only plan.
+    The search begins with a quick swap-only plan, then adds recomputation. A thorough swap-only search follows, unless
+    the result is already as fast as the lower bound for swap-only plans. So the result is never slower than the
+    swap-only plan.
     """
     seconds = _PROBE_SECONDS * max(1.0, step.count / 1000) * small_share(trace)
     budget = SearchBudget(effort * seconds, effort)

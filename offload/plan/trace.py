@@ -1,6 +1,6 @@
 """The trace of one training step: its nodes, their durations, and the tensors saved for backward.
 
-The profiler writes a trace, and the planner reads it. Imports no torch.
+The profiler writes a trace, and the planner reads it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["FORMAT", "OPTIMIZER_NODE", "Link", "Node", "Recompute", "SavedTensor
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One part of the step; the nodes run in order, one after another.
+    """One interval of the step. A step is divided into nodes, which run one after another.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Node:
     seconds : float
         Duration of the computation, in seconds, without waits for copies.
     backward : bool
-        Whether it belongs to the backward pass.
+        Whether the node belongs to the backward pass.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Recompute:
     Parameters
     ----------
     seconds : float
-        Duration of the operators between the sources and the tensor, in seconds.
+        Duration of the operators that compute the tensor from its sources, in seconds.
     inputs : tuple of int
-        Ids of the saved tensors that the operators start from, its sources (``from`` in the JSON form).
+        Ids of the sources: saved tensors that these operators read (``from`` in the JSON form).
     workspace_bytes : int, default 0
-        Further bytes that the operators need while they run (``workspace``).
+        Bytes of temporaries that the operators need while they run (``workspace`` in the JSON form).
     least_seconds : float, optional
         The part of `seconds` that counts in lower bounds: an operator that m recipes share counts 1/m in each. By
         default, all of `seconds`.
@@ -80,8 +80,8 @@ class SavedTensor:
     bytes : int
         Size of the storage, in bytes.
     produced, packed, last_forward, first_backward, last_use : int
-        Nodes at which it is allocated, is saved, is last used by forward, is first used by
-        backward and is last used; produced <= packed <= last_forward < first_backward <= last_use.
+        Nodes at which the storage is allocated, is saved, is last used by forward, is first used by backward and is
+        last used; produced <= packed <= last_forward < first_backward <= last_use.
     recompute : Recompute, optional
         Present if the tensor can be recomputed.
     copy_bytes : int, optional
@@ -101,7 +101,7 @@ class SavedTensor:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of each of its copies."""
+        """Bytes that each copy of the tensor transfers."""
         return self.bytes if self.copy_bytes is None else self.copy_bytes
 
 
@@ -116,10 +116,10 @@ class Link:
     latency : float, default 0.0
         Seconds that every copy takes in addition to the time for its bytes.
     swap_seconds, byte_seconds : float, default 0.0
-        Seconds by which each swapped tensor, and each swapped byte, slows the computation, for swap-out and swap-in
-        together: the time of hooks, and the CPU time of copies. `simulate` does not include them.
+        Seconds by which each swapped tensor, and each swapped byte, slows the computation: the time of hooks, and the
+        CPU time of copies. Swap-out and swap-in are counted together. `simulate` does not include these seconds.
     is_steady : bool, default True
-        Whether repeated measurements of it agreed.
+        Whether repeated measurements of the link agreed.
 
     Raises
     ------
@@ -140,7 +140,7 @@ class Link:
                 raise ValueError(f"{name}: {getattr(self, name)} is not positive; write bytes per second, e.g. 12e9")
         for name in ("latency", "swap_seconds", "byte_seconds"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}: {getattr(self, name)} is no duration; write seconds, e.g. 10e-6")
+                raise ValueError(f"{name}: {getattr(self, name)} is not a duration; write seconds, e.g. 10e-6")
 
     def overhead_seconds(self, nbytes: int) -> float:
         """Return the seconds by which swapping a tensor of `nbytes` bytes slows the computation."""
@@ -156,7 +156,7 @@ class Trace:
     nodes : tuple of Node
         In execution order.
     base_bytes : tuple of int
-        One per node: bytes resident while it runs, without those of `tensors`.
+        One per node: bytes resident while the node runs, without those of `tensors`.
     tensors : tuple of SavedTensor
         The tensors that forward saves for backward.
     source : str, default ""
@@ -213,14 +213,14 @@ class Trace:
         self._check_order(index_of)
 
     def _check_order(self, index_of: Mapping[int, int]) -> None:
-        """Raise if tensors would have to be recomputed from each other."""
+        """Raise an error if tensors would be recomputed from one another."""
         sources = {tensor.id: tensor.recompute.inputs for tensor in self.tensors if tensor.recompute is not None}
         try:
             TopologicalSorter(sources).prepare()
         except CycleError as error:
             ids = error.args[1]
             where = f"tensors[{index_of[ids[-1]]}].recompute.from"
-            raise ValueError(f"{where}: tensors {sorted(set(ids))} would have to be made from one another") from None
+            raise ValueError(f"{where}: tensors {sorted(set(ids))} would be recomputed from one another") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -299,7 +299,7 @@ class Trace:
         }
 
 
-_ROUNDING = 1e-9  # relative; the shares of a recipe's operators may be added in any order
+_ROUNDING = 1e-9  # relative tolerance: the order in which operators' shares are added changes the last bits
 _LINK_FIELDS = ("out_bandwidth", "in_bandwidth", "latency")
 _NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_use")
 
@@ -342,7 +342,7 @@ def _check_recompute(recompute: Recompute, where: str, own_id: int, index_of: Ma
         raise ValueError(f"{where}.workspace: {recompute.workspace_bytes} is negative; write at least 0")
     if not 0 <= recompute.bound_seconds <= recompute.seconds * (1 + _ROUNDING):
         raise ValueError(
-            f"{where}.least_seconds: {recompute.least_seconds} is no part of seconds {recompute.seconds}; "
+            f"{where}.least_seconds: {recompute.least_seconds} is not from 0 to seconds, {recompute.seconds}; "
             "write at least 0 and no more than seconds"
         )
     for i, source in enumerate(recompute.inputs):

@@ -25,9 +25,9 @@ from offload.torch_compat.tensors import StorageWatch, storage_identity
 
 log = logging.getLogger("offload")
 
-LANE_NICENESS = 0
+LANE_NICENESS = 0  # of the threads that copy, relative to the process
 
-# Figures that a store adds up over its life; its other figures are present values.
+# Statistics of a store that are totals since its creation; the others are current values.
 _SUMS = frozenset(
     f"{direction}_{figure}" for direction in ("out", "in") for figure in ("bytes", "copies", "transfers", "seconds")
 ) | {"stall_seconds", "spilled_bytes", "spill_written_bytes", "spill_read_bytes", "cancelled", "failed"}
@@ -87,7 +87,7 @@ class Engine(_core.EngineCore):
         self._stats_before = store.stats()
         self._dropped: deque[RecomputedStorage] = deque()  # dropped tensors that forward still holds
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
-        self._dead: deque[WeakDroppedHandle] = deque()  # handles whose graph is freed and whose record is not
+        self._dead: deque[WeakDroppedHandle] = deque()  # handles of freed graphs; their records are still to be freed
         self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
 
     def current_stream(self) -> int:
@@ -97,7 +97,7 @@ class Engine(_core.EngineCore):
     def drop(
         self, tensor: torch.Tensor, key: StorageKey, recipe: Recipe, ran: Callable[[int, float], None]
     ) -> DroppedHandle:
-        """Drop a storage. Backward recomputes it with `recipe`, and each time calls `ran` with bytes and seconds."""
+        """Drop a storage. Backward recomputes it with `recipe`, then calls `ran` with bytes and CPU seconds."""
         record = RecomputedStorage(self, key, recipe, tensor, ran)
         handle = DroppedHandle(record)
         reference = WeakDroppedHandle(handle, self._dead.append)
@@ -107,7 +107,7 @@ class Engine(_core.EngineCore):
         return handle
 
     def settle_dropped(self, changing: Iterable[torch.Tensor]) -> None:
-        """Recompute each dropped tensor whose graph is alive, if its recipe reads a tensor that is about to be changed.
+        """Recompute dropped tensors now if their recipe reads a tensor about to be changed and their graph is alive.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Engine(_core.EngineCore):
                 handle.record.settle(storages)
 
     def dropped_before(self, key: StorageKey) -> DroppedHandle | None:
-        """Return the handle of a storage that has been dropped already; None if it has not."""
+        """Return the handle of a dropped storage; None if the storage is not dropped."""
         reference = self._dropped_handles.get(key)
         return reference() if reference is not None else None
 
@@ -146,7 +146,7 @@ class Engine(_core.EngineCore):
                     if self._dropped_handles.get(record.key) is reference:
                         del self._dropped_handles[record.key]
                     record.free()
-                _discard(self._dead, reference)  # last: after an interrupt before it, all of this is repeated
+                _discard(self._dead, reference)  # last: if an interrupt comes earlier, this pass is repeated
             for record in list(self._dropped):
                 if record.is_gone():
                     _discard(self._dropped, record)

@@ -48,7 +48,7 @@ class HeldStorages(Protocol):
 
 
 class Policy(Protocol):
-    """The interface that the hooks ask before they move a tensor; `DeviceSession` implements it."""
+    """Tells hooks which tensors may be swapped. `DeviceSession` implements it."""
 
     options: Options
     engine: Engine
@@ -59,7 +59,7 @@ class Policy(Protocol):
         """The storages that the model holds."""
 
     def supports(self, tensor: Tensor) -> bool:
-        """Return whether the engine can move tensors of this kind."""
+        """Return whether the engine can swap tensors of this kind."""
 
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Return why this storage is kept whatever the plan is; None if it may be swapped.
@@ -68,13 +68,13 @@ class Policy(Protocol):
         """
 
     def asks_modules(self) -> bool:
-        """Return whether the module that runs decides, too, which tensors may be swapped."""
+        """Return whether it also depends on the running module which tensors may be swapped."""
 
     def is_excluded(self) -> bool:
         """Return whether the module that runs in this thread is excluded."""
 
     def holds_state(self, storage_id: int) -> bool:
-        """Return whether a storage is a parameter's or a buffer's, and keeps its memory until backward.
+        """Return whether a storage belongs to a parameter or a buffer, and keeps its memory until backward.
 
         Recomputation asks this. Always False for an FSDP model: it frees parameters after forward and gathers them
         again for backward.
@@ -100,8 +100,7 @@ class StepHooks(HookCore):
     follows a schedule, without recomputation and without `exclude`, they also handle swapped ones, as long as the step
     runs as recorded (`csrc/swap_hooks.cpp`). For other tensors they call `pack_due`, `pack_candidate`, `unpack_watched`
     or `unpack_swapped`. They call `pack_failed` or `unpack_failed` if a swap by C++ fails, and `refuse` if a kept
-    tensor was changed in place. Before `attach` is called, tensors
-    are swapped, but nothing is prefetched.
+    tensor was changed in place. Before `attach` is called, tensors are swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -117,7 +116,7 @@ class StepHooks(HookCore):
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
-        """From now on, report to `observer` what C++ does not handle alone. The next pack gets number 0."""
+        """From now on, report packs and unpacks that C++ does not handle to `observer`. The next pack gets number 0."""
         self.attached = True
         self._observer = observer
         self.end_forward()
@@ -238,7 +237,7 @@ class StepHooks(HookCore):
         reason = policy.why_held(tensor, key[4]) or ("excluded" if policy.is_excluded() else None)
         reason = reason or self._observer.reason_to_keep(index, key[3])
         if reason is not None:
-            again = key in self._kept  # count the bytes of a storage once, even if it is saved twice
+            again = key in self._kept  # bytes of a storage count once, even if it is saved twice
             self._kept.add(key)
             if self._recomputation is not None:
                 self._recomputation.saved(tensor, index, key, None)

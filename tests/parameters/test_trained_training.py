@@ -287,4 +287,4 @@ def test_the_report(tmp_path):
     assert "written" in str(report.moved_parameters)
     assert report.to_dict()["moved_parameters"]["trained"] == report.moved_parameters.tensors
     other = offload.enable(nn.Linear(2, 2), parameters="all")
-    assert any('parameters="all" moves nothing: no parameter of the model is plain' in n for n in other.report().notes)
+    assert any('parameters="all" moves nothing: the model has no ordinary' in n for n in other.report().notes)
