@@ -16,7 +16,7 @@ import torch
 
 from offload.control import controller as controlling
 from offload.control.controller import PlanController
-from offload.control.limits import LIMITS
+from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep
 from offload.options import Options
@@ -148,7 +148,13 @@ def order_of(trace: Trace) -> StepOrder:
 
 
 def run(
-    plant: Plant, recorded: Trace, believed: Link, steps: int, then: Callable[[int], None] | None = None, **options: Any
+    plant: Plant,
+    recorded: Trace,
+    believed: Link,
+    steps: int,
+    then: Callable[[int], None] | None = None,
+    limits: Limits = LIMITS,
+    **options: Any,
 ) -> tuple[PlannedStep, Phase]:
     """Let a controller run steps on the plant.
 
@@ -162,6 +168,8 @@ def run(
         How many to run after the profiled one.
     then
         Called before each step, with its number.
+    limits
+        Of the controller.
     options
         As `offload.enable` takes them.
     """
@@ -170,12 +178,12 @@ def run(
     regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
         wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, lambda: HeldBytes(0, 0),
-        lambda *_: "there are no operators", regions,
+        lambda *_: "there are no operators", regions, limits=limits,
     )  # fmt: skip
     members = {tensor.id: (tensor.id,) for tensor in recorded.tensors}
     none = [0] * len(recorded.nodes)
     profile = Profile(order_of(recorded), recorded, members, none, HeldBytes(0, 0), knows_temporaries=True)
-    planned = PlannedStep(LIMITS, profile, believed, HeldBytes(0, 0))
+    planned = PlannedStep(limits, profile, believed, HeldBytes(0, 0))
     state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
     model = torch.nn.Identity()
     executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor, "Stopwatch": lambda _: mock.Mock()}

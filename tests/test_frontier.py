@@ -183,8 +183,23 @@ def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
     assert planned.replans <= 3
 
 
+def searched_steps(seed, **changed):
+    """By how many steps plans were judged on a machine whose steps vary by 12 %."""
+    plant, profiled, calibrated = machine(seed, noise=0.12)
+    limits = replace(LIMITS, **changed)
+    planned, _ = machines.run(plant, profiled, calibrated, 2 * STEPS, limits=limits, max_slowdown=0.05)
+    assert planned.frontier.is_settled
+    return planned.frontier.searched
+
+
+@pytest.mark.parametrize("seed", [25, 38])
+def test_where_steps_vary_much_the_search_ends_after_a_number_of_them(seed):
+    assert LIMITS.searched <= searched_steps(seed) < LIMITS.searched + 2 * LIMITS.judged_steps
+    assert searched_steps(seed, searched=10**9) >= LIMITS.searched + 2 * LIMITS.judged_steps  # a mutant
+
+
 @pytest.mark.parametrize(
-    ("seed", "noise", "share", "goes_back"), [(4, 0.04, 0.0, True), (4, 0.0, 0.8, True), (0, 0.0, 0.0, False)]
+    ("seed", "noise", "share", "goes_back"), [(10, 0.04, 0.0, True), (4, 0.0, 0.8, True), (0, 0.0, 0.0, False)]
 )
 def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, share, goes_back, caplog):
     plant, profiled, calibrated = machine(seed, noise=noise)

@@ -6,8 +6,9 @@ from statistics import median
 import pytest
 
 from offload.control import frontier as frontiers
-from offload.control.frontier import Frontier, StepCost
+from offload.control.frontier import Frontier
 from offload.control.limits import LIMITS
+from offload.control.step_cost import StepCost
 from offload.plan import Link, Swap, make_plan
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 

@@ -18,10 +18,11 @@ from math import sqrt
 from statistics import median, stdev
 
 from offload.control.limits import Limits
+from offload.control.step_cost import StepCost
 from offload.plan import Link, Plan, recomputed, simulate
 from offload.runtime.executor import Measured
 
-__all__ = ["Frontier", "StepCost", "TriedPlan"]
+__all__ = ["Frontier", "TriedPlan"]
 
 
 @dataclass(frozen=True)
@@ -72,46 +73,6 @@ class TriedPlan:
         return copied + sum(tensors[row.id].bytes for row in self.plan.recomputes)
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """The durations of a step in seconds: as elapsed time, and without the time that other programs took.
-
-    Attributes
-    ----------
-    step, nodes
-        Elapsed seconds of the whole step, and of each node.
-    own_step
-        An estimate of `step` without other programs: CPU time of the thread, plus `share` × the time that its hooks
-        waited. `share` is the fraction of the processor that other programs left to the thread: `own_computed` /
-        `computed`, at most 1. Equal to `step` if the CPU time is unknown.
-    own_computed
-        CPU time of the thread without the CPU time of hooks. Equal to `computed` if the CPU time is unknown.
-    """
-
-    step: float
-    nodes: tuple[float, ...]
-    own_step: float
-    own_computed: float
-
-    @property
-    def computed(self) -> float:
-        """Elapsed seconds of all nodes together."""
-        return sum(self.nodes)
-
-    @classmethod
-    def of(cls, measured: Measured) -> StepCost:
-        """Return the cost of a measured step."""
-        nodes, own = measured.node_seconds, measured.thread_seconds
-        computed = sum(nodes)
-        if own is None:
-            return cls(measured.step_seconds, nodes, measured.step_seconds, computed)
-        own_computed = own - measured.hook_seconds
-        # The fraction of the processor that other programs left to this thread.
-        share = min(1.0, own_computed / computed) if computed > 0 else 1.0
-        waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
-        return cls(measured.step_seconds, nodes, own + share * waited, own_computed)
-
-
 @dataclass
 class Frontier:
     """Reference steps of a signature's present plan, and the measured slowdown of its plans.
@@ -136,6 +97,8 @@ class Frontier:
     recompute_byte_seconds
         Seconds by which each recomputed byte is assumed to slow the computation, because operators have to be recorded.
         `learn` sets it to the measured cost per moved byte, swapped or recomputed, if the last plan recomputed.
+    searched
+        Number of steps by which the tried plans were judged, reference steps included.
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
     looks
@@ -150,6 +113,7 @@ class Frontier:
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
     recompute_byte_seconds: float = 0.0
+    searched: int = 0
     is_settled: bool = False
     looks: deque[float] = field(init=False)
 
@@ -227,6 +191,7 @@ class Frontier:
         self.is_settled = False
         self.tried.clear()
         self.looks.clear()
+        self.searched = 0
 
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.
@@ -314,6 +279,7 @@ class Frontier:
         ]
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
+        self.searched += 2 * count
         self.tried = [each for each in self.tried if each.plan is not plan]
         unexplained = taken - compute - explained
         self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained, error))
@@ -324,7 +290,8 @@ class Frontier:
         count = min(len(steps), len(self.references))
         pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
         ratios = [self._step(cost) / self._computed(reference) for cost, reference in pairs]
-        return self.limits.standard_errors * stdev(ratios) / sqrt(count)
+        few = 1 + 1 / (count - 1)  # a few ratios differ by less than many (about Student's t)
+        return self.limits.standard_errors * few * stdev(ratios) / sqrt(count)
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from offload.control.frontier import Frontier, StepCost
+from offload.control.frontier import Frontier
 from offload.control.limits import Limits
+from offload.control.step_cost import StepCost
 from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
 from offload.plan.trace import Trace

@@ -141,7 +141,8 @@ class SlowdownPromise:
         if frontier.judge(plan, planned.costs, allowed) is None:
             return False
         reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
-        if reason is None or planned.replans >= self._limits.replans:
+        limits = self._limits
+        if reason is None or planned.replans >= limits.replans or frontier.searched >= limits.searched:
             self._settle(planned, allowed)
             return False
         planned.replans += 1
