@@ -46,6 +46,7 @@ def test_a_row_above_its_goal(tmp_path):
 
 
 @pytest.mark.parametrize(("share", "status", "over"), [(0.02, 1, "gpt"), (0.01, 0, "none")])
+@pytest.mark.long
 def test_the_goal(share, status, over):
     """Exit status and last line for a row with this share of the step."""
     row = dict.fromkeys(("mode_seconds_each", "recorder_seconds_each", "drop_seconds_each", "saved_seconds_each"), 1e-6)
@@ -78,6 +79,7 @@ for name in names:
 """
 
 
+@pytest.mark.long
 def test_measurements_import_what_exists():
     """Also those that no test runs import each other's names. Left out are those whose packages are not installed."""
     names = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if path.stem != "conftest")

@@ -38,7 +38,9 @@ def frames(stderr: str) -> list[str]:
     return [line.split(",")[0].strip() for line in stderr.splitlines() if line.lstrip().startswith("File ")]
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize(
+    "kind", [each if each in ("chained", "hook") else pytest.param(each, marks=pytest.mark.long) for each in SCRIPTS]
+)
 def test_an_error_of_the_script_is_shown_as_python_shows_it(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPTS[kind])
@@ -47,7 +49,11 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(kind: str, tmp_path:
     assert done.stderr == plain.stderr
 
 
-@pytest.mark.parametrize("command", IN_A_STEP, ids=lambda words: " ".join(words[:2]))
+@pytest.mark.parametrize(
+    "command",
+    [each if each[0] == "plan" else pytest.param(each, marks=pytest.mark.long) for each in IN_A_STEP],
+    ids=lambda words: " ".join(words[:2]),
+)
 def test_an_error_in_a_step_begins_with_the_script(command: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STEP.replace("{enable}", IN_A_STEP[command]))

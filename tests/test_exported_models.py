@@ -85,7 +85,9 @@ assert torch.equal(torch.export.export(model, (x,), strict=True).module()(x), pl
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("made", ["torch.jit.script(model)", "torch.jit.trace(model, x)"])
+@pytest.mark.parametrize(
+    "made", ["torch.jit.script(model)", pytest.param("torch.jit.trace(model, x)", marks=pytest.mark.long)]
+)
 def test_a_compiled_model_is_refused(made: str) -> None:
     """Its forward cannot be replaced. The module that it was made of can be enabled, and it is left as it was."""
     script = f"""{BEGIN}

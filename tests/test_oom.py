@@ -90,6 +90,7 @@ def test_the_step_adds_the_note_and_the_page_is_asked_for(tmp_path: Path) -> Non
 
 
 @needs_notes
+@pytest.mark.long
 def test_pythons_own_memory_error_is_explained() -> None:
     body = """
     with handle.explain_oom():
@@ -118,6 +119,7 @@ def test_a_tensor_that_finds_no_room_to_come_back_is_explained(monkeypatch: pyte
         loss.backward()  # the tensors are safe below
 
 
+@pytest.mark.long
 def test_the_training_goes_on_after_a_smaller_batch() -> None:
     body = """
     try:

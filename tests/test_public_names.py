@@ -56,6 +56,7 @@ def printed(script: str) -> list[list[str]]:
     return [ast.literal_eval(line) for line in ran.stdout.splitlines()]
 
 
+@pytest.mark.long
 def test_the_package_completes_to_its_public_names() -> None:
     """Also after its parts were loaded: a module that is imported becomes an attribute of its package."""
     load_parts = "import torch\noffload.enable(torch.nn.Linear(2, 2)).disable()\nimport offload.cli.main\n"

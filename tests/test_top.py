@@ -87,7 +87,15 @@ def steps_of_a_model() -> None:
         train(model, optimizer, [128] * 4)
 
 
-@pytest.mark.parametrize("kept_from", ["nobody looks", "left behind", "readable by others", "another process"])
+@pytest.mark.parametrize(
+    "kept_from",
+    [
+        "nobody looks",
+        pytest.param("left behind", marks=pytest.mark.long),
+        "readable by others",
+        pytest.param("another process", marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_written(folder: Path, kept_from: str) -> None:
     folder.mkdir(mode=0o755 if kept_from == "readable by others" else 0o700)
     watched = live.watch_file(folder, os.getpid() + (kept_from == "another process"))

@@ -147,7 +147,7 @@ def test_a_record_knows_what_it_has(tmp_path):
     del view
     assert alive() is None
     assert (engine.live_records, engine.store.stats()["live_tickets"]) == (0, 0)
-    with pytest.raises(TypeError, match="key of look"):
+    with pytest.raises(TypeError, match="key that look returned"):
         engine.swap_out(torch.zeros(5), (1, 2), 0)
     with pytest.raises(RuntimeError, match="__init__"):
         _core.EngineCore.__new__(_core.EngineCore).collect()

@@ -42,7 +42,7 @@ def run_rounds(preloaded, *arguments, program="core.without_memory"):
 @pytest.mark.parametrize(
     "times",
     [
-        pytest.param(1, id="once"),
+        pytest.param(1, id="once", marks=pytest.mark.long),
         pytest.param(3, id="three times", marks=pytest.mark.full),
         pytest.param(1 << 20, id="from then on"),
     ],

@@ -47,7 +47,11 @@ def test_loops_of_torch(loop, tmp_path):
 @pytest.mark.parametrize("how", ["mixin", "callback"])
 @pytest.mark.parametrize(
     "switches",
-    [{"max_grad_norm": 0.0}, {"gradient_accumulation_steps": 2}, {"bf16": True, "max_grad_norm": 0.1}],
+    [
+        pytest.param({"max_grad_norm": 0.0}, marks=pytest.mark.long),
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True, "max_grad_norm": 0.1},
+    ],
     ids=lambda switches: ", ".join(switches),
 )
 def test_transformers_trainer(how, switches, tmp_path):

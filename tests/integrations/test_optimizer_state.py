@@ -57,7 +57,12 @@ def test_loops_of_torch(loop, tmp_path):
 @pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True, "max_grad_norm": 0.1}, {"optim": "adamw_torch_fused"}],
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True, "max_grad_norm": 0.1},
+        pytest.param({"optim": "adamw_torch_fused"}, marks=pytest.mark.long),
+    ],
     ids=lambda switches: ", ".join(switches) or "plain",
 )
 def test_transformers_trainer(how, switches, tmp_path):

@@ -85,6 +85,7 @@ def test_killed_fresh_process(spill_directory):
     assert_nothing_left(spill_directory)
 
 
+@pytest.mark.long
 def test_space_is_back_on_a_disk_of_its_own(processes, small_disk):
     """Counted in blocks, where nobody else writes."""
     for seconds in (0.3, 0.6, 1.0):  # one after the other: there is room for one file
