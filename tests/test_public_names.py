@@ -6,6 +6,8 @@ import ast
 import subprocess
 import sys
 
+import pytest
+
 PACKAGE = """
 import rlcompleter
 import offload
