@@ -195,11 +195,11 @@ class SlowdownPromise:
             frontier.is_settled = True  # no plan can save enough to be worth the time of its hooks
             return kept
         if frontier.tried:
-            wanted = max(frontier.wanted_peak(allowed), least)
-            if options.memory_limit is None and not self._limits.is_worth_hooks(wanted, kept.peak_bytes):
+            peak = max(frontier.wanted_peak(allowed), least)
+            if options.memory_limit is None and not self._limits.is_worth_hooks(peak, kept.peak_bytes):
                 frontier.is_settled = True  # a plan that may keep the promise would save too little to be followed
                 return self._last(planned, allowed)
-            peak = min(wanted, options.memory_limit or sys.maxsize)
+            peak = min(peak, options.memory_limit or sys.maxsize)
             wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
             if frontier.is_new(plan):
