@@ -285,13 +285,13 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
             f"{lower:.2f}–{upper:.2f}",
             mark or "yes",
             f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × {format_bytes(row['plain_peak_bytes'])}",
-            f"{row['steady_peak_bytes'] / row['plain_steady_peak_bytes']:.2f} ×",
+            f"{row['steady_peak_bytes'] / max(1, row['plain_steady_peak_bytes']):.2f} ×",
             str(row["last_change"]),
         ]
         rows.append(Row(f"slowdown / {name}", [name, *cells], mark))
     note = (
-        "Plain and offloaded steps take turns. Step time: the medians of the measured steps, which follow the search "
-        "for a plan. Memory: growth of the resident set in all steps, search included, and in the measured steps. "
+        "Plain and offloaded steps take turns. Step time: the medians of the measured steps, those after the first 40, "
+        "in which the search for a plan usually ends. Memory: growth of the resident set in all steps, search included, and in the measured steps. "
         "*Kept* allows 1 % for noise. *Last change*: the number of the first step with the last plan."
     )
     return Table("Is max_slowdown kept?", columns, rows, content["machine"], note=note, page="targets")

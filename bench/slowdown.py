@@ -95,7 +95,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['family']:<9} {row['max_slowdown']:>4.0%}  plain {format_seconds(row['plain_seconds']):>8}  "
         f"{row['ratio']:.3f} × ({lower:.2f}–{upper:.2f}) {'kept' if row['kept'] else 'NOT KEPT'}  memory "
         f"{row['peak_bytes'] / row['plain_peak_bytes']:.2f} × ({format_bytes(row['plain_peak_bytes'])}), measured "
-        f"steps {row['steady_peak_bytes'] / row['plain_steady_peak_bytes']:.2f} ×  last change at step "
+        f"steps {row['steady_peak_bytes'] / max(1, row['plain_steady_peak_bytes']):.2f} ×  last change at step "
         f"{row['last_change']}  bits {'equal' if row['bits_equal'] else 'DIFFER'}"
     )
 

@@ -124,12 +124,13 @@ def test_where_no_plan_can_be_worth_its_hooks_there_is_no_search(seed, is_guarde
     assert planned.frontier.is_settled or not is_guarded
 
 
+@pytest.mark.filterwarnings("ignore:max_slowdown")
 @pytest.mark.parametrize("seed", [0, 2])
 def test_the_search_ends_before_a_plan_that_would_save_less_than_hooks_are_worth(seed):
     """Unless `memory_limit` needs it."""
     plant, profiled, calibrated = machine(seed)
     copied = sum(tensor.bytes for tensor in plant.trace.tensors)
-    plant.link = replace(plant.link, byte_seconds=0.1 * plant.compute_seconds / copied)
+    plant.link = replace(plant.link, byte_seconds=0.3 * plant.compute_seconds / copied)
     profiled = kept_bytes_added(plant, profiled, 4)
     calibrated = replace(calibrated, byte_seconds=0.0)
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
@@ -140,6 +141,20 @@ def test_the_search_ends_before_a_plan_that_would_save_less_than_hooks_are_worth
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
     assert len(planned.frontier.tried) > 1
     assert (planned.plan.peak_bytes <= limit, phase) == (True, Phase.STEADY)
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_first_plan_that_saves_little_does_not_end_the_search_if_it_is_fast(seed):
+    """What copies cost was calibrated 20 times too high, as beside another program."""
+    plant, profiled, calibrated = machine(seed)
+    byte_seconds = 20 * max(plant.link.byte_seconds, calibrated.byte_seconds)
+    calibrated = replace(calibrated, byte_seconds=byte_seconds)
+    planned, phase = machines.run(plant, profiled, calibrated, 2 * STEPS, max_slowdown=0.05)
+    first = planned.frontier.tried[0]
+    assert first.slowdown < LIMITS.spare * 0.05
+    assert not LIMITS.is_worth_hooks(first.plan.peak_bytes, first.plan.unswapped_peak_bytes)
+    assert planned.plan.peak_bytes < 0.82 * planned.plan.unswapped_peak_bytes
+    assert phase is Phase.STEADY
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -183,19 +198,20 @@ def test_a_plan_that_swaps_nothing_since_all_others_were_too_slow_is_the_last():
     assert planned.replans <= 3
 
 
-def searched_steps(seed, **changed):
-    """By how many steps plans were judged on a machine whose steps vary by 12 %."""
-    plant, profiled, calibrated = machine(seed, noise=0.12)
+def searched_steps(noise, **changed):
+    """How many steps were measured to judge plans."""
+    plant, profiled, calibrated = machine(21, noise=noise)
     limits = replace(LIMITS, **changed)
     planned, _ = machines.run(plant, profiled, calibrated, 2 * STEPS, limits=limits, max_slowdown=0.05)
     assert planned.frontier.is_settled
     return planned.frontier.searched
 
 
-@pytest.mark.parametrize("seed", [25, 38])
-def test_where_steps_vary_much_the_search_ends_after_a_number_of_them(seed):
-    assert LIMITS.searched <= searched_steps(seed) < LIMITS.searched + 2 * LIMITS.judged_steps
-    assert searched_steps(seed, searched=10**9) >= LIMITS.searched + 2 * LIMITS.judged_steps  # a mutant
+@pytest.mark.parametrize("noise", [0.12, 0.2])
+def test_where_steps_vary_much_the_search_ends_after_a_bounded_number_of_steps(noise):
+    searched = searched_steps(noise)
+    assert LIMITS.searched <= searched < LIMITS.searched + 2 * LIMITS.judged_steps
+    assert searched_steps(noise, searched=10**9) > searched  # a mutant
 
 
 @pytest.mark.parametrize(

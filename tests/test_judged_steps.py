@@ -147,6 +147,9 @@ def judged_after(ratios, limits=LIMITS, *, allowed=ALLOWED):
         ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 4, True),
         (UNCERTAIN, 0.04, 8, False),
         ([1.0, 1.1], None, 2, None),
+        ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 3, True),
+        ([1.01, 1.3, 1.08] + [1.01] * 5, 0.01, 5, True),
+        ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02], 0.0, 7, True),
     ],
 )
 def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, slowdown, count, kept):
@@ -163,3 +166,21 @@ def test_without_the_margin_a_lucky_plan_is_kept():
     frontier, slowdown, count = judged_after(UNCERTAIN, limits)
     assert (slowdown, count) == (pytest.approx(0.04), 3)
     assert frontier.best(ALLOWED) is not None
+
+
+def test_a_program_that_starts_is_seen_in_the_last_reference_steps():
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 5)
+    frontier.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * 2)
+    assert not frontier.is_shared
+    frontier.references.append(StepCost(12.0, (1.5,) * 8, 8.0, 8.0))
+    assert frontier.is_shared
+
+
+@pytest.mark.parametrize("disturbed", ["steps", "references", "neither"])
+def test_disturbed_steps_of_both_kinds_are_noticed(disturbed):
+    even = [StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 5
+    uneven = even[:2] + [StepCost(12.0, (1.5,) * 8, 12.0, 12.0)] * 3
+    frontier = Frontier(LIMITS)
+    frontier.references.extend(uneven if disturbed == "references" else even)
+    assert frontier.are_disturbed(uneven if disturbed == "steps" else even) == (disturbed != "neither")

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from statistics import median, stdev
+from statistics import median
 
 from offload.control.limits import Limits
 from offload.control.step_cost import StepCost
@@ -34,7 +34,7 @@ class TriedPlan:
     slowdown
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     error
-        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
+        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error, as estimated by `_error`.
     reference_steps
         Number of these reference steps.
     unexplained_seconds
@@ -52,13 +52,13 @@ class TriedPlan:
 
     @property
     def slowdown_max(self) -> float:
-        """The slowdown plus its margin of error: this is compared with `max_slowdown`."""
+        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most as large."""
         return self.slowdown + self.error
 
     @property
     def in_words(self) -> str:
         """The slowdown and its margin of error, in per cent."""
-        return f"{self.slowdown:.1%} ± {self.error:.1%}"
+        return f"{max(self.slowdown, 0.0):.1%} ± {self.error:.1%}"
 
     @property
     def saved_bytes(self) -> int:
@@ -98,7 +98,7 @@ class Frontier:
         Seconds by which each recomputed byte is assumed to slow the computation, because operators have to be recorded.
         `learn` sets it to the measured cost per moved byte, swapped or recomputed, if the last plan recomputed.
     searched
-        Number of steps by which the tried plans were judged, reference steps included.
+        Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
     looks
@@ -129,16 +129,17 @@ class Frontier:
         all the time. By elapsed time, reference steps would therefore seem to compute faster than steps without
         swapping.
         """
-        shares = [cost.computed / cost.own_computed for cost in self.references if cost.own_computed > 0]
+        last = [*self.references][-self.limits.measurements :]
+        shares = [cost.computed / cost.own_computed for cost in last if cost.own_computed > 0]
         return bool(shares) and median(shares) > 1 + self.limits.sharing
 
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
-        """Return whether other programs disturbed most of a plan's measured steps, but not all.
+        """Return whether other programs disturbed most of a plan's measured steps or reference steps, but not all.
 
-        If they slowed all of them, they have slowed the reference steps as well.
+        If they slowed all of them, they have slowed the steps of the other kind as well.
         """
-        seconds = [self._step(cost) for cost in steps]
-        return bool(seconds) and median(seconds) > self.limits.uneven * min(seconds)
+        kinds = [self._step(cost) for cost in steps], [self._computed(cost) for cost in self.references]
+        return any(seconds and median(seconds) > self.limits.uneven * min(seconds) for seconds in kinds)
 
     def _computed(self, cost: StepCost) -> float:
         return cost.own_computed if self.is_shared else cost.computed
@@ -262,8 +263,8 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The promise. Steps are measured until it is outside of the slowdown's margin of error, or until there are
-            `judged_steps` of each kind.
+            The promise. Steps are measured until it and the slowdown differ by more than the margin of error, or until
+            there are `judged_steps` of each kind.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
@@ -272,7 +273,8 @@ class Frontier:
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         slowdown = taken / compute - 1
         error = self._error(steps)
-        if abs(slowdown - max_slowdown) < error and count < self.limits.judged_steps:
+        is_clear = abs(slowdown - max_slowdown) >= error and slowdown >= -error
+        if not is_clear and count < self.limits.judged_steps:
             return None
         self.reference_node_seconds = [
             median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
@@ -286,12 +288,23 @@ class Frontier:
         return slowdown
 
     def _error(self, steps: Sequence[StepCost]) -> float:
-        """Return the margin of error of the slowdown, from how much the ratios of successive steps differ."""
+        """Return the margin of error of the slowdown, from how much the ratios of successive steps differ.
+
+        A single slow step hardly changes it: it is the standard error of a median, from the median deviation.
+        """
         count = min(len(steps), len(self.references))
         pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
-        ratios = [self._step(cost) / self._computed(reference) for cost, reference in pairs]
-        few = 1 + 1 / (count - 1)  # a few ratios differ by less than many (about Student's t)
-        return self.limits.standard_errors * few * stdev(ratios) / sqrt(count)
+        ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
+        if len(ratios) < 2:
+            return 0.0
+        deviation = 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)  # of a normal distribution
+        few = 1 + 1 / (len(ratios) - 1)  # the deviation of few ratios is underestimated; about Student's t
+        return self.limits.standard_errors * few * 1.2533 * deviation / sqrt(len(ratios))
+
+    def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
+        """Return whether a plan that saves so much may keep the promise, if the slowdown is proportional to it."""
+        last = self.tried[-1]
+        return last.slowdown_max <= max_slowdown or saved_bytes * last.slowdown_max <= max_slowdown * last.saved_bytes
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.

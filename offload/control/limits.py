@@ -40,10 +40,11 @@ class Limits:
         step would not be enough: other programs may have slowed it.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
-        the steps of a plan and its reference steps are measured until `max_slowdown` is outside of this margin, at most
-        `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does.
+        the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
+        the margin, at most `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does.
     searched
-        The search for a plan ends when the tried plans have been judged by this number of steps.
+        The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
+        plans. Three of each kind are the least for a plan: then the first plan and `replans` others can be judged.
     device_measured_steps
         Number of steps that are measured on an accelerator, where each measurement records an event.
     steady_measured_every
@@ -98,7 +99,7 @@ class Limits:
     measurements_before_judging: int = 3
     judged_steps: int = 8
     standard_errors: float = 1.0
-    searched: int = 30
+    searched: int = 32
     device_measured_steps: int = 8
     steady_measured_every: int = 16
     manual_measured_steps: int = 5

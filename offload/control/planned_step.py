@@ -183,6 +183,7 @@ class PlannedStep:
     def measure_again(self) -> None:
         """Discard the measurements of the present plan and measure it again: other programs slowed its steps."""
         self.frontier.repeats += 1
+        self.frontier.searched += len(self.costs) + len(self.frontier.references)
         self._forget_measured_steps()
 
     def _forget_measured_steps(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -196,10 +195,13 @@ class SlowdownPromise:
             return kept
         if frontier.tried:
             peak = max(frontier.wanted_peak(allowed), least)
-            if options.memory_limit is None and not self._limits.is_worth_hooks(peak, kept.peak_bytes):
-                frontier.is_settled = True  # a plan that may keep the promise would save too little to be followed
-                return self._last(planned, allowed)
-            peak = min(peak, options.memory_limit or sys.maxsize)
+            if options.memory_limit is not None:
+                peak = min(peak, options.memory_limit)
+            elif not self._limits.is_worth_hooks(peak, kept.peak_bytes):
+                peak = max(least, int((1 - self._limits.worth_hooks) * kept.peak_bytes))
+                if not frontier.may_keep(allowed, kept.peak_bytes - peak):
+                    frontier.is_settled = True  # a plan that keeps the promise would save too little to be followed
+                    return self._last(planned, allowed)
             wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
             if frontier.is_new(plan):
@@ -245,9 +247,10 @@ class SlowdownPromise:
         if limit_bytes is not None and plan.peak_bytes > limit_bytes:
             if best is not None:
                 return best
-            fastest = min(frontier.tried, key=lambda each: each.slowdown)
-            warnings.warn(
-                f"max_slowdown: {allowed:.3g} is not met, memory_limit needs {fastest.slowdown:.3g}", stacklevel=2
-            )
+            fastest = min(frontier.tried, key=lambda each: each.slowdown_max)
+            if fastest.slowdown > allowed:
+                warnings.warn(
+                    f"max_slowdown: {allowed:.3g} is not met, memory_limit needs {fastest.slowdown:.3g}", stacklevel=2
+                )
             return fastest.plan
         return plan
