@@ -291,8 +291,9 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
         rows.append(Row(f"slowdown / {name}", [name, *cells], mark))
     note = (
         "Plain and offloaded steps take turns. Step time: the medians of the measured steps, those after the first 40, "
-        "in which the search for a plan usually ends. Memory: growth of the resident set in all steps, search included, and in the measured steps. "
-        "*Kept* allows 1 % for noise. *Last change*: the number of the first step with the last plan."
+        "in which the search for a plan usually ends. Memory: growth of the resident set in all steps, search included,"
+        " and in the measured steps. *Kept* allows 1 % for noise. *Last change*: the number of the first step with the "
+        "last plan."
     )
     return Table("Is max_slowdown kept?", columns, rows, content["machine"], note=note, page="targets")
 
