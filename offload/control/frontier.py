@@ -236,8 +236,8 @@ class Frontier:
 
         Let `a` be the most bytes saved by a plan that kept `max_slowdown`, and `b` the fewest bytes above `a` saved by
         a plan that did not keep it. If both exist, the next plan saves (`a` + `b`) / 2. Otherwise the slowdown is
-        assumed to be proportional to the bytes saved. One unlucky measurement must not end the search, so the next plan
-        saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
+        assumed to be proportional to the bytes saved. One measurement may be unlucky, so the next plan saves 0.15 to
+        0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept = [each.saved_bytes for each in self.tried if each.slowdown_max <= max_slowdown]
@@ -297,9 +297,12 @@ class Frontier:
         ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
         if len(ratios) < 2:
             return 0.0
-        deviation = 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)  # of a normal distribution
+        # The factors are those of a normal distribution: median deviation to standard deviation, and the standard error
+        # of a median to that of a mean.
+        deviation = 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
+        error = 1.2533 * deviation / sqrt(len(ratios))
         few = 1 + 1 / (len(ratios) - 1)  # the deviation of few ratios is underestimated; about Student's t
-        return self.limits.standard_errors * few * 1.2533 * deviation / sqrt(len(ratios))
+        return self.limits.standard_errors * few * error
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves so much may keep the promise, if the slowdown is proportional to it."""
