@@ -109,14 +109,15 @@ def kept(bench: Bench) -> Finding:
 
 
 def swapped(bench: Bench) -> Finding:
-    """Swap a tensor of 1 MiB out and in, without the waits for its copies."""
+    """Swap a tensor of 1 MiB out and in, without its copies: beside steps without hooks that copy the same bytes."""
     figures = {how: hook_costs(bench, "swapped", 64, measured=how == "timed") for how in ("by hand", "timed")}
+    over = {how: costs["offload_us"] - costs["copies_us"] for how, costs in figures.items()}
     words = [
-        f"{how} {costs['offload_us']:.1f} µs, of which the thread computed {costs['offload_processor_us']:.1f} µs"
+        f"{how} {over[how]:.1f} µs (with the copies' effect on the calling thread {costs['offload_us']:.1f} µs, of "
+        f"which it computed {costs['offload_processor_us']:.1f} µs)"
         for how, costs in figures.items()
     ]
-    most = max(costs["offload_us"] for costs in figures.values())
-    return Finding("; ".join(words), most <= SWAPPED_US_MAX, {"by": figures})
+    return Finding("; ".join(words), max(over.values()) <= SWAPPED_US_MAX, {"over_copies_us": over, "by": figures})
 
 
 def hooked_step(bench: Bench) -> Finding:

@@ -1,6 +1,8 @@
 """Measures the cost of saving a tensor, with a model that saves given tensors for backward and computes nothing.
 
-Autograd calls the engine's hooks, as in a training step. The time of the copies is not included.
+Autograd calls the engine's hooks, as in a training step. The time of the copies is not included, but their effect on
+caches and processors is. How large that effect is shows the contestant "copies": it has no hooks, and copies the same
+bytes as the engine at the same moments.
 
 The figures are taken under a malloc that reuses freed memory, as `offload run` preloads it. Plain glibc gives the
 memory of a step back to the kernel: every step then faults some 5,000 pages, and a swapped tensor takes 70 to 90 µs.
@@ -24,10 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
+from offload import _core
 from offload.control.limits import LIMITS
 from offload.devices import allocator
 
 CONTESTANTS = ("none", "plain", "offload")  # no hooks, hooks that do nothing, the engine's
+COPIES = "copies"  # no hooks, and the copies of a swapped tensor
 SWAPPED_BYTES = 1 << 20
 NO_LIMIT_BYTES = 1 << 40
 KINDS = ("kept small", "kept parameter", "kept", "swapped", "duplicate", "view")
@@ -150,9 +154,15 @@ class HookRig:
         self.count = count
         self._device = device
         self._pauses: list[Lap] = []
-        self._models = {name: Saver(self._pause, SWAPPED_BYTES).to(device) for name in CONTESTANTS}
+        self.contestants = (*CONTESTANTS, COPIES) if kind == "swapped" else CONTESTANTS
+        pauses = {COPIES: self._copy_in}
+        self._models = {
+            name: Saver(pauses.get(name, self._pause), SWAPPED_BYTES).to(device) for name in self.contestants
+        }
         for model in self._models.values():
             model.tensors = self._tensors(model)
+        self._targets = self._tensors(self._models["none"]) if kind == "swapped" else []
+        self._tickets: list[_core.Ticket] = []
         self._x = torch.zeros(1, device=device, requires_grad=True)
         self.handle = offload.enable(
             self._models["offload"],
@@ -181,6 +191,8 @@ class HookRig:
             else contextlib.nullcontext()
         )
         self._x.grad = None
+        if contestant == COPIES:
+            self._copy_out(model.tensors)
         forward = Lap()
         with hooks:
             y = model(self._x)
@@ -202,7 +214,7 @@ class HookRig:
         Each is the second of two, so that caches hold what this contestant left there. After another contestant's step,
         a step without hooks takes 3 µs more per tensor.
         """
-        return {name: partial(self._second_step, name) for name in CONTESTANTS}
+        return {name: partial(self._second_step, name) for name in self.contestants}
 
     def _second_step(self, contestant: str) -> Cost:
         self.step(contestant)
@@ -228,6 +240,24 @@ class HookRig:
             return [base.t() if number % 2 else base[number % 8 :] for number in range(count)]
         raise ValueError(f"kind {kind_names()}, not {self.kind!r}")
 
+    def _copy_out(self, tensors: Sequence[Tensor]) -> None:
+        store, stream = self.handle._engine.store, self._stream()
+        self._tickets = [store.swap_out(tensor.data_ptr(), tensor.nbytes, stream) for tensor in tensors]
+
+    def _copy_in(self) -> None:
+        lap = Lap()
+        for ticket, target in zip(self._tickets, self._targets, strict=True):
+            ticket.prefetch(target.data_ptr(), self._stream())
+        self._drain()
+        for ticket in self._tickets:
+            ticket.release()
+        self._tickets = []
+        lap.stop()
+        self._pauses.append(lap)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self._device == "cuda" else 0
+
     def _pause(self) -> None:
         lap = Lap()
         self._drain()
@@ -238,6 +268,8 @@ class HookRig:
         """Wait until no copy is under way, and let go of what it held."""
         if self._device == "cuda":
             torch.cuda.synchronize()
+        for ticket in self._tickets:
+            ticket.wait_out(self._stream())  # else `quiesce` cancels what has not begun
         self.handle._engine.drain()
         self.handle._engine.store.quiesce()
         self.handle._engine.collect()
@@ -250,16 +282,16 @@ def microseconds(rig: HookRig, *, rounds: int) -> dict[str, float]:
     -------
     dict
         ``plain_us`` of hooks that do nothing, ``offload_us`` of the engine's, and ``offload_processor_us``: what of
-        these the calling thread computed, rather than waited while a copy's thread had its processor.
+        these the calling thread computed, rather than waited while a copy's thread had its processor. For swapped
+        tensors also ``copies_us`` and ``copies_processor_us``: without hooks, while the same bytes are copied.
     """
     costs = alternate(rig.steps(), rounds=rounds, warmups=3)
     total = medians({name: [cost.total for cost in taken] for name, taken in costs.items()})
     processor = medians({name: [cost.processor_seconds for cost in taken] for name, taken in costs.items()})
-    return {
-        "plain_us": 1e6 * (total["plain"] - total["none"]),
-        "offload_us": 1e6 * (total["offload"] - total["none"]),
-        "offload_processor_us": 1e6 * (processor["offload"] - processor["none"]),
-    }
+    others = [name for name in rig.contestants if name != "none"]
+    found = {f"{name}_us": 1e6 * (total[name] - total["none"]) for name in others}
+    measured = [name for name in others if name != "plain"]
+    return found | {f"{name}_processor_us": 1e6 * (processor[name] - processor["none"]) for name in measured}
 
 
 def microseconds_under_preload(kind: str, *, rounds: int, **how: Any) -> dict[str, float]:
