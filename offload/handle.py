@@ -116,7 +116,7 @@ class Session:
         return plan
 
     def trace(self) -> Trace:
-        """Return the profiled step of the latest input shape. Node durations and link speed are the last measured.
+        """Return the profiled step of the latest input shape, with the latest measured durations and copy speeds.
 
         Raises
         ------

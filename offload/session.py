@@ -80,11 +80,13 @@ def enable(
     exclude
         Names of submodules, as in ``model.named_modules()``, whose saved tensors are neither swapped nor recomputed.
     host_limit
-        Maximum host memory that this process pins (GPU only), in bytes or as a string. Default: the smaller of half of
-        the available RAM and the unused part of the control group's limit. This is divided by the number of this job's
-        processes on this machine.
+        Maximum host memory that this process pins (GPU only), in bytes or as a string. Default: this process's share of
+        half of the available RAM or, if that is less, of the unused part of the control group's limit. All processes of
+        this job on this machine have equal shares.
     spill_dir
-        Folder of the spill file. Default: a folder for temporary files on the CPU; no file on a GPU.
+        Folder of the spill file. On the CPU, tensors are swapped out to this file. On a GPU, they are swapped out to
+        pinned host memory, and moved from there to the file when this memory is full. Default: a folder for temporary
+        files on the CPU; no file on a GPU.
     recompute
         ``"auto"``, the default without `n_tensors`: tensors are dropped and recomputed in backward if that is better
         than swapping them and a trial step has shown that the result has the same bits. ``"cheap"``: the same, but
@@ -96,7 +98,7 @@ def enable(
     optimizer_state
         ``True``: the state of `optimizer` is swapped out between its steps. Each step swaps it in for a few parameters
         at a time. ``"auto"``: with `memory_limit`, a plan chooses how much state is swapped out: as much as the limit
-        requires. If `max_slowdown` is not given, it is more if that makes steps over 1 % faster. ``"auto"`` needs no
+        requires. Without `max_slowdown`, it swaps out more if steps are then over 1 % faster. ``"auto"`` needs no
         `optimizer`: it applies to every optimizer that steps parameters of the model. Without `memory_limit`, or with
         `step_in_backward`, all state stays in memory. ``False``, the default: all state stays in memory.
     step_in_backward
@@ -244,7 +246,7 @@ def _enable(
     options = check_options(model, device, **asked)
     record_out_of_memory()
     engine = make_engine(device, options)
-    # Under `offload plan` and `offload fit` (which set the listener), no step follows a plan: no plan can move state.
+    # `offload plan` and `offload fit` listen to profiles. Steps then follow no plan, so no plan can move state.
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned

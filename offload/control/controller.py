@@ -179,7 +179,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step. Only swap on demand if a profiled step has not run its backward or many steps deviated."""
+        """Profile this step. Swap on demand instead if a profiled step awaits backward, or if many steps deviated."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
@@ -354,7 +354,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # the listener reads `planned.held` before `_plan` updates it
+        if self._on_profile is not None:  # `tell_profile` reads `held`; `_plan` would add the present bytes only later
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned

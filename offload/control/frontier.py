@@ -36,7 +36,7 @@ class TriedPlan:
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error, as estimated by `_error`.
     reference_steps
-        Number of these reference steps.
+        Number of reference steps from which `slowdown` was computed.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
@@ -102,8 +102,8 @@ class Frontier:
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
     looks
-        Empty during the search. Then for each of the last reference steps: how much longer the plan's latest measured
-        steps took than this reference step.
+        For each of the last reference steps since the end of the search: slowdown of the plan's latest measured steps
+        relative to this reference step. Empty during the search.
     """
 
     limits: Limits
@@ -136,7 +136,8 @@ class Frontier:
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
         """Return whether other programs disturbed most of a plan's measured steps or reference steps, but not all.
 
-        If they slowed all of them, they have slowed the steps of the other kind as well.
+        If other programs slowed all steps of one kind, they have slowed those of the other kind as well, because the
+        two kinds alternate.
         """
         kinds = [self._step(cost) for cost in steps], [self._computed(cost) for cost in self.references]
         return any(seconds and median(seconds) > self.limits.uneven * min(seconds) for seconds in kinds)
@@ -150,8 +151,8 @@ class Frontier:
     def _median_nodes(self, costs: Iterable[StepCost]) -> list[float]:
         """Return the median of each node's seconds.
 
-        Other programs are often busy for less than a step. Their time is in few of the durations of each node, and so
-        in none of the medians, but it is in each step's sum.
+        Other programs are often busy for less than a step, so they slow only a few nodes of each step. Each node is
+        slowed in few steps: its median is not affected, but the sum over the nodes of each step is.
         """
         return [median(column) for column in zip(*map(self._nodes, costs), strict=True)]
 
@@ -198,8 +199,8 @@ class Frontier:
         """Return whether the step that begins is to be a reference step.
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
-        of a new plan is not a reference step: planning has already delayed it. A plan has at most `judged_steps` of
-        them until it is judged.
+        of a new plan is not a reference step: planning has already delayed it. No more are due once `judged_steps`
+        reference steps of the plan have been measured.
 
         Parameters
         ----------
@@ -263,8 +264,9 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The promise. Steps are measured until it and the slowdown differ by more than the margin of error, or until
-            there are `judged_steps` of each kind.
+            The promise. Steps are measured until the slowdown differs from it by at least the margin of error and is
+            not below zero by more than this margin, or until there are `judged_steps` steps of the plan and as many
+            reference steps.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
@@ -288,9 +290,10 @@ class Frontier:
         return slowdown
 
     def _error(self, steps: Sequence[StepCost]) -> float:
-        """Return the margin of error of the slowdown, from how much the ratios of successive steps differ.
+        """Return the margin of error of the slowdown.
 
-        A single slow step hardly changes it: it is the standard error of a median, from the median deviation.
+        Each measured step is divided by the reference step beside it. The margin follows from how much these ratios
+        differ. It is based on their median and their median deviation, so a single slow step hardly changes it.
         """
         count = min(len(steps), len(self.references))
         pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
@@ -305,7 +308,10 @@ class Frontier:
         return self.limits.standard_errors * few * error
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
-        """Return whether a plan that saves so much may keep the promise, if the slowdown is proportional to it."""
+        """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
+
+        It may if the last plan did, or if it would with a slowdown proportional to the bytes saved.
+        """
         last = self.tried[-1]
         return last.slowdown_max <= max_slowdown or saved_bytes * last.slowdown_max <= max_slowdown * last.saved_bytes
 

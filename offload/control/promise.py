@@ -210,7 +210,8 @@ class SlowdownPromise:
             return self._last(planned, allowed)
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
-            wanted = self._limits.exploring * allowed  # only measured steps will show the cost
+            # No plan within `max_slowdown` moves tensors. The predicted cost may be too high: measured steps show it.
+            wanted = self._limits.exploring * allowed
             return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
         return plan
 

@@ -35,8 +35,9 @@ __all__ = ["StateMover", "why_it_stays"]
 
 log = logging.getLogger("offload")
 
-# Bytes of state in memory during a step: of the chunk (parameters that are updated together), of copy-ins that were
-# started for later chunks, and of copy-outs that have not ended.
+# Limits on the bytes of state in memory during a step: of a chunk (parameters that are updated together), of copy-ins
+# (also of gradients) that were started for later chunks, and of copy-outs that have not ended. The state of a single
+# parameter may exceed them, and the copy-ins of the next chunk are always started.
 CHUNK_BYTES = 32 << 20
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
@@ -114,7 +115,7 @@ class StateMover:
             ]
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # copies loaded state, which the caller may still hold
+        self._after_load_state_dict(optimizer)  # moves out copies: the caller may still hold tensors that were loaded
         self.look()
 
     def close(self) -> None:
@@ -193,11 +194,14 @@ class StateMover:
         self.limit_writing()
 
     def limit_writing(self) -> None:
-        """Wait for the oldest copy-outs until at most `BEHIND_BYTES` are being written, or only the latest one is."""
+        """Wait for the oldest copy-outs, until at most `BEHIND_BYTES` or only the latest copy-out is being written."""
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
-        """Move out state that should leave and is in memory: the step did not use it, or the program has read it."""
+        """Move out all state that should leave memory and is still there.
+
+        After a step in chunks, this is state that the step did not use, or that the program has read.
+        """
         for need, key in enumerate(list(state)):
             self._leave(state, key, need)
         self.look()

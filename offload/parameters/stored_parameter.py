@@ -265,7 +265,7 @@ class StoredParameter:
         return True
 
     def _renew(self, parameter: Tensor) -> None:
-        """Release the old copy in the store, then store the parameter again. A graph may still use the old copy."""
+        """Store the parameter again. The old copy is released first; a graph that uses it keeps it in the store."""
         placeholder_id = self.content.placeholder_id
         self.content = replace(self.content, stored=None)
         self.content = unseen(self._store, parameter)
@@ -342,8 +342,8 @@ class StoredParameter:
     ) -> Tensor:
         """Return a view of the parameter's current bytes. The offset is in elements.
 
-        In two cases it is a view of the bytes of `content` instead: `parameter.data` has been replaced (`epoch` differs
-        from the record's), or the parameter no longer exists or no longer moves.
+        It is a view of the bytes of `content` instead if `parameter.data` has been replaced (`epoch` differs from the
+        record's), if the parameter no longer exists, or if it no longer moves.
 
         Raises
         ------

@@ -1,6 +1,6 @@
 """The predicted timing of a plan: when each node and each copy runs, and the resident bytes.
 
-The search compares plans by this timing, and the engine executes plans by the same rules.
+The search compares plans by this timing, and `runtime/executor.py` executes plans by the same rules.
 """
 
 from __future__ import annotations

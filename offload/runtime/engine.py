@@ -61,7 +61,8 @@ class Engine(_core.EngineCore):
     device
         ``cpu`` or one accelerator.
     in_flight_bytes_max
-        Limit on the bytes of sources kept until their copy-out ends; beyond it the compute stream waits for the oldest.
+        Limit on the bytes of sources whose copy-out has not ended. Beyond it, `limit_in_flight` waits for the oldest
+        copy-outs: on an accelerator the compute stream waits, on the CPU the thread. It does not wait for the latest.
     """
 
     def __init__(self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None) -> None:
@@ -132,7 +133,7 @@ class Engine(_core.EngineCore):
             self.collect_dropped()
 
     def drain(self) -> None:
-        """Wait for the copies whose memory this engine holds, and free this memory and that of freed graphs."""
+        """Wait until no copy uses memory that this engine holds, and free this memory and that of freed graphs."""
         self.collect_dropped()
         super().drain()
 

@@ -37,7 +37,10 @@ class StepObserver(Protocol):
 
     @property
     def cursor(self) -> ScheduleCursor | None:
-        """The step's position in its schedule, read by C++ hooks of kept tensors. If None, they call the observer."""
+        """The step's position in its schedule. C++ reads and advances it at packs and unpacks.
+
+        None if the step follows no schedule. Then C++ calls `watches` for each kept tensor.
+        """
 
     @property
     def reason(self) -> str:
@@ -45,7 +48,11 @@ class StepObserver(Protocol):
 
     @property
     def copies(self) -> StepCopies | None:
-        """If given, C++ swaps the tensors that the schedule swaps. If None, hooks call the observer for each one."""
+        """The copies of a step that follows a schedule; None without a schedule.
+
+        With it, C++ swaps the tensors that the schedule swaps, unless `StepHooks.attach` leaves them to Python. For
+        tensors that Python swaps, the hooks call the methods of this class.
+        """
 
     @property
     def recomputation(self) -> Recomputation | None:
@@ -72,7 +79,10 @@ class StepObserver(Protocol):
         """Return why this storage is kept; None if it is swapped, or dropped and recomputed in backward."""
 
     def need(self, pack_index: int) -> int:
-        """Return the spill priority: larger if backward needs the tensor later."""
+        """Return the spill priority: larger if backward needs the tensor later.
+
+        When pinned memory is full, tensors with a larger spill priority are moved to the spill file first.
+        """
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """Called when the copy-out of a storage has been queued."""
@@ -240,7 +250,7 @@ class ScheduleExecutor:
         return self.schedule.plan is None or not self.on_schedule
 
     def watches(self, pack_index: int) -> bool:
-        """Return whether the unpack of this kept tensor is an event of the schedule."""
+        """Return whether the unpack of this kept tensor begins a node of the schedule (`Schedule.watched`)."""
         return self.cursor.watches(pack_index)
 
     def begin(self) -> None:
@@ -304,7 +314,8 @@ class ScheduleExecutor:
             self.stopwatch.begin()
             if not self.stopwatch.clock.is_listening:
                 self.stopwatch.listen_for_the_end()
-        # The unpack of any view may wait for the copy-in of its storage. So further views count like the first one.
+        # The unpack of any view may wait for the copy-in of its storage. So the hook acts if the storage is swapped or
+        # dropped, whichever of its views this is.
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
         self._acted = first in self._swapped_bytes or first in self.schedule.recomputed
         if not self.on_schedule:

@@ -68,7 +68,7 @@ class Policy(Protocol):
         """
 
     def asks_modules(self) -> bool:
-        """Return whether it also depends on the running module which tensors may be swapped."""
+        """Return whether the running module, too, decides which tensors may be swapped."""
 
     def is_excluded(self) -> bool:
         """Return whether the module that runs in this thread is excluded."""
@@ -96,11 +96,12 @@ _ON_DEMAND = SwapOnDemand()
 class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
-    `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that
-    follows a schedule, without recomputation and without `exclude`, they also handle swapped ones, as long as the step
-    runs as recorded (`csrc/swap_hooks.cpp`). For other tensors they call `pack_due`, `pack_candidate`, `unpack_watched`
-    or `unpack_swapped`. They call `pack_failed` or `unpack_failed` if a swap by C++ fails, and `refuse` if a kept
-    tensor was changed in place. Before `attach` is called, tensors are swapped, but nothing is prefetched.
+    `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that follows a
+    schedule, they also handle swapped ones (`csrc/swap_hooks.cpp`), as long as the step runs as recorded; but not with
+    recomputation, or if `Policy.asks_modules` returns True. For other tensors they call `pack_due`, `pack_candidate`,
+    `unpack_watched` or `unpack_swapped`. They call `pack_failed` or `unpack_failed` if a swap by C++ fails, and
+    `refuse` if a kept tensor was changed in place. Before `attach` is called, tensors are swapped, but nothing is
+    prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -116,7 +117,10 @@ class StepHooks(HookCore):
         self.attached = False
 
     def attach(self, observer: StepObserver) -> None:
-        """From now on, report packs and unpacks that C++ does not handle to `observer`. The next pack gets number 0."""
+        """Set the observer. The next pack gets number 0.
+
+        From now on, packs and unpacks that C++ does not handle are reported to `observer`.
+        """
         self.attached = True
         self._observer = observer
         self.end_forward()
@@ -124,7 +128,7 @@ class StepHooks(HookCore):
         if self._recomputation is not None:
             self._recomputation.begin(self.policy)
         policy = self.policy
-        # Recomputation and `exclude` need Python for every swapped tensor. Without them C++ follows a schedule alone.
+        # With recomputation, or if the running module matters, Python handles every swapped tensor; otherwise C++ does.
         is_plain = observer.recomputation is None and not policy.asks_modules()
         copies = observer.copies if is_plain else None
         follow(self, observer, observer.cursor, observer.reason, copies, policy.state)

@@ -1,8 +1,9 @@
 """Recomputes compiled submodules as a whole, with torch's checkpoint.
 
-A recipe consists of operators, so it cannot recompute a tensor that compiled code saves. A *region* is a submodule that
-was compiled by itself. If it is checkpointed, it saves only its inputs, and the step's hooks may swap these.
-`control/regions.py` decides which regions are checkpointed.
+A recipe is a list of recorded operators that recompute a saved tensor. The operators of compiled code cannot be
+recorded, so no recipe can recompute a tensor that compiled code saves. A *region* is a submodule that was compiled by
+itself. If it is checkpointed, it saves only its inputs, and the step's hooks may swap these. `control/regions.py`
+decides which regions are checkpointed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,11 @@ class RegionTrial:
         return result
 
     def is_as_tried(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call may be recomputed: the trial's modes, no hooks, all inputs tensors or constants."""
+        """Return whether a call may be recomputed.
+
+        It may if the modules are in the modes (`training`) of the trial, none of them has hooks, and all inputs are
+        tensors or constants.
+        """
         return _modes(part) == self._modes and not _calls_hooks(part) and _are_plain((args, kwargs))
 
     def _watch(self, result: Any, inputs: list[Tensor]) -> None:
@@ -352,7 +357,7 @@ def _contents(value: Any) -> list[Any]:
 
 
 def _are_same(a: list[Any], b: list[Any]) -> bool:
-    """Return whether both hold the same objects, and equal constants."""
+    """Return whether both lists hold the same objects in the same order; for constants, equality is enough."""
     kinds = (*_CONSTANTS, TreeSpec)
     return len(a) == len(b) and all(
         x is y or (type(x) is type(y) and isinstance(x, kinds) and x == y) for x, y in zip(a, b, strict=True)

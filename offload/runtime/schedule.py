@@ -3,8 +3,9 @@
 A schedule is made from a recorded step and either `n_tensors` and `lb` (`manual_schedule`) or a plan
 (`planned_schedule`). A `ScheduleExecutor` executes it.
 
-A step is divided into nodes by its events: the packs of storages that are large enough to swap, and the first unpack of
-every backward node, in the order observed. Node 0 begins with the step; every event ends one node and begins the next.
+A step is divided into *nodes*: intervals, numbered in the order of the recorded step. Node 0 begins with the step, and
+each node ends where the next one begins. In forward, a node begins after each pack of a storage that can be swapped. In
+backward, a node begins when a node of autograd's graph unpacks its first saved tensor; this one is a *backward node*.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offload.recomputation.template import Templates
 
 @dataclass
 class PackEntry:
-    """A storage, or the part of one that a view covers, that the recorded step saved and the engine can copy."""
+    """A saved storage of the recorded step that can be swapped; or, if only a view is copied, the view's part of it."""
 
     pack_index: int  # number of the pack that saved it first
     nbytes: int
@@ -97,7 +98,10 @@ class Schedule:
 
     @property
     def for_smaller_steps(self) -> Schedule:
-        """This schedule for steps with smaller inputs. With recomputation always a new one: templates fit one size."""
+        """This schedule for steps with smaller inputs.
+
+        If it recomputes, every access returns a new schedule, without templates: a template fits only one input size.
+        """
         return replace(self, borrowed=True) if self.recomputed else self._for_smaller_steps
 
     @cached_property
@@ -117,7 +121,7 @@ class Schedule:
 
     @cached_property
     def templates(self) -> Templates:
-        """The templates with which later steps record less."""
+        """The recorded operators of each window. Later steps compare theirs with these, instead of recording them."""
         return Templates()
 
     @cached_property
@@ -216,7 +220,8 @@ def planned_schedule(
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
     """Return the schedule of a plan's reference steps. Tensors are copied in few groups, and the step waits for each.
 
-    So nodes take as long as without swapping: no copy runs during a node, and few nodes follow a copy.
+    So nodes take about as long as without swapping: no copy runs during a node. A node right after a copy takes longer,
+    which is why there are few groups (`plan/serial.py`).
 
     Parameters
     ----------
