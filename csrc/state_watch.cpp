@@ -58,9 +58,9 @@ class Trail {
   void forget() { entries_.clear(); }
 
  private:
-  // A step's computation has evicted these objects from the processor's caches. So each call prefetches the addresses
-  // of an entry that the previous walk found some entries later. The object may have been freed: a prefetch of an
-  // invalid address does nothing.
+  // A step's computation has evicted these objects from the processor's caches. So each call of `meet` prefetches the
+  // object that will be met kAhead entries later, if this walk finds the same as the previous one. That object may have
+  // been freed: a prefetch of an invalid address does nothing.
   void fetch_ahead() const {
     if (position_ + kAhead >= entries_.size()) return;
     const Entry& next = entries_[position_ + kAhead];
@@ -137,9 +137,9 @@ bool meet_gradient(Trail& trail, PyObject* parameter) {
 
 // Returns a dictionary that nn.Module stores as an attribute. Null without an error if the attribute is missing or is
 // not a dictionary.
-PyObject* dictionary_of(PyObject* attributes, PyObject* name) {
+Owned dictionary_of(PyObject* attributes, PyObject* name) {
   PyObject* const found = PyDict_GetItemWithError(attributes, name);
-  return found != nullptr && PyDict_Check(found) ? found : nullptr;
+  return found != nullptr && PyDict_Check(found) ? shared(found) : Owned();
 }
 
 // Calls `meet` for every value except None. `meet` may run Python code.
@@ -159,11 +159,11 @@ enum class Walk { done, unknown, failed };
 Walk walk_module(State& state, PyObject* module, std::vector<Owned>& pending, std::unordered_set<PyObject*>& seen) {
   const Owned attributes(PyObject_GenericGetDict(module, nullptr));
   if (!attributes) return Walk::failed;
-  PyObject* const parameters = dictionary_of(attributes.get(), names.parameters);
-  PyObject* const buffers = dictionary_of(attributes.get(), names.buffers);
-  PyObject* const modules = dictionary_of(attributes.get(), names.modules);
-  if (parameters == nullptr || buffers == nullptr || modules == nullptr)
-    return PyErr_Occurred() ? Walk::failed : Walk::unknown;
+  // Held: reading a parameter or a buffer may run Python code, which may give the module other dictionaries.
+  const Owned parameters = dictionary_of(attributes.get(), names.parameters);
+  const Owned buffers = dictionary_of(attributes.get(), names.buffers);
+  const Owned modules = dictionary_of(attributes.get(), names.modules);
+  if (!parameters || !buffers || !modules) return PyErr_Occurred() ? Walk::failed : Walk::unknown;
   Entry entry;
   entry.object = module;
   entry.kind = shared(reinterpret_cast<PyObject*>(Py_TYPE(module)));
@@ -174,10 +174,9 @@ Walk walk_module(State& state, PyObject* module, std::vector<Owned>& pending, st
     if (seen.insert(value).second) pending.push_back(shared(value));
     return true;
   };
-  // Children first: they run no Python code. The other calls may, and the dictionaries are borrowed.
-  const bool done = state.tensors.meet(std::move(entry)) && for_values(modules, child) &&
-                    for_values(parameters, parameter) &&
-                    for_values(buffers, [&](PyObject* value) { return meet_tensor(state.tensors, value, true); });
+  const bool done = state.tensors.meet(std::move(entry)) && for_values(modules.get(), child) &&
+                    for_values(parameters.get(), parameter) &&
+                    for_values(buffers.get(), [&](PyObject* value) { return meet_tensor(state.tensors, value, true); });
   return done ? Walk::done : Walk::failed;
 }
 
@@ -221,15 +220,15 @@ Owned find_tensor(PyObject* model) {
     const Owned attributes(PyObject_GenericGetDict(module.get(), nullptr));
     if (!attributes) return Owned();
     for (PyObject* const name : {names.parameters, names.buffers, names.modules}) {
-      PyObject* const dictionary = dictionary_of(attributes.get(), name);
-      if (dictionary == nullptr && PyErr_Occurred()) return Owned();
+      const Owned dictionary = dictionary_of(attributes.get(), name);
+      if (!dictionary && PyErr_Occurred()) return Owned();
       Owned found;
       const auto meet = [&](PyObject* value) {
         if (name != names.modules) found = shared(value);
         else if (seen.insert(value).second) pending.push_back(shared(value));
         return !found;
       };
-      if (dictionary != nullptr && !for_values(dictionary, meet)) return found;
+      if (dictionary && !for_values(dictionary.get(), meet)) return found;
     }
   }
   return Owned();

@@ -1,8 +1,10 @@
-// Detects whether a model's parameters and buffers have changed since the last call: other tensors, or other storages.
+// Detects whether tensors have changed since the last call: a model's parameters and buffers, their gradients, and the
+// tensors in an optimizer's state. A change is another tensor object, another storage, or another size of the storage.
 //
-// It is called once per step (profiling/model_state.py), not on the data path. Sets and sums over hundreds of tensors
-// are then computed in Python only if something has changed. Each call reads every module's dictionaries, and every
-// tensor's storage, size and device.
+// profiling/model_state.py calls it at most once per step, outside the data path. Only if something has changed, that
+// file computes the set of storages and their total bytes again, in Python, over hundreds of tensors. Each call for a
+// model reads every module's dictionaries, and the storage of every tensor and its size. The device is read only of a
+// tensor without a storage, because a storage never changes its device.
 //
 // Callers hold the GIL.
 #pragma once

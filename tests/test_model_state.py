@@ -246,3 +246,26 @@ def test_an_optimizer_state_that_holds_itself(tmp_path):
     state.pop("itself")
     while nested:
         nested = nested.pop()
+
+
+def test_a_parameter_that_replaces_the_modules_dictionaries_while_it_is_read():
+    """The device of a subclass is read by its own code, which may give the module other dictionaries."""
+    replaced = []
+
+    class Replacing(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            for name in ("_parameters", "_buffers", "_modules"):
+                module.__dict__[name] = dict(module.__dict__[name])
+                replaced.append({"another": torch.ones(1)})  # may be where the former dictionary was
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    module = Net()
+    module.weight = Replacing(torch.ones(3))
+    state = ModelState(module)
+    state.look()
+    before, seen = state.changes, len(replaced)
+    state.expire()
+    state.look()
+    assert len(replaced) > seen
+    assert state.changes == before, "nothing has changed"
